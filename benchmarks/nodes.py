@@ -1,0 +1,42 @@
+"""Several nodes out of one host, so that NCCL talks over sockets between them and over NVLink inside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def run_on_emulated_nodes(nodes: int, gpus_per_node: int, command: list[str], port: int = 29511) -> None:
+    """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
+
+    ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated.
+
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of each.
+        command: A Python script and its arguments.
+        port: Rendezvous port on localhost.
+
+    Raises:
+        RuntimeError: If any node fails; the others are ended.
+    """
+    processes = []
+    for node in range(nodes):
+        environment = dict(os.environ)
+        first = node * gpus_per_node
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in range(gpus_per_node))
+        if nodes > 1:
+            environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        environment.setdefault("OMP_NUM_THREADS", "4")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]
+        torchrun += [f"--nproc-per-node={gpus_per_node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        processes.append(subprocess.Popen([*torchrun, *command], env=environment))
+    failed = False
+    for process in processes:
+        failed |= process.wait() != 0
+        if failed:
+            for other in processes:
+                other.terminate()
+    if failed:
+        raise RuntimeError(f"a node failed: {' '.join(command)}")

@@ -1,0 +1,24 @@
+"""Sharding strategies for PyTorch FSDP: ZeRO++ and its relatives.
+
+Importing this package teaches ``torch.distributed.fsdp.FullyShardedDataParallel`` to take a :class:`Strategy`
+as its ``sharding_strategy``; models with torch's own strategies are not affected.
+"""
+
+from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
+from .codecs import Codec, Int4, Int8
+from .comm_hook import QuantizedReduceState, quantized_reduce_hook
+from .error_feedback import LoCo
+from .strategy import Strategy
+from .units import invalidate, traffic
+
+__all__ = [
+    "Codec",
+    "Int4",
+    "Int8",
+    "LoCo",
+    "QuantizedReduceState",
+    "Strategy",
+    "invalidate",
+    "quantized_reduce_hook",
+    "traffic",
+]

@@ -1,0 +1,86 @@
+"""Quantized gradient reduction by itself: a communication hook for any FSDP model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .codecs import Codec
+from .gradient_reduce import GradientReduce
+from .hop import Traffic
+from .strategy import check_gpus_per_node, finer_inside
+from .topology import process_mesh
+
+
+class QuantizedReduceState:
+    """State of :func:`quantized_reduce_hook`: ZeRO++'s qgZ on a model with one of torch's own strategies.
+
+    Making one is collective over ``process_group``.
+
+    Args:
+        codec: Codec of the hop between nodes; None for full precision in two hops.
+        intra_codec: Codec of the hop inside a node; ``"auto"`` is ``Int8`` with the same block.
+        gpus_per_node: Consecutive ranks that share a node; default from torchrun (``LOCAL_WORLD_SIZE``).
+        process_group: The group that the model is sharded over; default: all ranks.
+
+    Raises:
+        RuntimeError: If torch.distributed is not initialized.
+        TypeError: If a codec is not a :class:`Codec`.
+        ValueError: If the group can't be laid out on nodes of ``gpus_per_node``.
+
+    Example:
+        >>> model = FullyShardedDataParallel(model)
+        >>> model.register_comm_hook(QuantizedReduceState(Int4(128), gpus_per_node=8), quantized_reduce_hook)
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None,
+        *,
+        intra_codec: Codec | Literal["auto"] | None = "auto",
+        gpus_per_node: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        intra = finer_inside(intra_codec, codec)
+        for name, value in (("codec", codec), ("intra_codec", intra)):
+            if value is not None and not isinstance(value, Codec):
+                raise TypeError(f"{name} must be a codec such as Int4(128), or None, got {value!r}")
+        check_gpus_per_node(gpus_per_node)
+        if not dist.is_initialized():
+            raise RuntimeError("QuantizedReduceState needs torch.distributed.init_process_group() first")
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        assert self.process_group is not None
+        self.traffic = Traffic()
+        mesh = process_mesh(self.process_group, gpus_per_node)
+        self.topology = mesh.topology
+        self.codecs = (intra, codec)
+        self._reduce = GradientReduce(mesh, intra, codec, self.traffic, label="comm hook")
+
+    def reduce(self, gradient: Tensor, out: Tensor) -> None:
+        """Reduce as :class:`GradientReduce` does."""
+        self._reduce(gradient, out)
+
+
+def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:
+    """Reduce an FSDP unit's gradient in two quantized hops; see :class:`QuantizedReduceState`.
+
+    Args:
+        state: The hook's state.
+        gradient: The unit's unsharded gradient, padded to a multiple of the world size, flat.
+        out: Receives the mean of this rank's shard. FSDP gives none for units that it does not shard.
+
+    Raises:
+        TypeError: If ``state`` is not a :class:`QuantizedReduceState`.
+        ValueError: If the unit is sharded over another group than the state's, or not sharded over several ranks.
+    """
+    if not isinstance(state, QuantizedReduceState):
+        raise TypeError(f"quantized_reduce_hook needs a QuantizedReduceState, got {type(state).__name__}")
+    if out is not None:
+        state.reduce(gradient, out)
+    elif state.topology.world > 1:
+        raise ValueError(
+            f"quantized_reduce_hook reduces to shards, but FSDP does not shard this unit over the state's "
+            f"{state.topology.world} ranks (NO_SHARD); use FULL_SHARD or SHARD_GRAD_OP"
+        )

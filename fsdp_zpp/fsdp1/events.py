@@ -1,0 +1,90 @@
+"""The events that make the secondary shards of a model stale; see [Note: Staleness] in weight_gather.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from .. import units
+from ..activity import log_activity
+from . import _torch
+from .unit import StrategyUnit
+
+_ATTRIBUTE = "_fsdp_zpp_events"
+
+
+class ModelEvents:
+    """Tells the units under one FSDP root when their weights change.
+
+    torch's optimizers announce their steps. Other optimizers don't, so until a unit has been seen in a step,
+    every backward that synchronizes gradients counts as one, for a step must follow it. Afterwards it doesn't:
+    accumulating gradients without ``no_sync`` costs no gather between nodes.
+
+    Args:
+        units: The units by name.
+        parameters: For each unit, its parameters as an optimizer may hold them.
+    """
+
+    def __init__(self, units: dict[str, StrategyUnit], parameters: dict[str, list[nn.Parameter]]) -> None:
+        self._units = units
+        self._parameters = parameters
+        self._unit_of_parameter = {id(p): name for name, held in parameters.items() for p in held}
+        self._announced: set[str] = set()
+        events = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            model = events()
+            if model is not None:
+                model.optimizer_stepped(optimizer)
+
+        # One hook a model, which goes with it, so that there is no list of models to keep.
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """The weights that ``optimizer`` holds have changed, on every rank: also on those that hold only padding."""
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        stepped = {self._unit_of_parameter[p] for p in held if p in self._unit_of_parameter}
+        self._announced |= stepped
+        for name in stepped:
+            self._units[name].invalidate()
+
+    def gradients_synchronized(self) -> None:
+        """A backward has left gradients for a step to come."""
+        for name, unit in self._units.items():
+            trainable = any(parameter.requires_grad for parameter in self._parameters[name])
+            if trainable and name not in self._announced:
+                unit.invalidate()
+
+
+def start(root: nn.Module) -> None:
+    """Watch the model under ``root``, name its units, and log what is active."""
+    found: dict[str, StrategyUnit] = {}
+    parameters: dict[str, list[nn.Parameter]] = {}
+    for path, module in root.named_modules():
+        unit = units.unit_of(module)
+        if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
+            name = path.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module") or "root"
+            unit.rename(name)
+            found[name] = unit
+            parameters[name] = list(_torch.parameters_of(module))
+    if not found:
+        return
+    setattr(root, _ATTRIBUTE, ModelEvents(found, parameters))
+    groups = defaultdict(list)
+    for unit in found.values():
+        groups[unit.strategy, unit.mesh].append(unit)
+    for (strategy, mesh), members in groups.items():
+        wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
+        log_activity(strategy, mesh, type(wrapped).__name__, len(members))
+
+
+def gradients_synchronized(root: nn.Module) -> None:
+    """The backward of the model under ``root`` has synchronized its gradients."""
+    model = vars(root).get(_ATTRIBUTE)
+    if model is not None:
+        model.gradients_synchronized()

@@ -1,0 +1,118 @@
+"""The two-hop all-gather of weights, and the secondary shard that its first hop leaves behind.
+
+[Note: The secondary shard]
+Weights are encoded once, from the full-precision shard, and gathered between nodes among ranks of the same
+local index; what that leaves on a rank, nodes x payload, is the *secondary shard*. The second hop gathers it
+inside the node. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the second
+hop and send nothing between nodes. All ranks, the owner too, decode the same bytes, so they compute with the
+same weights bit for bit.
+
+[Note: Staleness]
+A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter
+different collectives and hang, so staleness is told by events that all ranks share (``invalidate``), never by
+looking at the shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check
+only: if the caller's ``version`` of the shard differs from the one that was encoded, something wrote to the
+weights without an event, and the gather raises rather than compute with old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from .codecs import Codec, FullPrecision
+from .hop import Traffic, hop_over
+from .topology import ProcessMesh
+
+
+class StaleSecondaryError(RuntimeError):
+    """The weights were written to in a way that no event announced."""
+
+
+class WeightGather:
+    """All-gathers one flat shard over a mesh in two hops.
+
+    Args:
+        mesh: The ranks.
+        codec: Encodes the weights for both hops; None sends them in the dtype of the output.
+        keep_secondary: Keep the secondary shard from one call to the next, until :meth:`invalidate`.
+        traffic: Where bytes are counted.
+        label: Names the unit in profiles and errors.
+    """
+
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        codec: Codec | None,
+        keep_secondary: bool,
+        traffic: Traffic,
+        label: str = "unit",
+    ) -> None:
+        self.codec = codec
+        self.label = label
+        # Without a second node there is no hop to save, so keeping the result of the first is of no use.
+        self.keep_secondary = keep_secondary and mesh.inter is not None
+        self._topology = mesh.topology
+        self._inter = hop_over(mesh.inter, "gather", "inter", traffic)
+        self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
+        self._secondary: Tensor | None = None
+        self._encoded: tuple[Codec, Hashable] | None = None
+
+    @property
+    def secondary_nbytes(self) -> int:
+        """Bytes held by the secondary shard."""
+        return 0 if self._secondary is None else self._secondary.nbytes
+
+    def invalidate(self) -> None:
+        """Declare the secondary shard stale; to be called on all ranks. See [Note: Staleness]."""
+        self._secondary = None
+        self._encoded = None
+
+    @torch.no_grad()
+    def __call__(self, shard: Tensor, out: Tensor, version: Hashable = None) -> None:
+        """Gather every rank's ``shard`` into ``out``.
+
+        Args:
+            shard: This rank's full-precision values, flat [numel], the same numel on every rank.
+            out: Flat [world * numel], in any float dtype; chunk i receives rank i's shard.
+            version: Identifies the state of ``shard``; compared while the secondary shard is reused.
+
+        Raises:
+            ValueError: If the sizes do not fit, before any communication.
+            StaleSecondaryError: If the secondary shard is reused but ``version`` has changed.
+        """
+        if out.numel() != self._topology.world * shard.numel():
+            raise ValueError(
+                f"{self.label}: a gather of {shard.numel()} values over {self._topology.world} ranks needs an output "
+                f"of {self._topology.world * shard.numel()} values, got {out.numel()}"
+            )
+        codec = self.codec or FullPrecision(out.dtype)
+        payload = self._secondary_shard(shard, codec, version)
+        if self._intra is not None:
+            payload = self._intra.all_gather(payload, self.label)
+        with record_function(f"fsdp_zpp::decode ({self.label})"):
+            codec.decode(payload, out, rows=self._topology.gpus_per_node, cols=self._topology.nodes)
+
+    def _secondary_shard(self, shard: Tensor, codec: Codec, version: Hashable) -> Tensor:
+        """The shards of all ranks with this local index, encoded: uint8 [nodes, nbytes]."""
+        if self._secondary is not None and self._encoded is not None and self._encoded[0] == codec:
+            self._check_version(version, self._encoded[1])
+            return self._secondary
+        with record_function(f"fsdp_zpp::encode ({self.label})"):
+            payload = codec.encode(shard, 1, 1)
+        if self._inter is not None:
+            payload = self._inter.all_gather(payload, self.label)
+        if self.keep_secondary:
+            self._secondary, self._encoded = payload, (codec, version)
+        return payload
+
+    def _check_version(self, version: Hashable, encoded: Hashable) -> None:
+        if version != encoded:
+            raise StaleSecondaryError(
+                f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
+                "summon_full_params(writeback=True), so the other nodes' copy of them is out of date; after such a "
+                "change, call fsdp_zpp.invalidate(model) on every rank"
+            )

@@ -1,0 +1,27 @@
+"""Pools of worker processes, shared by all tests of a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from harness.pool import Pool, device_type
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Pool]]:
+    """``pool(world)``: that many workers in one process group; skips if there are too few GPUs for them."""
+    pools: dict[int, Pool] = {}
+
+    def get(world: int) -> Pool:
+        if device_type() == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs, has {torch.cuda.device_count()}")
+        return pools.setdefault(world, Pool(world))
+
+    yield get
+    for each in pools.values():
+        each.stop()

@@ -1,0 +1,219 @@
+"""Small models with odd shapes, and a training loop that is the same for every way of sharding them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_zpp import Strategy
+
+from .pool import device_type
+
+SEQUENCE, BATCH = 7, 2
+
+
+class Block(nn.Module):
+    """A residual MLP whose sizes divide by nothing, with a buffer."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.register_buffer("shift", torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x) + self.shift)))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head.
+
+    Args:
+        blocks: Number of blocks.
+        width: Size of the hidden state.
+        hidden: Size inside of a block.
+        vocabulary: Number of tokens.
+        tied: The head shares the embedding's weight.
+        twice: The first block runs twice in a forward.
+        unused: Adds a block that no forward runs.
+    """
+
+    def __init__(
+        self,
+        blocks: int = 3,
+        width: int = 22,
+        hidden: int = 37,
+        vocabulary: int = 61,
+        tied: bool = False,
+        twice: bool = False,
+        unused: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.twice = twice
+        self.unused = Block(width, hidden) if unused else None
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.twice:
+            x = self.blocks[0](x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to wrap and train a :class:`Net`; see the fields of the same name in FSDP."""
+
+    model: tuple[tuple[str, Any], ...] = ()
+    frozen: bool = False
+    fsdp: tuple[tuple[str, Any], ...] = (("use_orig_params", True),)
+    wrap_blocks: bool = True
+    checkpointing: str = "none"
+    optimizer: str = "sgd"
+    steps: int = 4
+    micro_batches: int = 1
+    no_sync: bool = True
+    clip: float | None = 0.5
+    scaler: bool = False
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device(device_type(), torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+def make_net(seed: int = 0, frozen: bool = False, **arguments: Any) -> Net:
+    """A net with the same weights on every rank."""
+    torch.manual_seed(seed)
+    net = Net(**arguments)
+    if frozen:
+        net.blocks[0].requires_grad_(False)
+    return net.to(device())
+
+
+def wrap(case: Case, strategy: Strategy | ShardingStrategy, **overrides: Any) -> FullyShardedDataParallel:
+    """A net under FSDP."""
+    arguments = {"auto_wrap_policy": ModuleWrapPolicy({Block})} if case.wrap_blocks else {}
+    arguments |= {"device_id": device(), **dict(case.fsdp), **overrides}
+    net = make_net(frozen=case.frozen, **dict(case.model))
+    if case.checkpointing.startswith("inside"):
+        checkpoint(net, case)
+    model = FullyShardedDataParallel(net, sharding_strategy=strategy, **arguments)
+    if case.checkpointing.startswith("outside"):
+        checkpoint(model, case)
+    return model
+
+
+def checkpoint(model: nn.Module, case: Case) -> None:
+    """Recompute blocks in the backward; ``case.checkpointing`` is "inside reentrant" and so on."""
+    inside, kind = case.checkpointing.split()
+    reentrant = kind == "reentrant"
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+
+    def is_target(module: nn.Module) -> bool:
+        if inside == "inside":
+            return isinstance(module, Block)
+        return isinstance(module, FullyShardedDataParallel) and isinstance(module.module, Block)
+
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+        check_fn=is_target,
+    )
+
+
+def make_optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer by name."""
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1, foreach=name == "adamw-foreach")
+
+
+def batch(step: int, micro_batch: int, rank: int | None = None) -> Tensor:
+    """Random bytes [BATCH, SEQUENCE + 1], other ones on each rank."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + 7919 * rank)
+    return torch.randint(256, (BATCH, SEQUENCE + 1), generator=generator).to(device())
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross entropy of the next token, tokens being taken modulo the vocabulary."""
+    tokens = tokens % model.embedding.num_embeddings
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def train(
+    model: FullyShardedDataParallel,
+    case: Case,
+    after_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None,
+    optimizer: torch.optim.Optimizer | None = None,
+    first_step: int = 0,
+) -> list[float]:
+    """Train for ``case.steps`` steps; return the last micro-batch's loss of each."""
+    optimizer = optimizer or make_optimizer(case.optimizer, model.parameters())
+    scaler = None
+    if case.scaler:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=2)
+    losses = []
+    for step in range(first_step, first_step + case.steps):
+        for micro_batch in range(case.micro_batches):
+            last = micro_batch == case.micro_batches - 1
+            with nullcontext() if last or not case.no_sync else model.no_sync():
+                loss = loss_of(model, batch(step, micro_batch)) / case.micro_batches
+                (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.unscale_(optimizer)
+        if case.clip is not None:
+            model.clip_grad_norm_(case.clip)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        after_step(step, optimizer)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def full_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+    """Full-precision weights on the CPU, by name."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {
+            name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", ""): p.detach()
+            .float()
+            .cpu()
+            .clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative distance |a - b| / |b| over all tensors."""
+    assert ours.keys() == theirs.keys(), set(ours) ^ set(theirs)
+    return max(((ours[name] - b).norm() / b.norm().clamp(min=1e-12)).item() for name, b in theirs.items())

@@ -1,0 +1,128 @@
+"""A pool of worker processes in one process group, kept across tests: starting torch takes longer than most tests."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=120)
+
+
+class WorkerError(AssertionError):
+    """A test function failed on some ranks."""
+
+
+def device_type() -> str:
+    """``cuda`` where there are GPUs, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _init_process_group(rank: int, world: int, port: int) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    if device_type() == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
+    _init_process_group(rank, world, port)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        module, name, args = task
+        try:
+            result = getattr(importlib.import_module(module), name)(*args)
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """``world`` processes that run a function together, in one process group.
+
+    Functions are named by module and must be importable in the workers; results and arguments are pickled.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``function(*args)`` on all ranks; return their results by rank.
+
+        Raises:
+            WorkerError: If it failed on any rank. The pool starts afresh at the next call.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        replies = [self._reply(pipe) for pipe in self._pipes]
+        failed = {rank: text for rank, (ok, text) in enumerate(replies) if not ok}
+        if failed:
+            # The others may hang in a collective that the failed ranks never entered.
+            self.stop(kill=True)
+            first = failed[min(failed)]
+            raise WorkerError(f"failed on ranks {sorted(failed)} of {self.world}; rank {min(failed)}:\n{first}")
+        return [result for _, result in replies]
+
+    def _reply(self, pipe: Connection) -> tuple[bool, Any]:
+        if not pipe.poll(TIMEOUT.total_seconds() * (0.05 if self._any_failed else 1)):
+            return False, "no answer in time: hung in a collective?"
+        try:
+            ok, result = pipe.recv()
+        except EOFError:
+            ok, result = False, "the process died"
+        self._any_failed |= not ok
+        return ok, result
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        port = _free_port()
+        self._any_failed = False
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.world, port, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def stop(self, kill: bool = False) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+            process.join()
+            pipe.close()
+        self._pipes, self._processes = [], []

@@ -1,0 +1,229 @@
+"""Bad input is an error on every rank before any collective; a dead rank is an error on the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.models import Case
+from harness.pool import Pool, WorkerError, device_type
+from harness.wiretap import wiretap
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, ShardingStrategy
+
+from fsdp_zpp import (
+    Int4,
+    Int8,
+    QuantizedReduceState,
+    Strategy,
+    invalidate,
+    quantized_reduce_hook,
+    traffic,
+)
+
+TWO = {"gpus_per_node": 2}
+
+
+def _integers() -> nn.Module:
+    net = models.make_net()
+    net.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
+    return net
+
+
+def _doubles() -> nn.Module:
+    return models.make_net().double()
+
+
+def _groups() -> Any:
+    return dist.new_group([0, 1]), dist.new_group([2, 3])
+
+
+CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "indivisible": (
+        lambda: FSDP(models.make_net(), sharding_strategy=Strategy(gpus_per_node=3)),
+        ValueError,
+        "allowed are",
+    ),
+    "not built": (
+        lambda: FSDP(models.make_net(), sharding_strategy=Strategy("IIG", **TWO)),
+        NotImplementedError,
+        "not built yet under FullyShardedDataParallel: levels 'IIG'",
+    ),
+    "feedback": (
+        lambda: FSDP(models.make_net(), sharding_strategy=Strategy.loco(**TWO)),
+        NotImplementedError,
+        "error_feedback=LoCo",
+    ),
+    "frozen codec": (
+        lambda: FSDP(models.make_net(), sharding_strategy=Strategy.mixzpp(**TWO)),
+        NotImplementedError,
+        "frozen=",
+    ),
+    "the class": (
+        lambda: FSDP(models.make_net(), sharding_strategy=Strategy),
+        TypeError,
+        "did you mean Strategy()",
+    ),
+    "integers": (
+        lambda: FSDP(_integers(), sharding_strategy=Strategy(**TWO)),
+        TypeError,
+        "codes is torch.int8",
+    ),
+    "doubles": (lambda: FSDP(_doubles(), sharding_strategy=Strategy(**TWO)), TypeError, "is torch.float64"),
+    "pair of groups": (
+        lambda: FSDP(models.make_net(), process_group=_groups(), sharding_strategy=Strategy(**TWO)),
+        ValueError,
+        "pair of groups",
+    ),
+    "2-D mesh": (
+        lambda: FSDP(
+            models.make_net(),
+            device_mesh=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b")),
+            sharding_strategy=Strategy(**TWO),
+        ),
+        ValueError,
+        "1-D device_mesh",
+    ),
+    "no codec": (lambda: QuantizedReduceState(4), TypeError, "codec must be a codec"),
+    "state layout": (lambda: QuantizedReduceState(Int4(128), gpus_per_node=3), ValueError, "allowed are"),
+    "traffic of what": (lambda: traffic(models.make_net()), ValueError, "no part of this Net"),
+    "invalidate what": (lambda: invalidate(models.make_net()), ValueError, "no part of this Net"),
+    "hook without state": (
+        lambda: quantized_reduce_hook(None, torch.ones(4), torch.ones(1)),
+        TypeError,
+        "needs a QuantizedReduceState",
+    ),
+    "hook on replicas": (
+        lambda: quantized_reduce_hook(QuantizedReduceState(Int4(128), **TWO), torch.ones(4)),
+        ValueError,
+        "NO_SHARD",
+    ),
+}
+
+
+def attempt(name: str) -> tuple[str, str, int]:
+    """In a worker: the error of one construction and the bytes sent before it."""
+    with wiretap(2) as tap:
+        try:
+            CONSTRUCTIONS[name][0]()
+        except Exception as error:
+            return type(error).__name__, str(error), sum(tap.sent.values())
+    return "no error", "", 0
+
+
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_bad_input(pool: Callable[[int], Pool], name: str) -> None:
+    _, error, message = CONSTRUCTIONS[name]
+    for kind, text, sent in pool(4).run(attempt, name):
+        assert kind == error.__name__, text
+        assert message in text
+        assert sent == 0
+
+
+def state_of_another_group() -> str:
+    """In a worker: a hook state made for two ranks, on a model sharded over four."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    state = QuantizedReduceState(Int4(128), gpus_per_node=1, process_group=pairs[dist.get_rank() // 2])
+    model = models.wrap(Case(), ShardingStrategy.FULL_SHARD)
+    with pytest.raises(ValueError, match="made for the ranks") as caught:
+        model.register_comm_hook(state, quantized_reduce_hook)
+    with pytest.raises(ValueError, match="another process group"):
+        quantized_reduce_hook(state, torch.ones(8), torch.ones(2))
+    return str(caught.value)
+
+
+def test_state_of_another_group(pool: Callable[[int], Pool]) -> None:
+    messages = pool(4).run(state_of_another_group)
+    assert all("this model is sharded over [0, 1, 2, 3]" in message for message in messages)
+
+
+def second_hook() -> None:
+    """In a worker: a strategy owns the reduction, so another hook is refused, not ignored."""
+    model = models.wrap(Case(), Strategy.zeropp(**TWO))
+    with pytest.raises(AssertionError, match="already registered"):
+        model.register_comm_hook(QuantizedReduceState(Int4(128), **TWO), quantized_reduce_hook)
+
+
+def test_a_strategy_and_a_hook_do_not_mix(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(second_hook)
+
+
+def offload() -> str:
+    """In a worker: parameters offloaded to the CPU train as with stock, or are refused at construction."""
+    case = Case(fsdp=(("use_orig_params", True), ("cpu_offload", CPUOffload(offload_params=True))), clip=None)
+    if device_type() == "cpu":
+        with pytest.raises(ValueError, match="needs an accelerator") as caught:
+            models.wrap(case, Strategy(**TWO))
+        return str(caught.value)
+    weights = []
+    for strategy in (Strategy("IGG", **TWO), ShardingStrategy.FULL_SHARD):
+        model = models.wrap(case, strategy)
+        models.train(model, case)
+        weights.append(models.full_weights(model))
+    assert models.distance(*weights) <= 1e-6
+    models.train(models.wrap(case, Strategy.zeropp(**TWO)), case)
+    return ""
+
+
+def test_cpu_offload(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(offload)
+
+
+def logged(strategy: Strategy) -> list[tuple[str, str]]:
+    """In a worker: what a model's first two steps log."""
+    records: list[tuple[str, str]] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append((record.levelname, record.getMessage()))
+
+    logger = logging.getLogger("fsdp_zpp")
+    handler, level = Collect(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    models.train(models.wrap(Case(), strategy), Case(steps=2))
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    return records
+
+
+def test_one_line_a_model(pool: Callable[[int], Pool]) -> None:
+    first, *others = pool(4).run(logged, Strategy.zeropp(**TWO))
+    assert others == [[]] * 3
+    [(level, line)] = first
+    assert level == "INFO"
+    assert line.startswith("Net: IGG on 2 nodes x 2, 4 units: weights gathered as int8(256)")
+    [(level, line)] = pool(4).run(logged, Strategy.zeropp(gpus_per_node=4, gradients=Int8(64)))[0]
+    assert level == "WARNING"
+    assert "NOT active" in line
+
+
+def die_in_step() -> float:
+    """In a worker: the last rank dies between two steps; how long the others take to notice."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    model = models.wrap(Case(), Strategy.zeropp(gpus_per_node=1), process_group=group)
+    models.train(model, Case(steps=1, clip=None))
+    start = time.monotonic()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(1)
+    try:
+        models.train(model, Case(steps=1, clip=None))
+    except Exception:
+        return time.monotonic() - start
+    raise AssertionError("a step without one of its ranks went through")
+
+
+@pytest.mark.skipif(device_type() == "cuda", reason="NCCL's watchdog ends the process instead of raising")
+def test_a_dead_rank_is_an_error_on_the_others() -> None:
+    pool = Pool(3)
+    with pytest.raises(WorkerError, match=r"failed on ranks \[2\] of 3; rank 2:\nthe process died"):
+        pool.run(die_in_step)
