@@ -34,14 +34,14 @@ class Topology:
         """Number of nodes."""
         return self.world // self.gpus_per_node
 
-    def intra_ranks(self, rank: int) -> list[int]:
-        """Ranks of ``rank``'s node, by local index."""
-        first = rank - rank % self.gpus_per_node
-        return list(range(first, first + self.gpus_per_node))
+    def intra_partition(self) -> list[list[int]]:
+        """The ranks of each node, by local index."""
+        starts = range(0, self.world, self.gpus_per_node)
+        return [list(range(start, start + self.gpus_per_node)) for start in starts]
 
-    def inter_ranks(self, rank: int) -> list[int]:
-        """Ranks with the local index of ``rank``, one on every node, by node."""
-        return list(range(rank % self.gpus_per_node, self.world, self.gpus_per_node))
+    def inter_partition(self) -> list[list[int]]:
+        """The ranks of each local index, one on every node, by node."""
+        return [list(range(local, self.world, self.gpus_per_node)) for local in range(self.gpus_per_node)]
 
     def __str__(self) -> str:
         return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.gpus_per_node}"
@@ -88,8 +88,8 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
             group=group,
             topology=topology,
             rank=rank,
-            intra=_subgroup(group, topology.intra_ranks(rank)),
-            inter=_subgroup(group, topology.inter_ranks(rank)),
+            intra=_subgroup(group, topology.intra_partition()),
+            inter=_subgroup(group, topology.inter_partition()),
         )
     return meshes[topology.gpus_per_node]
 
@@ -117,12 +117,21 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
     return Topology(world, sizes.pop())
 
 
-def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
+def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup | None:
+    """This rank's part of a partition of ``group``'s ranks into parts of one size; None for parts of one rank."""
+    if len(partition[0]) == 1:
         return None
-    if len(ranks) == dist.get_world_size(group):
+    if len(partition) == 1:
         return group
-    global_ranks = [dist.get_global_rank(group, rank) for rank in ranks]
-    # Only members call, so that a group which is itself a part of the job (data parallel next to tensor
-    # parallel) needs nothing from ranks outside of it.
-    return dist.new_group(global_ranks, use_local_synchronization=True)
+    # Making a group is a matter of all ranks of the job, members or not. A mesh that is only a part of the job
+    # (data parallel beside tensor parallel) can't call the others, so its members settle it among themselves;
+    # torch then derives the group's name from how many groups each has been in, which must be equally many.
+    everyone = dist.get_world_size(group) == dist.get_world_size()
+    rank = dist.get_rank(group)
+    own = None
+    for part in partition:
+        if everyone or rank in part:
+            global_ranks = [dist.get_global_rank(group, member) for member in part]
+            made = dist.new_group(global_ranks, use_local_synchronization=not everyone)
+            own = made if rank in part else own
+    return own

@@ -25,17 +25,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 WORLD = min(8, torch.cuda.device_count()) if device_type() == "cuda" else 8
 
-_groups: dict[int, Any] = {}
-
-
-def group_of(world: int) -> Any:
-    """In a worker: the group of the first ``world`` ranks; made on all ranks at the first call."""
-    if not _groups:
-        for size in sorted({world for world, _ in LAYOUTS if world <= dist.get_world_size()}):
-            _groups[size] = dist.new_group(list(range(size)))
-    return _groups[world]
-
-
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float | None) -> torch.Tensor:
     """A rank's values: magnitudes that differ between and inside of blocks, and perhaps one non-finite value."""
     generator = torch.Generator().manual_seed(seed * 1009 + rank)
@@ -48,15 +37,11 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float 
 
 def gather(layout: tuple[int, int], codec: Codec | None, numel: int, dtypes: Any, seed: int, special: Any) -> Any:
     """In a worker: what a gather leaves on this rank, twice: fresh and from the kept secondary shard."""
-    world, gpus_per_node = layout
-    group = group_of(world)
-    if dist.get_rank() >= world:
-        return None
     shard = values(seed, dist.get_rank(), numel, dtypes[0], special).to(device())
-    weights = WeightGather(process_mesh(group, gpus_per_node), codec, True, Traffic())
+    weights = WeightGather(process_mesh(dist.group.WORLD, layout[1]), codec, True, Traffic())
     outs = []
     for _ in range(2):
-        out = torch.full((world * numel,), 777.0, dtype=dtypes[1], device=device())
+        out = torch.full((layout[0] * numel,), 777.0, dtype=dtypes[1], device=device())
         weights(shard, out)
         outs.append(out.float().cpu().numpy())
     return outs
@@ -65,12 +50,9 @@ def gather(layout: tuple[int, int], codec: Codec | None, numel: int, dtypes: Any
 def reduce(layout: tuple[int, int], codecs: Any, numel: int, dtypes: Any, seed: int, special: Any) -> Any:
     """In a worker: what a reduction leaves on this rank."""
     world, gpus_per_node = layout
-    group = group_of(world)
-    if dist.get_rank() >= world:
-        return None
     gradient = values(seed, dist.get_rank(), world * numel, dtypes[0], special).to(device())
     out = torch.full((numel,), 777.0, dtype=dtypes[1], device=device())
-    GradientReduce(process_mesh(group, gpus_per_node), *codecs, Traffic())(gradient, out)
+    GradientReduce(process_mesh(dist.group.WORLD, gpus_per_node), *codecs, Traffic())(gradient, out)
     return out.float().cpu().numpy()
 
 
@@ -109,7 +91,7 @@ relaxed = settings(
 def test_gather_is_within_half_a_step_and_equal_on_all_ranks(
     pool: Callable[[int], Pool], layout: Any, codec: Any, numel: int, dtypes: Any, seed: int
 ) -> None:
-    results = [r for r in pool(WORLD).run(gather, layout, codec, numel, dtypes, seed, None) if r is not None]
+    results = pool(layout[0]).run(gather, layout, codec, numel, dtypes, seed, None)
     exact = torch.cat([values(seed, rank, numel, dtypes[0], None) for rank in range(layout[0])]).double().numpy()
     for fresh, kept in results:
         np.testing.assert_array_equal(fresh, results[0][0])
@@ -125,7 +107,7 @@ def test_reduce_is_the_mean_within_half_a_step_a_hop(
     pool: Callable[[int], Pool], layout: Any, intra: Any, inter: Any, numel: int, dtypes: Any, seed: int
 ) -> None:
     world, gpus = layout
-    results = [r for r in pool(WORLD).run(reduce, layout, (intra, inter), numel, dtypes, seed, None) if r is not None]
+    results = pool(world).run(reduce, layout, (intra, inter), numel, dtypes, seed, None)
     gradients = [values(seed, rank, world * numel, dtypes[0], None).double().numpy() for rank in range(world)]
     wire = ROUNDING[dtypes[0]]
     bound = np.zeros(world * numel)
@@ -151,8 +133,8 @@ def test_non_finite_values_come_through(
 ) -> None:
     numel, seed = 133, 70
     dtypes = (torch.bfloat16, torch.float32)
-    gathered = pool(WORLD).run(gather, layout, codec, numel, dtypes, seed, special)[: layout[0]]
-    reduced = np.concatenate(pool(WORLD).run(reduce, layout, (codec, codec), numel, dtypes, seed, special)[: layout[0]])
+    gathered = pool(layout[0]).run(gather, layout, codec, numel, dtypes, seed, special)
+    reduced = np.concatenate(pool(layout[0]).run(reduce, layout, (codec, codec), numel, dtypes, seed, special))
     for fresh, _ in gathered:
         assert not np.isfinite(fresh[seed])
         assert np.isfinite(fresh[numel:]).all()
@@ -162,10 +144,8 @@ def test_non_finite_values_come_through(
 
 def stale_gather() -> str:
     """In a worker: gather, write without an event, gather again."""
-    weights = WeightGather(process_mesh(group_of(2), 1), Int8(), True, Traffic(), label="layers.0")
+    weights = WeightGather(process_mesh(dist.group.WORLD, 1), Int8(), True, Traffic(), label="layers.0")
     shard, out = torch.ones(5, device=device()), torch.empty(10, device=device())
-    if dist.get_rank() >= 2:
-        return "not a member"
     weights(shard, out, shard._version)
     shard.mul_(2)
     try:
@@ -186,7 +166,7 @@ def test_unannounced_write_is_an_error(pool: Callable[[int], Pool]) -> None:
 
 def wrong_sizes() -> list[str]:
     """In a worker: the errors of a gather and a reduction whose sizes don't fit."""
-    mesh = process_mesh(group_of(2), 1)
+    mesh = process_mesh(dist.group.WORLD, 1)
     messages = []
     for attempt in (
         lambda: WeightGather(mesh, None, False, Traffic())(torch.ones(5), torch.empty(11)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_keep_low_precision_grads(pool: Callable[[int], Pool], keep: bool) -> No
         assert set().union(*pool(4).run(gradient_dtypes, case, strategy)) == {BF16 if keep else FP32}
 
 
-@pytest.mark.parametrize("policy", [None, MixedPrecision(BF16, BF16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [None, MixedPrecision(BF16, BF16, BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("strategy", "bound"),
     [
@@ -89,8 +90,6 @@ def test_keep_low_precision_grads(pool: Callable[[int], Pool], keep: bool) -> No
 )
 def test_codecs_keep_the_gradient(pool: Callable[[int], Pool], strategy: Strategy, bound: float, policy: Any) -> None:
     """A wrong mean, order or dtype would be off by far more than quantization noise."""
-    from dataclasses import replace
-
     case = Case(fsdp=(ORIG, ("mixed_precision", policy)), steps=1, clip=None)
     for layout in (1, 2, 4):
         assert max(pool(4).run(total_distance, case, replace(strategy, gpus_per_node=layout))) <= bound
@@ -134,7 +133,7 @@ def unsharded_weights(case: Case, strategy: Strategy) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "strategy", [Strategy.zeropp(gpus_per_node=2), Strategy("GGG", weights=Int4(32), gpus_per_node=1)]
 )
-@pytest.mark.parametrize("policy", [None, MixedPrecision(BF16, BF16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [None, MixedPrecision(BF16, BF16, BF16)], ids=["fp32", "bf16"])
 def test_all_ranks_compute_with_the_same_weights(pool: Callable[[int], Pool], strategy: Strategy, policy: Any) -> None:
     case = Case(fsdp=(ORIG, ("mixed_precision", policy)), checkpointing="outside no_reentrant")
     results = pool(4).run(unsharded_weights, case, strategy)
@@ -149,7 +148,7 @@ def test_all_ranks_compute_with_the_same_weights(pool: Callable[[int], Pool], st
 
 def scaled(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """In a worker: fp16 with a sharded gradient scaler."""
-    policy = MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
+    policy = MixedPrecision(FP16, FP16, FP16)
     case = Case(fsdp=(ORIG, ("mixed_precision", policy)), steps=3, scaler=True)
     model = models.wrap(case, strategy)
     return models.train(model, case), models.full_weights(model)
@@ -170,7 +169,7 @@ def overflow(strategy: Strategy, bad: float) -> tuple[bool, float]:
     """In a worker: one rank's gradient overflows in one element; returns if weights changed, and the new scale."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    policy = MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
+    policy = MixedPrecision(FP16, FP16, FP16)
     model = models.wrap(Case(fsdp=(ORIG, ("mixed_precision", policy))), strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
     scaler = ShardedGradScaler(device=models.device().type, init_scale=2.0**10)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import models
 from harness.models import Case
 from harness.pool import Pool
@@ -61,8 +62,24 @@ def steps_of(kind: str, strategy: Strategy | ShardingStrategy) -> dict[str, torc
     return models.full_weights(model)
 
 
+def plain_step_after_other_forwards() -> dict[str, torch.Tensor]:
+    """In a worker: the oracle for that kind. Stock FSDP is none: its root runs one forward with old weights."""
+    net = models.make_net()
+    optimizer = models.make_optimizer("sgd", net.parameters())
+    for step in range(3):
+        models.loss_of(net, models.batch(step, 0)).backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().cpu() for name, p in net.named_parameters()}
+
+
 def distance_of(kind: str) -> float:
     """In a worker: the distance from stock."""
+    if kind == "step after other forwards":
+        return models.distance(steps_of(kind, HPZ), plain_step_after_other_forwards())
     return models.distance(steps_of(kind, HPZ), steps_of(kind, ShardingStrategy.FULL_SHARD))
 
 

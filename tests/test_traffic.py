@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_zpp import Int4, Int8, QuantizedReduceState, Strategy, invalidate, quantized_reduce_hook, traffic
 
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+BF16 = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 # Large enough for scales and padding to weigh what they do in a real model. The root unit has no weight to speak of.
 LARGE = (("blocks", 6), ("width", 128), ("hidden", 512), ("vocabulary", 3))
 CASE = Case(model=LARGE, fsdp=(("use_orig_params", True), ("mixed_precision", BF16)), steps=1, clip=None)

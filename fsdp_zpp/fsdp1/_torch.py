@@ -90,6 +90,23 @@ class StrategyHandle(FlatParamHandle):
             _no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param
 
+    def drop_unsharded(self) -> None:
+        """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
+        flat_param = self.flat_param
+        if self._training_state == HandleTrainingState.IDLE and hasattr(flat_param, "_full_param_padded"):
+            if flat_param._full_param_padded.untyped_storage().size() > 0:
+                self._free_unsharded_flat_param()
+
+    def zero_padding(self) -> None:
+        """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
+        flat_param = self.flat_param
+        start, end = -self.rank * flat_param.numel(), 0
+        for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+            end = start + numel
+            if is_padding and end > 0:
+                flat_param.data[max(start, 0) : end].zero_()
+            start = end
+
     def _shard_version(self) -> Hashable:
         """Changes with every write to the shard that torch can see from here."""
         flat_param = self.flat_param
@@ -97,12 +114,15 @@ class StrategyHandle(FlatParamHandle):
         return tuple(tensor._version for tensor in tensors)
 
 
-def use_gather(module: FullyShardedDataParallel, gather: Gather, lossy: bool) -> None:
+def use_gather(module: FullyShardedDataParallel, gather: Gather, lossy: bool) -> StrategyHandle | None:
     """Have ``module``'s flat parameter, if it has one, gathered by ``gather``."""
     handle: Any = module._handle
-    if handle is not None:
-        handle.__class__ = StrategyHandle
-        handle._gather, handle._gather_is_lossy, handle._holds_decoded_weights = gather, lossy, False
+    if handle is None:
+        return None
+    handle.__class__ = StrategyHandle
+    handle._gather, handle._gather_is_lossy, handle._holds_decoded_weights = gather, lossy, False
+    handle.zero_padding()
+    return handle
 
 
 def use_reduce(module: FullyShardedDataParallel, reduce: Callable[[Tensor, Tensor], None]) -> None:

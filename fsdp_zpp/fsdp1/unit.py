@@ -7,6 +7,7 @@ from ..hop import Traffic
 from ..strategy import Strategy
 from ..topology import ProcessMesh
 from ..weight_gather import WeightGather
+from ._torch import StrategyHandle
 
 
 class StrategyUnit:
@@ -17,6 +18,7 @@ class StrategyUnit:
         mesh: Its ranks.
         traffic: What it has sent.
         gather: Gathers its weights; None where torch's own all-gather does just that.
+        handle: Its flat parameter's handle, if ``gather`` has one to gather for.
         reduce: Reduces its gradients; None where torch's own reduce-scatter does just that.
     """
 
@@ -25,6 +27,7 @@ class StrategyUnit:
         self.mesh = mesh
         self.traffic = Traffic()
         self.gather: WeightGather | None = None
+        self.handle: StrategyHandle | None = None
         self.reduce: GradientReduce | None = None
         intra, inter = strategy.gradient_codecs
         if mesh.inter is not None or (mesh.intra is not None and strategy.weights is not None):
@@ -33,9 +36,11 @@ class StrategyUnit:
             self.reduce = GradientReduce(mesh, intra, inter, self.traffic)
 
     def invalidate(self) -> None:
-        """Declare the secondary shard stale."""
+        """Declare the secondary shard, and what is still unsharded of it, stale."""
         if self.gather is not None:
             self.gather.invalidate()
+        if self.handle is not None:
+            self.handle.drop_unsharded()
 
     def rename(self, name: str) -> None:
         """Set the name in profiles and errors."""

@@ -46,7 +46,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     construct()
     unit = StrategyUnit(strategy, process_mesh(_torch.process_group_of(module), strategy.gpus_per_node))
     if unit.gather is not None:
-        _torch.use_gather(module, unit.gather, lossy=strategy.weights is not None)
+        unit.handle = _torch.use_gather(module, unit.gather, lossy=strategy.weights is not None)
     if unit.reduce is not None:
         _torch.use_reduce(module, unit.reduce)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
