@@ -156,13 +156,15 @@ def scaled(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def test_gradient_scaler(pool: Callable[[int], Pool]) -> None:
     stock = pool(4).run(scaled, STOCK)
-    for strategy, bound in (
-        (Strategy("IGG", gpus_per_node=2), 1e-3),
-        (Strategy.zeropp(gpus_per_node=2), 0.02),
+    for (losses, weights), (stock_losses, stock_weights) in zip(
+        pool(4).run(scaled, Strategy("IGG", gpus_per_node=2)), stock, strict=True
     ):
-        for (losses, weights), (stock_losses, stock_weights) in zip(pool(4).run(scaled, strategy), stock, strict=True):
-            assert losses == pytest.approx(stock_losses, rel=bound)
-            assert models.distance(weights, stock_weights) <= bound * 10
+        assert losses == pytest.approx(stock_losses, rel=2**-10)  # stock sums in fp16
+        assert models.distance(weights, stock_weights) <= 2**-7
+    for (losses, _), (stock_losses, _) in zip(
+        pool(4).run(scaled, Strategy.zeropp(gpus_per_node=2)), stock, strict=True
+    ):
+        assert losses == pytest.approx(stock_losses, rel=0.01)
 
 
 def overflow(strategy: Strategy, bad: float) -> tuple[bool, float]:

@@ -10,7 +10,12 @@ import torch
 from harness import models
 from harness.models import Case
 from harness.pool import Pool
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel as FSDP,
+    ShardingStrategy,
+    StateDictType,
+)
 
 from fsdp_zpp import Strategy
 
@@ -109,17 +114,19 @@ def test_state_dicts(
 
 def resume(case: Case, kind: StateDictType) -> None:
     """In a worker: training resumed from model and optimizer state equals the uninterrupted run, bit for bit."""
+    full = kind is StateDictType.FULL_STATE_DICT
+    everywhere = (kind, None, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)) if full else (kind,)
     straight = models.wrap(case, ZEROPP)
     optimizer = models.make_optimizer(case.optimizer, straight.parameters())
     models.train(straight, case, optimizer=optimizer)
-    with FSDP.state_dict_type(straight, kind):
+    with FSDP.state_dict_type(straight, *everywhere):
         model_state = {name: value.clone() for name, value in straight.state_dict().items()}
         optimizer_state = FSDP.optim_state_dict(straight, optimizer)
     expected = models.train(straight, case, optimizer=optimizer, first_step=case.steps)
 
     resumed = models.wrap(case, ZEROPP)
     fresh = models.make_optimizer(case.optimizer, resumed.parameters())
-    with FSDP.state_dict_type(resumed, kind):
+    with FSDP.state_dict_type(resumed, *everywhere):
         resumed.load_state_dict(model_state)
         fresh.load_state_dict(FSDP.optim_state_dict_to_load(resumed, fresh, optimizer_state))
     assert models.train(resumed, case, optimizer=fresh, first_step=case.steps) == expected
