@@ -124,9 +124,12 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.Proc
     if len(partition) == 1:
         return group
     # Making a group is a matter of all ranks of the job, members or not. A mesh that is only a part of the job
-    # (data parallel beside tensor parallel) can't call the others, so its members settle it among themselves;
-    # torch then derives the group's name from how many groups each has been in, which must be equally many.
+    # (data parallel beside tensor parallel) can't call the others. With NCCL bound to devices it can be split;
+    # else its members settle it among themselves, and torch derives the group's name from how many groups each
+    # has been in, which must be equally many.
     everyone = dist.get_world_size(group) == dist.get_world_size()
+    if not everyone and getattr(group, "bound_device_id", None) is not None:
+        return dist.split_group(parent_pg=group, split_ranks=partition)
     rank = dist.get_rank(group)
     own = None
     for part in partition:

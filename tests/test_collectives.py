@@ -25,6 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 WORLD = min(8, torch.cuda.device_count()) if device_type() == "cuda" else 8
 
+
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float | None) -> torch.Tensor:
     """A rank's values: magnitudes that differ between and inside of blocks, and perhaps one non-finite value."""
     generator = torch.Generator().manual_seed(seed * 1009 + rank)
@@ -173,7 +174,7 @@ def wrong_sizes() -> list[str]:
         lambda: GradientReduce(mesh, None, None, Traffic())(torch.ones(11), torch.empty(5)),
         lambda: process_mesh(dist.group.WORLD, 3),
     ):
-        with pytest.raises(ValueError, match="needs|divisible") as caught:
+        with pytest.raises(ValueError, match=r"needs|divisible") as caught:
             attempt()
         messages.append(str(caught.value))
     return messages
@@ -195,3 +196,19 @@ def count_groups() -> int:
 
 def test_process_groups_are_made_once(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(count_groups) == [1, 1]
+
+
+def gather_in_a_part_of_the_job() -> bool:
+    """In a worker: half of the ranks are a mesh of their own."""
+    halves = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))]
+    half = dist.get_rank() // 4
+    mesh = process_mesh(halves[half], 2)
+    out = torch.empty(4, device=device())
+    WeightGather(mesh, None, False, Traffic())(torch.tensor([float(dist.get_rank())], device=device()), out)
+    mean = torch.empty(1, device=device())
+    GradientReduce(mesh, None, None, Traffic())(torch.full((4,), float(dist.get_rank()), device=device()), mean)
+    return out.tolist() == [4.0 * half + i for i in range(4)] and mean.item() == 4 * half + 1.5
+
+
+def test_a_mesh_may_be_a_part_of_the_job(pool: Callable[[int], Pool]) -> None:
+    assert all(pool(8).run(gather_in_a_part_of_the_job))

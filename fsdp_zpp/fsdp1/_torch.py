@@ -93,9 +93,9 @@ class StrategyHandle(FlatParamHandle):
     def drop_unsharded(self) -> None:
         """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
         flat_param = self.flat_param
-        if self._training_state == HandleTrainingState.IDLE and hasattr(flat_param, "_full_param_padded"):
-            if flat_param._full_param_padded.untyped_storage().size() > 0:
-                self._free_unsharded_flat_param()
+        initialized = hasattr(flat_param, "_full_param_padded")
+        if initialized and self._training_state == HandleTrainingState.IDLE:
+            self._free_unsharded_flat_param()
 
     def zero_padding(self) -> None:
         """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""

@@ -1,0 +1,153 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Triton kernels: how tiles of values meet tiles of payloads. ``blockwise.py`` launches them.
+
+Where a kernel touches values, ``numel`` comes in units of ``ALIGN`` of them, which shows Triton how chunks are aligned.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
+
+
+@triton.jit
+def _load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    start = tile_index() * TILE
+    values_ptr += source_chunk() * numel + start
+    offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if MASKED:
+        values = tl.load(values_ptr + offsets, mask=offsets < numel - start, other=0.0)
+    else:
+        values = tl.load(values_ptr + offsets)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store_groups(values, out_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    start = tile_index() * TILE
+    out_ptr += target_chunk() * numel + start
+    offsets = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = values.to(out_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(out_ptr + offsets, values, mask=offsets < numel - start)
+    else:
+        tl.store(out_ptr + offsets, values)
+
+
+@triton.jit
+def _quantize_tile(
+    values_ptr,
+    words_ptr,
+    numel,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    values = _load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
+    encode(values, words_ptr, numel, BITS, BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit(do_not_specialize=["numel_units"])
+def quantize_kernel(
+    values_ptr,
+    words_ptr,
+    numel_units,
+    ALIGN: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    numel = tl.cast(numel_units, tl.int64) * ALIGN
+    if (tile_index() + 1) * TILE <= numel:
+        _quantize_tile(values_ptr, words_ptr, numel, BITS, BLOCK, TILE, GROUP, False)
+    else:
+        _quantize_tile(values_ptr, words_ptr, numel, BITS, BLOCK, TILE, GROUP, True)
+
+
+@triton.jit
+def _sum_tile(
+    words_ptr,
+    out_ptr,
+    numel,
+    scale,
+    zero,
+    PEERS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    total = decode_sum(words_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    _store_groups(tl.reshape(total, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
+
+
+@triton.jit(do_not_specialize=["numel_units", "zero"])
+def sum_kernel(
+    words_ptr,
+    out_ptr,
+    numel_units,
+    scale,
+    zero,
+    ALIGN: tl.constexpr,
+    PEERS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    numel = tl.cast(numel_units, tl.int64) * ALIGN
+    if (tile_index() + 1) * TILE <= numel:
+        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, False)
+    else:
+        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, True)
+
+
+@triton.jit
+def _sum_quantize_tile(
+    words_ptr,
+    out_ptr,
+    numel,
+    scale,
+    zero,
+    PEERS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT_BITS: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    total = decode_sum(words_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
+    encode(total, out_ptr, numel, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit(do_not_specialize=["numel", "zero"])
+def sum_quantize_kernel(
+    words_ptr,
+    out_ptr,
+    numel,
+    scale,
+    zero,
+    PEERS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT_BITS: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    numel = tl.cast(numel, tl.int64)
+    if (tile_index() + 1) * TILE <= numel:
+        _sum_quantize_tile(
+            words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, OUT_BITS, OUT_BLOCK, TILE, GROUP, False
+        )
+    else:
+        _sum_quantize_tile(
+            words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, OUT_BITS, OUT_BLOCK, TILE, GROUP, True
+        )

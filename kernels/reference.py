@@ -1,0 +1,111 @@
+"""The operations in plain PyTorch, on any device: what runs on CPU, and what the Triton kernels must equal bit for bit.
+
+Arguments are taken as checked by ``ops.py``. Each function here has a twin of the same signature in ``blockwise.py``.
+"""
+
+import torch
+from torch import Tensor
+
+from .payload import MIN_SCALE, PayloadLayout
+
+
+def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
+    """See ``kernels.quantize``."""
+    chunks = values.view(rows * cols, values.numel() // (rows * cols))
+    return _encode(chunks, rows, cols, layout)
+
+
+def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: PayloadLayout, scale: float) -> None:
+    """See ``kernels.dequantize_sum``."""
+    numel = out.numel() // (rows * cols)
+    if numel == 0:
+        return
+    total = _sum_peers(payload, numel, layout).mul_(scale)
+    out.view(cols, rows, numel).copy_(total.view(rows, cols, numel).transpose(0, 1))
+
+
+def dequantize_sum_quantize(
+    payload: Tensor,
+    numel: int,
+    rows: int,
+    cols: int,
+    layout: PayloadLayout,
+    out_layout: PayloadLayout,
+    scale: float,
+) -> Tensor:
+    """See ``kernels.dequantize_sum_quantize``."""
+    if numel == 0:
+        return payload.new_empty((rows * cols, 0))
+    return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
+
+
+def _encode(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
+    """Quantize ``[rows * cols, numel]`` values into payload rows, chunk (r, c) to row ``c * rows + r``."""
+    numel = values.shape[1]
+    codes, scales = _quantize_blocks(_blocks(values, layout.block), layout.qmax)
+    packed = codes.flatten(1).view(torch.uint8)
+    if layout.bits == 4:
+        packed = (packed[:, 0::2] & 15) | (packed[:, 1::2] << 4)
+
+    payload = values.new_zeros((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
+    chunks = payload.view(cols, rows, payload.shape[1]).transpose(0, 1)
+    end, start = layout.codes_nbytes(numel), layout.scales_offset(numel)
+    chunks[..., :end].copy_(packed[:, :end].unflatten(0, (rows, cols)))
+    scale_bytes = scales.view(torch.uint8)
+    chunks[..., start : start + scale_bytes.shape[1]].copy_(scale_bytes.unflatten(0, (rows, cols)))
+    return payload
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """View ``[n, numel]`` as fp32 ``[n, blocks, block]``, copying only to convert or to complete the last block."""
+    numel = values.shape[1]
+    missing = -numel % block
+    if missing:
+        padded = values.new_empty((values.shape[0], numel + missing), dtype=torch.float32)
+        padded[:, :numel] = values
+        padded[:, numel:] = 0
+        values = padded
+    return values.float().unflatten(1, ((numel + missing) // block, block))
+
+
+def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
+    """Quantize fp32 ``[n, blocks, block]`` to int8 codes of that shape and fp32 scales ``[n, blocks]``."""
+    absmax = blocks.abs().amax(-1)
+    finite = absmax.isfinite()
+    live = finite & (absmax > 0)
+    # Divided by a tensor, because CUDA turns division by a number into multiplication by its rounded reciprocal.
+    scales = (absmax / torch.full_like(absmax, qmax)).clamp_min_(MIN_SCALE)
+    inverse = torch.where(live, 1 / scales, 0)
+    # Finite in a live block, 0 in a zero one; what a non-finite block holds here is thrown away below.
+    codes = (blocks * inverse.unsqueeze(-1)).round_()
+    if not finite.all():
+        codes.masked_fill_(~finite.unsqueeze(-1), 0)
+    scales = scales.masked_fill_(absmax == 0, 0).masked_fill_(~finite, torch.inf)
+    return codes.to(torch.int8), scales
+
+
+def _sum_peers(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
+    """Decode ``[peers, n, nbytes]`` and sum over the peers in their order: fp32 ``[n, numel]``."""
+    total = _decode(payload[0], numel, layout)
+    for peer in payload[1:]:
+        total += _decode(peer, numel, layout)
+    return total
+
+
+def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
+    """Decode payload rows ``[n, nbytes]`` to fp32 ``[n, numel]``."""
+    n, blocks = payload.shape[0], layout.blocks(numel)
+    codes = payload[:, : layout.codes_nbytes(numel)].view(torch.int8)
+    start = layout.scales_offset(numel)
+    scales = payload[:, start : start + 4 * blocks].view(torch.float32)
+
+    # What the last block lacks stays uninitialized: the slice that is returned leaves it out.
+    values = payload.new_empty((n, blocks * layout.block), dtype=torch.float32)
+    chunk = values[:, :numel]
+    if layout.bits == 4:
+        chunk[:, 0::2] = (codes << 4) >> 4
+        chunk[:, 1::2] = codes[:, : numel // 2] >> 4
+    else:
+        chunk.copy_(codes)
+    values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
+    return chunk
