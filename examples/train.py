@@ -35,7 +35,8 @@ def main() -> None:
         device=device,
     )
     _introduce(console, options, corpus)
-    results = [_train(run, options, corpus, device, console) for run in options.runs]
+    # The chosen strategy goes first: what it refuses, it refuses before FULL_SHARD has run for nothing.
+    results = [_train(run, options, corpus, device, console) for run in reversed(options.runs)][::-1]
     if dist.get_rank() == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         print_table(console, results, options)

@@ -114,15 +114,15 @@ class StrategyHandle(FlatParamHandle):
         return tuple(tensor._version for tensor in tensors)
 
 
-def use_gather(module: FullyShardedDataParallel, gather: Gather, lossy: bool) -> StrategyHandle | None:
-    """Have ``module``'s flat parameter, if it has one, gathered by ``gather``."""
+def use_gather(module: FullyShardedDataParallel, gather: Gather, lossy: bool) -> Callable[[], None]:
+    """Have ``module``'s flat parameter, if it has one, gathered by ``gather``; return what to call when it is stale."""
     handle: Any = module._handle
     if handle is None:
-        return None
+        return lambda: None
     handle.__class__ = StrategyHandle
     handle._gather, handle._gather_is_lossy, handle._holds_decoded_weights = gather, lossy, False
     handle.zero_padding()
-    return handle
+    return handle.drop_unsharded
 
 
 def use_reduce(module: FullyShardedDataParallel, reduce: Callable[[Tensor, Tensor], None]) -> None:

@@ -13,21 +13,33 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from .. import units
 from ..comm_hook import QuantizedReduceState
+from ..hop import Traffic
+from ..staleness import watch
 from ..strategy import Strategy
+from ..strategy_unit import StrategyUnit
+from ..support import check_built, check_dtypes
 from ..topology import process_mesh, topology_of
-from . import _torch, events
-from .unit import HookedUnit, StrategyUnit
+from . import _torch
 
-_BUILT_LEVELS = ("GGG", "IGG")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EVENTS = "_fsdp_zpp_events"
+
+
+class HookedUnit:
+    """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+
+    def invalidate(self) -> None:
+        """Stock FSDP keeps no secondary shard."""
 
 
 def install() -> None:
     """Make FullyShardedDataParallel understand strategies. Changes nothing for those that are not ours."""
     _torch.intercept_construction(_construct)
     _torch.intercept_hook_registration(_check_hook_state)
-    _torch.after_root_is_known(events.start)
-    _torch.after_synchronizing_backward(events.gradients_synchronized)
+    _torch.after_root_is_known(_watch)
+    _torch.after_synchronizing_backward(_gradients_synchronized)
     _torch.after_writeback(lambda gather: gather.invalidate())
 
 
@@ -38,7 +50,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if not isinstance(strategy, Strategy):
         construct()
         return
-    _check_built(strategy)
+    check_built(strategy, "FullyShardedDataParallel")
     _check_layout(strategy, arguments)
     _check_dtypes(arguments)
     _check_offload(arguments)
@@ -46,7 +58,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     construct()
     unit = StrategyUnit(strategy, process_mesh(_torch.process_group_of(module), strategy.gpus_per_node))
     if unit.gather is not None:
-        unit.handle = _torch.use_gather(module, unit.gather, lossy=strategy.weights is not None)
+        unit.when_stale = _torch.use_gather(module, unit.gather, lossy=strategy.weights is not None)
     if unit.reduce is not None:
         _torch.use_reduce(module, unit.reduce)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
@@ -54,18 +66,23 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     units.attach(module, unit)
 
 
-def _check_built(strategy: Strategy) -> None:
-    missing = []
-    if strategy.levels not in _BUILT_LEVELS:
-        missing.append(f"levels {strategy.levels!r} (built are {', '.join(_BUILT_LEVELS)})")
-    if strategy.error_feedback is not None:
-        missing.append(f"error_feedback={strategy.error_feedback}")
-    if strategy.frozen is not None:
-        missing.append(f"frozen={strategy.frozen}")
-    if missing:
-        raise NotImplementedError(
-            f"legal, but not built yet under FullyShardedDataParallel: {'; '.join(missing)}; of {strategy}"
-        )
+def _watch(root: nn.Module) -> None:
+    """Start to watch the model under ``root``."""
+    found: dict[str, StrategyUnit] = {}
+    parameters: dict[str, list[nn.Parameter]] = {}
+    for path, module in root.named_modules():
+        unit = units.unit_of(module)
+        if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
+            name = path.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module") or "root"
+            found[name], parameters[name] = unit, list(_torch.parameters_of(module))
+    if found:
+        wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
+        setattr(root, _EVENTS, watch(type(wrapped).__name__, found, parameters))
+
+
+def _gradients_synchronized(root: nn.Module) -> None:
+    if (events := vars(root).get(_EVENTS)) is not None:
+        events.gradients_synchronized()
 
 
 def _check_layout(strategy: Strategy, arguments: dict[str, Any]) -> None:
@@ -90,12 +107,8 @@ def _check_layout(strategy: Strategy, arguments: dict[str, Any]) -> None:
 def _check_dtypes(arguments: dict[str, Any]) -> None:
     module: nn.Module = arguments["module"]
     ignored = _torch.ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
-    for name, parameter in module.named_parameters():
-        if parameter.dtype not in _DTYPES and parameter not in ignored:
-            raise TypeError(
-                f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, _DTYPES))}; "
-                "pass others in ignored_states"
-            )
+    sharded = ((name, p) for name, p in module.named_parameters() if p not in ignored)
+    check_dtypes(sharded, "pass others in ignored_states")
 
 
 def _check_offload(arguments: dict[str, Any]) -> None:

@@ -1,25 +1,28 @@
-"""What gathers and reduces one FullyShardedDataParallel instance."""
+"""One group of parameters under a strategy: what gathers it, what reduces it, and what it has sent."""
 
 from __future__ import annotations
 
-from ..gradient_reduce import GradientReduce
-from ..hop import Traffic
-from ..strategy import Strategy
-from ..topology import ProcessMesh
-from ..weight_gather import WeightGather
-from ._torch import StrategyHandle
+from collections.abc import Callable
+
+from .gradient_reduce import GradientReduce
+from .hop import Traffic
+from .strategy import Strategy
+from .topology import ProcessMesh
+from .weight_gather import WeightGather
 
 
 class StrategyUnit:
-    """An FSDP instance under a strategy.
+    """A group of parameters that is gathered together and whose gradients are reduced together.
 
-    Attributes:
+    Args:
         strategy: Its strategy.
         mesh: Its ranks.
+
+    Attributes:
         traffic: What it has sent.
         gather: Gathers its weights; None where torch's own all-gather does just that.
-        handle: Its flat parameter's handle, if ``gather`` has one to gather for.
         reduce: Reduces its gradients; None where torch's own reduce-scatter does just that.
+        when_stale: Called with every :meth:`invalidate`, for what the adapter itself has to forget.
     """
 
     def __init__(self, strategy: Strategy, mesh: ProcessMesh) -> None:
@@ -27,8 +30,8 @@ class StrategyUnit:
         self.mesh = mesh
         self.traffic = Traffic()
         self.gather: WeightGather | None = None
-        self.handle: StrategyHandle | None = None
         self.reduce: GradientReduce | None = None
+        self.when_stale: Callable[[], None] = lambda: None
         intra, inter = strategy.gradient_codecs
         if mesh.inter is not None or (mesh.intra is not None and strategy.weights is not None):
             self.gather = WeightGather(mesh, strategy.weights, strategy.parameters == "I", self.traffic)
@@ -36,24 +39,13 @@ class StrategyUnit:
             self.reduce = GradientReduce(mesh, intra, inter, self.traffic)
 
     def invalidate(self) -> None:
-        """Declare the secondary shard, and what is still unsharded of it, stale."""
+        """Declare the secondary shard, and what else is kept of the old weights, stale."""
         if self.gather is not None:
             self.gather.invalidate()
-        if self.handle is not None:
-            self.handle.drop_unsharded()
+        self.when_stale()
 
     def rename(self, name: str) -> None:
         """Set the name in profiles and errors."""
         for part in (self.gather, self.reduce):
             if part is not None:
                 part.label = name
-
-
-class HookedUnit:
-    """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
-
-    def invalidate(self) -> None:
-        """Stock FSDP keeps no secondary shard."""

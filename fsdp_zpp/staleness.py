@@ -7,23 +7,18 @@ from collections import defaultdict
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .. import units
-from ..activity import log_activity
-from . import _torch
-from .unit import StrategyUnit
-
-_ATTRIBUTE = "_fsdp_zpp_events"
+from .activity import log_activity
+from .strategy_unit import StrategyUnit
 
 
 class ModelEvents:
-    """Tells the units under one FSDP root when their weights change.
+    """Tells the units of a model when their weights change.
 
     torch's optimizers announce their steps. Other optimizers don't, so until a unit has been seen in a step,
     every backward that synchronizes gradients counts as one, for a step must follow it. Afterwards it doesn't:
-    accumulating gradients without ``no_sync`` costs no gather between nodes.
+    accumulating gradients while synchronizing them costs no gather between nodes.
 
     Args:
         units: The units by name.
@@ -61,30 +56,18 @@ class ModelEvents:
                 unit.invalidate()
 
 
-def start(root: nn.Module) -> None:
-    """Watch the model under ``root``, name its units, and log what is active."""
-    found: dict[str, StrategyUnit] = {}
-    parameters: dict[str, list[nn.Parameter]] = {}
-    for path, module in root.named_modules():
-        unit = units.unit_of(module)
-        if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
-            name = path.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module") or "root"
-            unit.rename(name)
-            found[name] = unit
-            parameters[name] = list(_torch.parameters_of(module))
-    if not found:
-        return
-    setattr(root, _ATTRIBUTE, ModelEvents(found, parameters))
+def watch(model: str, units: dict[str, StrategyUnit], parameters: dict[str, list[nn.Parameter]]) -> ModelEvents:
+    """Name the units of a model, log what is active, and start to watch for events.
+
+    Args:
+        model: The model's name in the log line.
+        units: Its units by name.
+        parameters: For each unit, its parameters as an optimizer may hold them.
+    """
     groups = defaultdict(list)
-    for unit in found.values():
+    for name, unit in units.items():
+        unit.rename(name)
         groups[unit.strategy, unit.mesh].append(unit)
     for (strategy, mesh), members in groups.items():
-        wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
-        log_activity(strategy, mesh, type(wrapped).__name__, len(members))
-
-
-def gradients_synchronized(root: nn.Module) -> None:
-    """The backward of the model under ``root`` has synchronized its gradients."""
-    model = vars(root).get(_ATTRIBUTE)
-    if model is not None:
-        model.gradients_synchronized()
+        log_activity(strategy, mesh, model, len(members))
+    return ModelEvents(units, parameters)

@@ -1,0 +1,43 @@
+"""What an adapter has not built yet, or can't shard, is an error on every rank before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .strategy import Strategy
+
+BUILT_LEVELS = ("GGG", "IGG")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_built(strategy: Strategy, adapter: str) -> None:
+    """Raise for what is legal but not built.
+
+    Raises:
+        NotImplementedError: Naming it.
+    """
+    missing = []
+    if strategy.levels not in BUILT_LEVELS:
+        missing.append(f"levels {strategy.levels!r} (built are {', '.join(BUILT_LEVELS)})")
+    if strategy.error_feedback is not None:
+        missing.append(f"error_feedback={strategy.error_feedback}")
+    if strategy.frozen is not None:
+        missing.append(f"frozen={strategy.frozen}")
+    if missing:
+        raise NotImplementedError(f"legal, but not built yet under {adapter}: {'; '.join(missing)}; of {strategy}")
+
+
+def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
+    """Raise for a parameter that no codec takes.
+
+    Raises:
+        TypeError: Naming it.
+    """
+    for name, parameter in parameters:
+        if parameter.dtype not in DTYPES:
+            raise TypeError(
+                f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; {remedy}"
+            )
