@@ -187,7 +187,7 @@ def work(arguments: argparse.Namespace) -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "python": platform.python_version(),
         }
-        options = {name: str(value) for name, value in vars(arguments).items()}
+        options = {name: value for name, value in vars(arguments).items() if name not in ("out", "worker")}
         result = {"machine": machine, "arguments": options, "rows": rows}
         (arguments.out / "step.json").write_text(json.dumps(result, indent=1))
         (arguments.out / "step.md").write_text(table(rows) + "\n")
