@@ -3,7 +3,8 @@
     python benchmarks/step.py --nodes 2 --gpus-per-node 2 --size 1.35B --strategies full_shard,hybrid_shard,zeropp
 
 emulates the nodes on one host (see nodes.py). Under torchrun on real nodes, start it with ``--worker`` instead.
-Writes a Markdown table and JSON with machine and versions to ``--out``.
+Strategies go under FullyShardedDataParallel, or with ``fsdp2:`` before the name under fully_shard. Writes a Markdown
+table and JSON with machine and versions to ``--out``.
 """
 
 from __future__ import annotations
@@ -16,19 +17,27 @@ import platform
 import statistics
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from nodes import run_on_emulated_nodes
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard as torch_fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp_zpp import Int4, Int8, Strategy, traffic
+from fsdp_zpp import Int4, Int8, Strategy, fully_shard, traffic
 
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
@@ -75,42 +84,60 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder for step.md and step.json")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     arguments = parser.parse_args()
-    unknown = set(arguments.strategies.split(",")) - set(STRATEGIES)
+    unknown = {name for name in arguments.strategies.split(",") if name.removeprefix("fsdp2:") not in STRATEGIES}
     if unknown:
         parser.error(f"unknown strategies {sorted(unknown)}; known are {', '.join(STRATEGIES)}")
     return arguments
 
 
-def build(arguments: argparse.Namespace, strategy: Any) -> FullyShardedDataParallel:
+def build(arguments: argparse.Namespace, name: str) -> nn.Module:
     """The model under a strategy, bf16 compute and communication with fp32 master weights."""
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES[arguments.size], vocab_size=32000, max_position_embeddings=arguments.sequence)
     config.use_cache = False
-    device = torch.device("cuda", torch.cuda.current_device())
-    with device:
+    with torch.device("cuda", torch.cuda.current_device()):
         model = LlamaForCausalLM(config)
+    strategy = STRATEGIES[name.removeprefix("fsdp2:")]
     mesh = None
     if strategy is ShardingStrategy.HYBRID_SHARD:
         shape = (arguments.nodes, arguments.gpus_per_node)
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+    if name.startswith("fsdp2:"):
+        return build_fsdp2(model, strategy, mesh)
     return FullyShardedDataParallel(
         model,
         sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
         mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        device_id=device,
+        device_id=torch.cuda.current_device(),
         device_mesh=mesh,
         use_orig_params=True,
     )
 
 
-def step(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+def build_fsdp2(model: LlamaForCausalLM, strategy: Any, mesh: Any) -> nn.Module:
+    """``model`` under fully_shard, ours for a Strategy and torch's for torch's."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.model.layers, model):
+        if isinstance(strategy, Strategy):
+            fully_shard(module, strategy=strategy, mp_policy=policy)
+        else:
+            torch_fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def accumulating(model: nn.Module, accumulates: bool) -> AbstractContextManager[Any]:
+    """Keeps gradients local in the context, if ``accumulates``."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.no_sync() if accumulates else nullcontext()
+    model.set_requires_gradient_sync(not accumulates)
+    return nullcontext()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
     """One optimizer step over tokens [micro-batches, sequences, length]."""
     for index, micro_batch in enumerate(tokens):
-        if index < len(tokens) - 1:
-            with model.no_sync():
-                model(micro_batch, labels=micro_batch).loss.backward()
-        else:
+        with accumulating(model, index < len(tokens) - 1):
             model(micro_batch, labels=micro_batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -118,8 +145,8 @@ def step(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, toke
 
 def measure(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Median step time in ms, its spread, peak memory in GiB, and bytes sent by this rank a step."""
-    strategy = STRATEGIES[name]
-    model = build(arguments, strategy)
+    strategy = STRATEGIES[name.removeprefix("fsdp2:")]
+    model = build(arguments, name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (arguments.micro_batches, arguments.micro_batch, arguments.sequence)
     tokens = torch.randint(32000, shape, device="cuda")

@@ -73,6 +73,7 @@ def _add_strategy(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="consecutive ranks that count as a node (default: as many as torchrun started on a machine)",
     )
+    add("--fsdp2", action="store_true", help="shard with fully_shard instead of FullyShardedDataParallel")
     add("--compare", action="store_true", help="also run full_shard, with the same seed and data")
 
 
@@ -124,7 +125,7 @@ def _add_report(group: argparse._ArgumentGroup) -> None:
     folder("--output", default=Path("runs/train"), help="of loss.png and result.json (default: runs/train)")
     folder("--save", help="of the checkpoint; not written for --compare's run (default: OUTPUT/checkpoint)")
     add("--save-every", type=_not_negative, default=0, metavar="N", help="steps (default: at the end only)")
-    folder("--resume", help="checkpoint to go on from; with --compare, both runs do")
+    folder("--resume", help="checkpoint to go on from; not with --compare")
 
 
 def _by_device(name: str) -> str:

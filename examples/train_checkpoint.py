@@ -65,12 +65,15 @@ class TrainingState(Stateful):
 
 
 def save(state: TrainingState, path: Path) -> None:
-    """Write ``state`` to ``path``; a run that dies meanwhile leaves the previous checkpoint. Collective."""
-    partial = path.with_name(path.name + ".partial")
+    """Write ``state`` to ``path``; if that fails, the last one is still there, or in ``path``.old. Collective."""
+    partial, old = path.with_name(path.name + ".partial"), path.with_name(path.name + ".old")
     dcp.save({"training": state}, checkpoint_id=partial)
     if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
         partial.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 

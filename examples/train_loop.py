@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -13,13 +12,13 @@ import torch
 import torch.distributed as dist
 import train_checkpoint as checkpoint
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import cross_entropy
-from train_model import build, optimizer_and_schedule, wrap
+from train_model import build, optimizer_and_schedule
 from train_options import Options, Run
 from train_progress import TrainingProgress
+from train_sharding import accumulating, clip_gradients, shard, unit_sizes
 from train_text import Corpus, Share
-from train_traffic import Traffic, full_shard_traffic, minus, unit_sizes
+from train_traffic import Traffic, full_shard_traffic, minus
 
 from fsdp_zpp import traffic
 
@@ -99,8 +98,8 @@ class Trainer:
         self.run, self.options, self.corpus, self.device = run, options, corpus, device
         model = build(options, corpus.vocab)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.model: FullyShardedDataParallel = wrap(model, run.strategy, options, device)
-        self.unit_sizes = unit_sizes(self.model)
+        self.unit_sizes = unit_sizes(model)
+        self.model = shard(model, run.strategy, options, device)
         self.optimizer, self.schedule = optimizer_and_schedule(self.model, options)
         self.history = checkpoint.History()
         self.state = checkpoint.TrainingState(self.model, self.optimizer, self.schedule, self.history)
@@ -143,11 +142,11 @@ class Trainer:
         batches = self.share.training_batches(self.corpus.training, options.seed, step, options.micro_batches)
         for index, batch in enumerate(batches):
             accumulates = index < options.micro_batches - 1
-            with self.model.no_sync() if accumulates else nullcontext():
+            with accumulating(self.model, accumulates):
                 loss = self._loss(batch) / options.micro_batches
                 loss.backward()
             total += loss.detach()
-        self.model.clip_grad_norm_(options.clip)
+        clip_gradients(self.model, options.clip)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()

@@ -1,22 +1,14 @@
-"""The model, its sharding and its optimizer."""
+"""The model and its optimizer."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from train_options import Options
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-from fsdp_zpp import Strategy
 
 
 def build(options: Options, vocab: int) -> LlamaForCausalLM:
@@ -36,28 +28,6 @@ def build(options: Options, vocab: int) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config)
-
-
-def wrap(
-    model: LlamaForCausalLM, strategy: Strategy | None, options: Options, device: torch.device
-) -> FullyShardedDataParallel:
-    """Shard ``model``, one unit per decoder layer; ``strategy`` None is torch's own FULL_SHARD."""
-    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    sharded = FullyShardedDataParallel(
-        model,
-        # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
-        sharding_strategy=strategy or ShardingStrategy.FULL_SHARD,  # type: ignore[arg-type]
-        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
-        mixed_precision=half if options.precision == "bf16" else None,
-        # With a mesh the checkpoints hold DTensors; without one, the deprecated ShardedTensors.
-        device_mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
-        device_id=device,
-        use_orig_params=True,
-    )
-    if options.activation_checkpointing:
-        # Inside of the units, so that recomputation finds the weights that backward has gathered.
-        apply_activation_checkpointing(sharded, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
-    return sharded
 
 
 def optimizer_and_schedule(model: torch.nn.Module, options: Options) -> tuple[Optimizer, LambdaLR]:

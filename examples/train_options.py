@@ -33,6 +33,7 @@ class Options:
 
     run: Run
     compare: bool
+    fsdp2: bool
     world: int
     gpus_per_node: int
     device: str
@@ -122,6 +123,8 @@ def _check(args: argparse.Namespace, world: int) -> None:
         raise ValueError(f"--hidden {args.hidden} must be an even multiple of --heads {args.heads}")
     if not 0 < args.stop_at <= args.steps:
         raise ValueError(f"--stop-at {args.stop_at} must lie between 1 and --steps {args.steps}")
+    if args.resume and args.compare:
+        raise ValueError("--compare starts both runs from the same weights, and a checkpoint is of one; drop --resume")
     if args.resume and not (args.resume / ".metadata").exists():
         raise ValueError(f"--resume {args.resume} holds no checkpoint")
     if args.tokenizer == "bpe" and args.vocab < 260:

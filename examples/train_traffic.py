@@ -5,10 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-
 Kind = Literal["gather", "reduce"]
 Hop = Literal["inter", "intra"]
 Traffic = dict[Kind, dict[Hop, int]]
@@ -56,21 +52,3 @@ def full_shard_traffic(
         "gather": {"inter": gathered * inter, "intra": gathered * intra},
         "reduce": {"inter": reduced * inter, "intra": reduced * intra},
     }
-
-
-def unit_sizes(model: FullyShardedDataParallel) -> list[int]:
-    """Values in each FSDP unit of ``model`` over all ranks, the root unit first. Collective."""
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    nested = [{id(p) for u in units if u is not unit and _holds(unit, u) for p in u.parameters()} for unit in units]
-    sizes = [
-        sum(p.numel() for p in unit.parameters() if id(p) not in inner)
-        for unit, inner in zip(units, nested, strict=True)
-    ]
-    # Between steps a parameter shows this rank's shard alone.
-    total = torch.tensor(sizes, device=next(model.parameters()).device)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def _holds(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())

@@ -1,13 +1,15 @@
 """Sharding strategies for PyTorch FSDP: ZeRO++ and its relatives.
 
 Importing this package teaches ``torch.distributed.fsdp.FullyShardedDataParallel`` to take a :class:`Strategy`
-as its ``sharding_strategy``; models with torch's own strategies are not affected.
+as its ``sharding_strategy``; models with torch's own strategies are not affected. :func:`fully_shard` is torch's with a
+``strategy=``.
 """
 
 from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
 from .codecs import Codec, Int4, Int8
 from .comm_hook import QuantizedReduceState, quantized_reduce_hook
 from .error_feedback import LoCo
+from .fsdp2 import fully_shard
 from .strategy import Strategy
 from .units import invalidate, traffic
 
@@ -18,6 +20,7 @@ __all__ = [
     "LoCo",
     "QuantizedReduceState",
     "Strategy",
+    "fully_shard",
     "invalidate",
     "quantized_reduce_hook",
     "traffic",

@@ -11,8 +11,7 @@ from .topology import ProcessMesh, Topology
 
 logger = logging.getLogger("fsdp_zpp")
 
-_ONE_NODE = "one node: no inter-node hop"
-_ONE_GPU_A_NODE = "one GPU a node: no intra-node hop"
+_ALONE = "one rank: nothing is sent"
 
 
 @dataclass(frozen=True)
@@ -29,39 +28,61 @@ class Activity:
 
 def activity(strategy: Strategy, topology: Topology) -> Activity:
     """What of ``strategy`` works on ``topology``."""
-    active: list[str] = []
-    inactive: list[str] = []
-    has_inter, has_intra = topology.nodes > 1, topology.gpus_per_node > 1
-
-    def state(text: str, works: bool, why_not: str) -> None:
-        if works:
-            active.append(text)
-        else:
-            inactive.append(f"{text} ({why_not})")
-
-    alone = "one rank: nothing is sent"
-    if strategy.weights is None and topology.world > 1:
-        active.append("weights gathered in full precision")
-    elif strategy.weights is not None:
-        state(f"weights gathered as {strategy.weights}", topology.world > 1, alone)
+    parts: list[tuple[str, str | None]] = []
+    if strategy.weights is not None:
+        parts.append((f"weights gathered as {strategy.weights}", _ALONE if topology.world == 1 else None))
+    elif topology.world > 1:
+        parts.append(("weights gathered in full precision", None))
     if strategy.parameters == "I":
-        state("secondary shard of the weights kept in each node", has_inter, _ONE_NODE)
-    intra, inter = strategy.gradient_codecs
-    if intra is None and inter is None and topology.world > 1:
-        active.append("gradients reduced in full precision")
-    for codec, level, works, why_not in (
-        (intra, "inside nodes", has_intra, _ONE_GPU_A_NODE),
-        (inter, "between nodes", has_inter, _ONE_NODE),
+        parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
+    return _activity(parts + _reduction(*strategy.gradient_codecs, topology))
+
+
+def _activity(parts: list[tuple[str, str | None]]) -> Activity:
+    """From texts, each with the reason why it is not active, if it isn't."""
+    active = tuple(text for text, why_not in parts if why_not is None)
+    return Activity(active, tuple(f"{text} ({why_not})" for text, why_not in parts if why_not is not None))
+
+
+def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:
+    """The texts of a gradient reduction with these codecs inside and between nodes."""
+    if intra is None and inter is None:
+        return [("gradients reduced in full precision", None)] if topology.world > 1 else []
+    parts: list[tuple[str, str | None]] = []
+    for codec, level, why_not in (
+        (intra, "inside nodes", _no_hop_inside(topology)),
+        (inter, "between nodes", _no_hop_between(topology)),
     ):
-        if isinstance(codec, Codec):
-            state(f"gradients reduced as {codec} {level}", works, why_not if topology.world > 1 else alone)
-    return Activity(tuple(active), tuple(inactive))
+        if codec is not None:
+            parts.append((f"gradients reduced as {codec} {level}", why_not))
+        elif why_not is None:
+            parts.append((f"gradients reduced in full precision {level}", None))
+    return parts
+
+
+def _no_hop_between(topology: Topology) -> str | None:
+    if topology.world == 1:
+        return _ALONE
+    return "one node: no inter-node hop" if topology.nodes == 1 else None
+
+
+def _no_hop_inside(topology: Topology) -> str | None:
+    if topology.world == 1:
+        return _ALONE
+    return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
 
 
 def log_activity(strategy: Strategy, mesh: ProcessMesh, model: str, units: int) -> None:
     """Say once, on the mesh's first rank, what is active; a warning if something that was asked for is not."""
-    if mesh.rank != 0:
-        return
-    report = activity(strategy, mesh.topology)
-    level = logging.WARNING if report.inactive else logging.INFO
-    logger.log(level, "%s: %s on %s, %d units: %s", model, strategy.levels, mesh.topology, units, report)
+    _log(f"{model}: {strategy.levels}", mesh, units, activity(strategy, mesh.topology))
+
+
+def log_reduction(intra: Codec | None, inter: Codec | None, mesh: ProcessMesh, model: str, units: int) -> None:
+    """As :func:`log_activity`, for a gradient reduction alone."""
+    _log(f"{model}: quantized_reduce_hook", mesh, units, _activity(_reduction(intra, inter, mesh.topology)))
+
+
+def _log(subject: str, mesh: ProcessMesh, units: int, report: Activity) -> None:
+    if mesh.rank == 0:
+        level = logging.WARNING if report.inactive else logging.INFO
+        logger.log(level, "%s on %s, %d units: %s", subject, mesh.topology, units, report)

@@ -53,10 +53,9 @@ class QuantizedReduceState:
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         assert self.process_group is not None
         self.traffic = Traffic()
-        mesh = process_mesh(self.process_group, gpus_per_node)
-        self.topology = mesh.topology
+        self.mesh = process_mesh(self.process_group, gpus_per_node)
         self.codecs = (intra, codec)
-        self._reduce = GradientReduce(mesh, intra, codec, self.traffic, label="comm hook")
+        self._reduce = GradientReduce(self.mesh, intra, codec, self.traffic, label="comm hook")
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
         """Reduce as :class:`GradientReduce` does."""
@@ -79,8 +78,8 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
         raise TypeError(f"quantized_reduce_hook needs a QuantizedReduceState, got {type(state).__name__}")
     if out is not None:
         state.reduce(gradient, out)
-    elif state.topology.world > 1:
+    elif state.mesh.topology.world > 1:
         raise ValueError(
             f"quantized_reduce_hook reduces to shards, but FSDP does not shard this unit over the state's "
-            f"{state.topology.world} ranks (NO_SHARD); use FULL_SHARD or SHARD_GRAD_OP"
+            f"{state.mesh.topology.world} ranks (NO_SHARD); use FULL_SHARD or SHARD_GRAD_OP"
         )

@@ -16,9 +16,12 @@ from .strategy_unit import StrategyUnit
 class ModelEvents:
     """Tells the units of a model when their weights change.
 
-    torch's optimizers announce their steps. Other optimizers don't, so until a unit has been seen in a step,
-    every backward that synchronizes gradients counts as one, for a step must follow it. Afterwards it doesn't:
-    accumulating gradients while synchronizing them costs no gather between nodes.
+    A backward that synchronizes gradients counts as a change, for a step of some optimizer will follow it, and not all
+    optimizers say so: some are not torch's, some write through ``p.data`` or in the middle of their step. torch's
+    announce their steps besides, which covers those that no backward precedes.
+
+    A step changes all trainable units of the model, whichever parameters the optimizer holds: some users leave out
+    those of which their rank has no element, and ranks must agree.
 
     Args:
         units: The units by name.
@@ -28,8 +31,7 @@ class ModelEvents:
     def __init__(self, units: dict[str, StrategyUnit], parameters: dict[str, list[nn.Parameter]]) -> None:
         self._units = units
         self._parameters = parameters
-        self._unit_of_parameter = {id(p): name for name, held in parameters.items() for p in held}
-        self._announced: set[str] = set()
+        self._identities = {id(p) for held in parameters.values() for p in held}
         events = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -41,18 +43,17 @@ class ModelEvents:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """The weights that ``optimizer`` holds have changed, on every rank: also on those that hold only padding."""
-        held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        stepped = {self._unit_of_parameter[p] for p in held if p in self._unit_of_parameter}
-        self._announced |= stepped
-        for name in stepped:
-            self._units[name].invalidate()
+        """``optimizer`` has made a step, if it is one of this model's."""
+        if any(id(p) in self._identities for group in optimizer.param_groups for p in group["params"]):
+            self._weights_change()
 
     def gradients_synchronized(self) -> None:
         """A backward has left gradients for a step to come."""
+        self._weights_change()
+
+    def _weights_change(self) -> None:
         for name, unit in self._units.items():
-            trainable = any(parameter.requires_grad for parameter in self._parameters[name])
-            if trainable and name not in self._announced:
+            if any(parameter.requires_grad for parameter in self._parameters[name]):
                 unit.invalidate()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 
@@ -47,31 +49,35 @@ class Topology:
         return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.gpus_per_node}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ProcessMesh:
     """A process group laid out by a :class:`Topology`, with a subgroup for each hop.
 
     Attributes:
-        group: The group of all ranks.
-        topology: Its layout.
-        rank: This rank in ``group``.
+        topology: The layout.
+        rank: This rank in the group.
         intra: The ranks of this node, or None if they are one.
         inter: The ranks with this local index on all nodes, or None if there is one node.
     """
 
-    group: dist.ProcessGroup
     topology: Topology
     rank: int
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """Stands for the group itself where a hop is over all of it: to hold the group would keep it alive."""
+
+
+_Subgroup = dist.ProcessGroup | _Whole | None
 # The subgroups of a group live and die with it, and are made once however many layers ask for them.
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, ProcessMesh]] = WeakKeyDictionary()
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
 
 
 def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> ProcessMesh:
-    """The mesh of ``group``, made at the first call for each layout. Collective over ``group``.
+    """The mesh of ``group``; its subgroups are made at the first call for each layout. Collective over ``group``.
 
     Args:
         group: A process group; each rank must be a member.
@@ -81,17 +87,12 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
         ValueError: If the layout is not possible, on every rank before any communication.
     """
     topology = topology_of(group, gpus_per_node)
-    meshes = _meshes.setdefault(group, {})
-    if topology.gpus_per_node not in meshes:
-        rank = dist.get_rank(group)
-        meshes[topology.gpus_per_node] = ProcessMesh(
-            group=group,
-            topology=topology,
-            rank=rank,
-            intra=_subgroup(group, topology.intra_partition()),
-            inter=_subgroup(group, topology.inter_partition()),
-        )
-    return meshes[topology.gpus_per_node]
+    made = _subgroups.setdefault(group, {})
+    if topology.gpus_per_node not in made:
+        intra = _subgroup(group, topology.intra_partition())
+        made[topology.gpus_per_node] = intra, _subgroup(group, topology.inter_partition())
+    intra, inter = (group if isinstance(hop, _Whole) else hop for hop in made[topology.gpus_per_node])
+    return ProcessMesh(topology, dist.get_rank(group), intra, inter)
 
 
 def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> Topology:
@@ -107,6 +108,13 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
             "pass gpus_per_node, the number of ranks that share a node"
         )
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    launched, nodes_launched = dist.get_world_size(), int(os.environ.get("GROUP_WORLD_SIZE", 0))
+    if nodes_launched and nodes_launched * local_world != launched:
+        # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
+        raise ValueError(
+            f"the nodes are of different sizes: {launched} ranks on {nodes_launched} nodes, {local_world} of them on "
+            "this one; a Strategy needs as many on each, or gpus_per_node to say how to split them"
+        )
     nodes = [rank // local_world for rank in dist.get_process_group_ranks(group)]
     sizes = set(Counter(nodes).values())
     if nodes != sorted(nodes) or len(sizes) != 1:
@@ -117,24 +125,39 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
     return Topology(world, sizes.pop())
 
 
-def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup | None:
+def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:
     """This rank's part of a partition of ``group``'s ranks into parts of one size; None for parts of one rank."""
     if len(partition[0]) == 1:
         return None
     if len(partition) == 1:
-        return group
+        return _Whole()
     # Making a group is a matter of all ranks of the job, members or not. A mesh that is only a part of the job
     # (data parallel beside tensor parallel) can't call the others. With NCCL bound to devices it can be split;
     # else its members settle it among themselves, and torch derives the group's name from how many groups each
     # has been in, which must be equally many.
     everyone = dist.get_world_size(group) == dist.get_world_size()
+    timeout = _timeout_of(group)
     if not everyone and getattr(group, "bound_device_id", None) is not None:
-        return dist.split_group(parent_pg=group, split_ranks=partition)
+        return dist.split_group(parent_pg=group, split_ranks=partition, timeout=timeout)
+    backend = None if group is dist.group.WORLD else dist.get_backend(group)
     rank = dist.get_rank(group)
     own = None
     for part in partition:
         if everyone or rank in part:
-            global_ranks = [dist.get_global_rank(group, member) for member in part]
-            made = dist.new_group(global_ranks, use_local_synchronization=not everyone)
+            made = dist.new_group(
+                [dist.get_global_rank(group, member) for member in part],
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=not everyone,
+            )
             own = made if rank in part else own
     return own
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of ``group``'s collectives, which its hops are to have; None, torch's default, if it won't say."""
+    device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

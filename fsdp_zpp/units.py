@@ -48,9 +48,10 @@ def units(model: nn.Module) -> Iterator[Unit]:
 def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
-    Optimizer steps, gradient-synchronizing backwards, ``load_state_dict`` and ``summon_full_params`` announce
-    themselves. Any other write to the weights (clipping them, ``p.data.copy_()``, an average) must be followed
-    by this before the next forward, so that they are gathered between nodes again.
+    Gradient-synchronizing backwards, steps of torch's optimizers, ``load_state_dict`` and
+    ``summon_full_params(writeback=True)`` announce themselves. Any other write to the weights (clipping them,
+    ``p.data.copy_()``, an average) must be followed by this before the next forward, so that they are gathered between
+    nodes again.
 
     Args:
         model: A model wrapped with a :class:`Strategy`, or a part of one.
@@ -65,9 +66,9 @@ def invalidate(model: nn.Module) -> None:
 def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
     """Bytes that this rank has sent for ``model`` so far, by kind and hop.
 
-    Counts what strategies and hooks of fsdp_zpp send; gathers in full precision for state dicts and
-    ``summon_full_params`` are torch's own and not counted. An all-gather of a payload of b bytes over n ranks
-    counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
+    Counts what strategies and hooks of fsdp_zpp send. Not counted is what torch's own collectives do: gathers in full
+    precision for state dicts and ``summon_full_params``, and, on one node, whatever has no codec. An all-gather of a
+    payload of b bytes over n ranks counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
 
     Args:
         model: A model wrapped with a :class:`Strategy` or with a :func:`quantized_reduce_hook`, or a part of one.

@@ -12,7 +12,8 @@ A kept secondary shard is stale once the weights have changed. Ranks that disagr
 different collectives and hang, so staleness is told by events that all ranks share (``invalidate``), never by
 looking at the shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check
 only: if the caller's ``version`` of the shard differs from the one that was encoded, something wrote to the
-weights without an event, and the gather raises rather than compute with old weights.
+weights without an event, and the gather raises rather than compute with old weights. That error is local: ranks
+that saw no write wait for this one until their process group's timeout.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class WeightGather:
         """Declare the secondary shard stale; to be called on all ranks. See [Note: Staleness]."""
         self._secondary = None
         self._encoded = None
+
+    def same_weights(self, before: Hashable, after: Hashable) -> None:
+        """Declare that the change of version from ``before`` to ``after`` was no change of the shard."""
+        if self._encoded is not None and self._encoded[1] == before:
+            self._encoded = self._encoded[0], after
 
     @torch.no_grad()
     def __call__(self, shard: Tensor, out: Tensor, version: Hashable = None) -> None:

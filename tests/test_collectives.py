@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -189,13 +192,32 @@ def test_wrong_sizes_are_errors_before_any_collective(pool: Callable[[int], Pool
 
 
 def count_groups() -> int:
-    """In a worker: how many groups two meshes of one layout make."""
-    meshes = [process_mesh(dist.group.WORLD, 1) for _ in range(3)]
-    return len({id(mesh) for mesh in meshes})
+    """In a worker: how many groups three meshes of one layout make."""
+    before = dist.get_pg_count()
+    meshes = [process_mesh(dist.group.WORLD, 2) for _ in range(3)]
+    assert meshes[0] == meshes[1] == meshes[2]
+    return dist.get_pg_count() - before
 
 
 def test_process_groups_are_made_once(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(count_groups) == [1, 1]
+    assert max(pool(4).run(count_groups)) <= 4  # two nodes and two local indices; none if a test before made them
+    assert pool(4).run(count_groups) == [0] * 4
+
+
+def groups_left() -> tuple[bool, timedelta]:
+    """In a worker: whether a group outlives its last user here, and the timeout of its hops."""
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    mesh = process_mesh(group, 2)
+    timeout = mesh.inter._get_backend(device()).options._timeout
+    reference = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group, mesh
+    gc.collect()
+    return reference() is not None, timeout
+
+
+def test_hops_have_their_groups_timeout_and_go_with_it(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(groups_left) == [(False, timedelta(seconds=77))] * 4
 
 
 def gather_in_a_part_of_the_job() -> bool:

@@ -53,8 +53,9 @@ def test_compares_with_full_shard(tmp_path: Path, text: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, text: Path) -> None:
-    common = ["--data", str(text), "--steps", "16", "--log-every", "4", "--micro-batches", "2"]
+@pytest.mark.parametrize("adapter", [[], ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
+def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, text: Path, adapter: list[str]) -> None:
+    common = ["--data", str(text), "--steps", "16", "--log-every", "4", "--micro-batches", "2", *adapter]
     train(tmp_path / "whole", *common)
     train(tmp_path / "half", *common, "--stop-at", "8")
     train(tmp_path / "rest", *common, "--resume", str(tmp_path / "half" / "checkpoint"))
@@ -70,9 +71,16 @@ def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path, te
     assert run["traffic"] == run["full_shard_traffic"]
 
 
-def test_contradictory_arguments_are_refused() -> None:
-    command = [sys.executable, "examples/train.py", "--strategy", "full_shard", "--weights", "int8"]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--strategy full_shard --weights int8", "full_shard is torch's own and takes no --weights"),
+        ("--compare --resume anywhere", "drop --resume"),
+    ],
+)
+def test_contradictory_arguments_are_refused(arguments: str, message: str) -> None:
+    command = [sys.executable, "examples/train.py", *arguments.split()]
     environment = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert "full_shard is torch's own and takes no --weights" in result.stderr
+    assert message in result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ class PlainSgd:
     def step(self) -> None:
         for p in self.parameters:
             if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1)
+                p.data.sub_(p.grad, alpha=0.1)
 
     def zero_grad(self) -> None:
         for p in self.parameters:
@@ -43,6 +44,23 @@ def steps_of(kind: str, strategy: Strategy | ShardingStrategy) -> dict[str, torc
     model = models.wrap(case, strategy)
     if kind == "not a torch optimizer":
         models.train(model, case, optimizer=PlainSgd(model))
+    elif kind == "a torch optimizer, then another":
+        models.train(model, case)
+        models.train(model, case, optimizer=PlainSgd(model), first_step=3)
+    elif kind == "weights change inside of a step":
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = models.loss_of(model, models.batch(0, 0, rank=0))
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    elif kind == "optimizer of what this rank holds":
+        held = [p for p in model.parameters() if p.numel()]
+        models.train(model, replace(case, micro_batches=2, no_sync=False), optimizer=torch.optim.SGD(held, lr=0.1))
     elif kind == "two steps for one backward":
         models.train(model, case, after_step=lambda step, optimizer: optimizer.step())
     elif kind == "step after other forwards":
@@ -117,6 +135,24 @@ def test_announced_write_is_used(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(write_behind_its_back, True) == ["used"] * 4
 
 
+def edit_without_writeback(rank0_only: bool) -> None:
+    """In a worker: edits of summoned parameters that are not written back are no change."""
+    model = models.wrap(Case(), HPZ)
+    tokens = models.batch(0, 0, rank=0)
+    before = models.loss_of(model, tokens).item()
+    with torch.no_grad(), FSDP.summon_full_params(model, writeback=False, rank0_only=rank0_only):
+        if not rank0_only or dist.get_rank() == 0:
+            model.blocks[0].up.weight.mul_(2)
+    with wiretap(2) as tap:
+        assert models.loss_of(model, tokens).item() == before
+    assert tap.total("inter", "all_gather") == 0
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_edits_without_writeback_are_discarded(pool: Callable[[int], Pool], rank0_only: bool) -> None:
+    pool(4).run(edit_without_writeback, rank0_only)
+
+
 def two_models() -> None:
     """In a worker: a step of one model leaves the other's secondary shards as they are, and both train right."""
     case = Case(steps=2)
@@ -124,7 +160,8 @@ def two_models() -> None:
     optimizers = [models.make_optimizer("sgd", model.parameters()) for model in (first, second)]
     for model, optimizer in zip((first, second), optimizers, strict=True):
         models.train(model, case, optimizer=optimizer)
-    models.loss_of(second, models.batch(9, 0)).backward()
+    with torch.no_grad():
+        models.loss_of(second, models.batch(9, 0))
     models.train(first, case, optimizer=optimizers[0], first_step=2)
     with torch.no_grad(), wiretap(1) as tap:
         models.loss_of(second, models.batch(9, 0))

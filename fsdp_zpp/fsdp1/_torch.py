@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +44,7 @@ class Gather(Protocol):
 
     def __call__(self, shard: Tensor, out: Tensor, version: Hashable) -> None: ...
 
-    def invalidate(self) -> None: ...
+    def same_weights(self, before: Hashable, after: Hashable) -> None: ...
 
 
 class StrategyHandle(FlatParamHandle):
@@ -57,10 +57,23 @@ class StrategyHandle(FlatParamHandle):
     _gather: Gather
     _gather_is_lossy: bool
     _holds_decoded_weights: bool
+    _written_back: Callable[[], None]
+    _version_at_summon: Hashable
 
     def _wants_full_precision(self) -> bool:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
         return summoned or self._force_full_precision
+
+    def pre_unshard(self) -> bool:
+        if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+            self._version_at_summon = self._shard_version()
+        return super().pre_unshard()
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        super().reshard(free_unsharded_flat_param)
+        if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+            # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
+            self._gather.same_weights(self._version_at_summon, self._shard_version())
 
     def needs_unshard(self) -> bool:
         # FSDP keeps the root unsharded from forward to backward, and after a forward without backward. A summon
@@ -114,13 +127,26 @@ class StrategyHandle(FlatParamHandle):
         return tuple(tensor._version for tensor in tensors)
 
 
-def use_gather(module: FullyShardedDataParallel, gather: Gather, lossy: bool) -> Callable[[], None]:
-    """Have ``module``'s flat parameter, if it has one, gathered by ``gather``; return what to call when it is stale."""
+def use_gather(
+    module: FullyShardedDataParallel, gather: Gather, lossy: bool, written_back: Callable[[], None]
+) -> Callable[[], None]:
+    """Have ``module``'s flat parameter, if it has one, gathered by ``gather``.
+
+    Args:
+        module: An instance of FSDP.
+        gather: Gathers the weights.
+        lossy: Whether what it gathers differs from the weights.
+        written_back: Called after summoned or loaded parameters were written to the shard.
+
+    Returns:
+        What to call when the weights have changed.
+    """
     handle: Any = module._handle
     if handle is None:
         return lambda: None
     handle.__class__ = StrategyHandle
     handle._gather, handle._gather_is_lossy, handle._holds_decoded_weights = gather, lossy, False
+    handle._written_back, handle._version_at_summon = written_back, None
     handle.zero_padding()
     return handle.drop_unsharded
 
@@ -155,9 +181,7 @@ def parameters_of(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
         yield from (flat_param, *(flat_param._params or ()))
 
 
-def ignored_parameters(
-    ignored_modules: Iterable[nn.Module] | None, ignored_states: Iterable[Any] | None
-) -> set[nn.Parameter]:
+def ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: list[Any] | None) -> set[nn.Parameter]:
     """The parameters that FSDP's constructor was told to leave alone."""
     ignored: set[nn.Parameter] = set()
     for item in (*(ignored_modules or ()), *(ignored_states or ())):
@@ -168,7 +192,10 @@ def ignored_parameters(
 def intercept_construction(
     around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
 ) -> None:
-    """Have ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on."""
+    """Have ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
+
+    ``construct()`` calls it with ``arguments``, as they are by then.
+    """
     original = FullyShardedDataParallel.__init__
     signature = inspect.signature(original)
 
@@ -180,7 +207,7 @@ def intercept_construction(
             original(self, *args, **kwargs)  # to raise its own error
             return
         bound.apply_defaults()
-        around(lambda: original(self, *args, **kwargs), self, dict(bound.arguments))
+        around(lambda: original(*bound.args, **bound.kwargs), self, bound.arguments)
 
     FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
 
@@ -224,14 +251,14 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
     _runtime_utils._post_backward_final_callback = post_backward_final_callback
 
 
-def after_writeback(callback: Callable[[Gather], None]) -> None:
-    """Have ``callback(gather)`` run after summoned or loaded parameters were written to a unit's shard."""
+def announce_writebacks() -> None:
+    """Have ``written_back()`` of :func:`use_gather` called after each of FSDP's writebacks."""
     original = _unshard_param_utils._writeback_to_local_shard
 
     @functools.wraps(original)
     def writeback_to_local_shard(handle: FlatParamHandle, writeback_grad: bool) -> None:
         original(handle, writeback_grad)
         if isinstance(handle, StrategyHandle):
-            callback(handle._gather)
+            handle._written_back()
 
     _unshard_param_utils._writeback_to_local_shard = writeback_to_local_shard

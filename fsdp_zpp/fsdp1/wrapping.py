@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from .. import units
+from ..activity import log_reduction
 from ..comm_hook import QuantizedReduceState
 from ..hop import Traffic
 from ..staleness import watch
@@ -37,10 +38,10 @@ class HookedUnit:
 def install() -> None:
     """Make FullyShardedDataParallel understand strategies. Changes nothing for those that are not ours."""
     _torch.intercept_construction(_construct)
-    _torch.intercept_hook_registration(_check_hook_state)
+    _torch.intercept_hook_registration(_adopt_hook_state)
     _torch.after_root_is_known(_watch)
     _torch.after_synchronizing_backward(_gradients_synchronized)
-    _torch.after_writeback(lambda gather: gather.invalidate())
+    _torch.announce_writebacks()
 
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
@@ -58,7 +59,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     construct()
     unit = StrategyUnit(strategy, process_mesh(_torch.process_group_of(module), strategy.gpus_per_node))
     if unit.gather is not None:
-        unit.when_stale = _torch.use_gather(module, unit.gather, lossy=strategy.weights is not None)
+        lossy = strategy.weights is not None
+        unit.when_stale = _torch.use_gather(module, unit.gather, lossy, written_back=unit.invalidate)
     if unit.reduce is not None:
         _torch.use_reduce(module, unit.reduce)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
@@ -106,6 +108,9 @@ def _check_layout(strategy: Strategy, arguments: dict[str, Any]) -> None:
 
 def _check_dtypes(arguments: dict[str, Any]) -> None:
     module: nn.Module = arguments["module"]
+    for name in ("ignored_modules", "ignored_states"):
+        if isinstance(arguments[name], Iterable):  # an iterator would be used up here, before FSDP sees it
+            arguments[name] = list(arguments[name])
     ignored = _torch.ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
     sharded = ((name, p) for name, p in module.named_parameters() if p not in ignored)
     check_dtypes(sharded, "pass others in ignored_states")
@@ -117,8 +122,8 @@ def _check_offload(arguments: dict[str, Any]) -> None:
         raise ValueError(f"{offload} needs an accelerator to offload from: FSDP pins the memory of the parameters")
 
 
-def _check_hook_state(model: FullyShardedDataParallel, state: object) -> None:
-    """A state reduces over the group it was made for; FSDP would only find out inside of the backward."""
+def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> None:
+    """Check that ``state`` reduces over the model's group, log what of it is active, and count its traffic."""
     if not isinstance(state, QuantizedReduceState):
         return
     instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
@@ -133,3 +138,4 @@ def _check_hook_state(model: FullyShardedDataParallel, state: object) -> None:
     for instance in instances:
         if units.unit_of(instance) is None:
             units.attach(instance, HookedUnit(state.traffic))
+    log_reduction(*state.codecs, state.mesh, type(model.module).__name__, len(instances))

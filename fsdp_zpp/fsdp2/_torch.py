@@ -1,0 +1,179 @@
+"""Every private name of torch's fully_shard that the adapter touches, and nothing else.
+
+Checked on torch 2.11 to 2.13. A torch that lacks one of the names fails here, at import, with a clear error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
+    _USED = (
+        FSDPModule._get_fsdp_state,
+        FSDPParam.__annotations__["_sharded_param_data"],
+        FSDPParamGroup.lazy_init,
+        FSDPParamGroup.wait_for_unshard,
+        FSDPParamGroup._reduce_scatter_process_group,
+        FSDPState._root_post_backward_final_callback,
+    )
+except (ImportError, AttributeError, KeyError) as error:
+    raise RuntimeError(f"fsdp_zpp's adapter for fully_shard does not fit torch {torch.__version__}: {error}") from error
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "StrategyGroup",
+    "adopt_group",
+    "factor_of",
+    "process_group_of",
+    "state_of",
+    "strategy_group_of",
+    "watch_backwards",
+]
+
+
+class StrategyGroup(FSDPParamGroup):
+    """A parameter group that a strategy gathers and reduces. Made by :func:`adopt_group` from the one torch built."""
+
+    _state: FSDPState
+    _root_is_known: Callable[[nn.Module], None] | None
+
+    def lazy_init(self) -> None:
+        super().lazy_init()
+        states = self._state._state_ctx.all_states  # empty as long as there was no forward
+        groups = [group for state in states for group in _groups_of(state) if isinstance(group, StrategyGroup)]
+        # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
+        if groups and groups[-1] is self and self._root_is_known is not None:
+            callback, self._root_is_known = self._root_is_known, None
+            callback(states[0]._modules[0])
+
+    @property
+    def name(self) -> str:
+        """The group's modules, by their paths from the root."""
+        return self._module_fqn or "root"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, as an optimizer holds them."""
+        return [param.sharded_param for param in self.fsdp_params]
+
+    def parameter_owners(self) -> set[nn.Module]:
+        """The modules on which the parameters are registered."""
+        infos = [param._module_info for param in self.fsdp_params]
+        return {module for info in infos for module in (info.module, *info.shared_modules)}
+
+    def full_precision_shard(self, device: torch.device) -> Tensor:
+        """The flat, padded shards of all parameters, in the layout in which the group gathers them.
+
+        Raises:
+            TypeError: If a parameter is a tensor subclass that decides itself what is gathered.
+        """
+        for param in self.fsdp_params:
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                raise TypeError(
+                    f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
+                    "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
+                )
+        shards = [param._sharded_param_data.to(device, non_blocking=True) for param in self.fsdp_params]
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
+
+    def shard_version(self) -> Hashable:
+        """Changes with every write to the shards that torch can see from here."""
+        return tuple(
+            tensor._version
+            for param in self.fsdp_params
+            for tensor in (param.sharded_param, param._sharded_local_tensor, param._sharded_param_data)
+        )
+
+    def drop_unsharded(self) -> None:
+        """Between forwards, have the next one gather anew what FSDP still keeps unsharded."""
+        if self._training_state == TrainingState.IDLE:
+            self.wait_for_unshard()
+            self._to_sharded()
+
+
+class WatchedState(FSDPState):
+    """A module's state that tells of backwards that synchronize gradients."""
+
+    _gradients_synchronized: Callable[[], None]
+
+    def _root_post_backward_final_callback(self) -> None:
+        groups = [group for state in self._state_ctx.all_states for group in _groups_of(state)]
+        # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
+        # unsharded after the backward is dropped.
+        if any(group.reduce_grads for group in groups):
+            self._gradients_synchronized()
+        super()._root_post_backward_final_callback()
+
+
+def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -> StrategyGroup | None:
+    """The parameter group that ``fully_shard`` just made for ``module``, ready for a strategy, if it made one.
+
+    Args:
+        module: A module on which torch's ``fully_shard`` was called.
+        root_is_known: Called with the root when FSDP has initialized all groups below it lazily.
+    """
+    state = state_of(module)
+    groups: list[Any] = _groups_of(state)
+    if not groups:
+        return None
+    (group,) = groups
+    group.__class__ = StrategyGroup
+    group._state, group._root_is_known = state, root_is_known
+    return group
+
+
+def strategy_group_of(module: FSDPModule) -> StrategyGroup:
+    """The group of a module that was adopted."""
+    (group,) = _groups_of(module._get_fsdp_state())
+    assert isinstance(group, StrategyGroup)
+    return group
+
+
+def watch_backwards(root: nn.Module, callback: Callable[[], None]) -> None:
+    """Have ``callback()`` run in every backward below ``root`` that synchronizes gradients."""
+    # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
+    for state in state_of(root)._state_ctx.all_states:
+        watched: Any = state
+        watched.__class__ = WatchedState
+        watched._gradients_synchronized = callback
+
+
+def factor_of(op: Any, world: int) -> float:
+    """What a reduction of torch's multiplies the mean by.
+
+    Raises:
+        ValueError: If it is not a kind of sum.
+    """
+    if op == dist.ReduceOp.AVG:
+        return 1.0
+    if op == dist.ReduceOp.SUM:
+        return float(world)
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(world * op.__getstate__()[1])
+    raise ValueError(f"a Strategy reduces gradients by sum or average, not by {op}")
+
+
+def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+    # torch 2.13 allows for several groups a module; before, there was one or none.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def process_group_of(group: FSDPParamGroup) -> dist.ProcessGroup:
+    """The ranks that ``group`` is sharded over."""
+    return group._reduce_scatter_process_group

@@ -1,0 +1,83 @@
+"""A strategy's gather and reduction as torch's AllGather and ReduceScatter interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..gradient_reduce import GradientReduce
+from ..weight_gather import WeightGather
+from . import _torch
+
+
+class _PlainAllocation:
+    """Buffers from torch's allocator."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class StrategyAllGather(_PlainAllocation, _torch.AllGather):
+    """Gathers a group's weights in two hops, encoded from their full-precision shards.
+
+    Args:
+        gather: The two hops.
+        group: Whose weights they are.
+    """
+
+    def __init__(self, gather: WeightGather, group: _torch.StrategyGroup) -> None:
+        self._gather = gather
+        self._group = group
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill ``output_tensor``; ``input_tensor`` is this rank's part of it, in the dtype to compute in.
+
+        Raises:
+            TypeError: If the weights are to be encoded, but torch mixes their dtypes as bytes in one buffer.
+        """
+        version = self._group.shard_version() if self._gather.keep_secondary else None
+        self._gather(self._shard(input_tensor), output_tensor, version)
+
+    def _shard(self, input_tensor: Tensor) -> Tensor:
+        if self._gather.codec is None:
+            return input_tensor
+        if input_tensor.dtype == torch.uint8:
+            raise TypeError(
+                f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
+                f"they can't be encoded as {self._gather.codec}: give them one dtype, or "
+                "MixedPrecisionPolicy(param_dtype=...), or shard them with weights=None"
+            )
+        # A secondary shard that is kept makes the values irrelevant, so they need not be collected.
+        if self._gather.secondary_nbytes:
+            return input_tensor
+        return self._group.full_precision_shard(input_tensor.device)
+
+
+class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
+    """Reduces a group's gradients in two hops.
+
+    Args:
+        reduce: The two hops.
+        world: The number of ranks.
+    """
+
+    def __init__(self, reduce: GradientReduce, world: int) -> None:
+        self._reduce = reduce
+        self._world = world
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
+        self._reduce(input_tensor, output_tensor)
+        # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
+        factor = _torch.factor_of(op, self._world)
+        if factor != 1:
+            output_tensor.mul_(factor)

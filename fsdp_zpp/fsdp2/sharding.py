@@ -1,0 +1,118 @@
+"""From ``fully_shard(module, strategy=strategy)`` to units that gather and reduce."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
+
+from .. import units
+from ..staleness import watch
+from ..strategy import Strategy
+from ..strategy_unit import StrategyUnit
+from ..topology import process_mesh
+from . import _torch
+from .comms import StrategyAllGather, StrategyReduceScatter
+from .validation import check_arguments
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    **arguments: Any,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    **arguments: Any,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    **arguments: Any,
+) -> FSDPModule | list[FSDPModule]:
+    """Apply torch's ``fully_shard`` to ``module``, in place, and shard it by ``strategy``.
+
+    Call it bottom-up, like torch's. Calls of one model may have different strategies, or be torch's own.
+
+    Args:
+        module: The module, or several that are gathered together.
+        strategy: Where each model state lives and how each hop is encoded.
+        mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
+            How they split into nodes is the strategy's ``gpus_per_node``.
+        reshard_after_forward: As torch's, but for an int: keeping a secondary shard inside of each node is what
+            the strategy's first letter ``I`` stands for.
+        **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
+
+    Returns:
+        ``module``, whose class is now torch's ``FSDPModule``.
+
+    Raises:
+        TypeError: If ``strategy`` is not a :class:`Strategy`, or a parameter has a dtype that none can shard.
+        ValueError: If the mesh or another argument does not fit a strategy.
+        NotImplementedError: If the strategy is legal but not built yet.
+
+    Example:
+        >>> for layer in model.layers:
+        ...     fully_shard(layer, strategy=Strategy.zeropp())
+        >>> fully_shard(model, strategy=Strategy.zeropp())
+    """
+    passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_arguments(modules, strategy, passed_on)
+    sharded = torch_fully_shard(module, **passed_on)
+    group = _torch.adopt_group(modules[0], _watch)
+    if group is not None:
+        _apply(strategy, modules, group)
+    return sharded
+
+
+# torch's function has its state under this name, and torch's users look it up there.
+fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
+
+
+def _apply(strategy: Strategy, modules: list[nn.Module], group: _torch.StrategyGroup) -> None:
+    """Have ``group``, of ``modules``, gathered and reduced by ``strategy``."""
+    unit = StrategyUnit(strategy, process_mesh(_torch.process_group_of(group), strategy.gpus_per_node))
+    sharded = modules[0]
+    assert isinstance(sharded, FSDPModule)
+    if unit.gather is not None:
+        sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
+        unit.when_stale = group.drop_unsharded
+    if unit.reduce is not None:
+        sharded.set_custom_reduce_scatter(StrategyReduceScatter(unit.reduce, unit.mesh.topology.world))
+    # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
+    for owner in group.parameter_owners():
+        owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+    for module in modules:
+        units.attach(module, unit)
+
+
+def _watch(root: nn.Module) -> None:
+    """Start to watch the model under ``root``."""
+    found: dict[str, StrategyUnit] = {}
+    parameters: dict[str, list[nn.Parameter]] = {}
+    for module in root.modules():
+        unit = units.unit_of(module)
+        if isinstance(unit, StrategyUnit) and isinstance(module, FSDPModule):
+            group = _torch.strategy_group_of(module)
+            found[group.name], parameters[group.name] = unit, group.parameters()
+    events = watch(type(root).__name__.removeprefix("FSDP"), found, parameters)
+    _torch.watch_backwards(root, events.gradients_synchronized)

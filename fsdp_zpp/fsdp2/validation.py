@@ -1,0 +1,108 @@
+"""What fully_shard with a strategy refuses: on every rank, before anything is sent or sharded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import Shard
+
+from ..strategy import Strategy
+from ..support import check_built, check_dtypes
+from ..topology import topology_of
+
+
+def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
+    """Raise for what a strategy can't do; wraps the ``shard_placement_fn`` in ``arguments`` to check its results.
+
+    Args:
+        modules: What is to be sharded.
+        strategy: How.
+        arguments: What torch's ``fully_shard`` will be called with.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: Saying what to do instead.
+    """
+    _check_strategy(strategy)
+    _check_reshard(arguments["reshard_after_forward"])
+    if arguments.get("dp_mesh_dims") is not None:
+        raise NotImplementedError(
+            "dp_mesh_dims is not supported with a Strategy; pass mesh= the 1-D data-parallel dimension of your mesh, "
+            'as in mesh=mesh["dp"]'
+        )
+    _check_mesh(strategy, arguments["mesh"])
+    _check_dtypes(modules, arguments.get("ignored_params") or set())
+    _check_offload(arguments.get("offload_policy"))
+    if (placement := arguments.get("shard_placement_fn")) is not None:
+        arguments["shard_placement_fn"] = _checked_placement(placement)
+
+
+def _check_strategy(strategy: object) -> None:
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError("strategy is the class Strategy itself, not an instance; did you mean Strategy()?")
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    check_built(strategy, "fully_shard")
+
+
+def _check_reshard(reshard_after_forward: object) -> None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    raise ValueError(
+        f"reshard_after_forward must be a bool or None with a Strategy, got {reshard_after_forward!r}; to gather "
+        "inside of nodes in the backward, use Strategy('IGG', gpus_per_node=...): it makes no group for each layer"
+    )
+
+
+def _check_mesh(strategy: Strategy, mesh: Any) -> None:
+    if mesh is None:
+        if dist.is_initialized() and dist.group.WORLD is not None:  # else torch starts a group by itself
+            topology_of(dist.group.WORLD, strategy.gpus_per_node)
+        return
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"a Strategy takes the 1-D mesh of the ranks to shard over, got {mesh.ndim} dimensions "
+            f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node, and of a mesh with "
+            'other parallelisms pass the data-parallel dimension, as in mesh["dp"]'
+        )
+    topology_of(mesh.get_group(), strategy.gpus_per_node)
+
+
+def _check_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    elsewhere = {
+        p
+        for module in modules
+        for child in module.modules()
+        if isinstance(child, FSDPModule)
+        for p in child.parameters()
+    }
+    named = (pair for module in modules for pair in module.named_parameters())
+    check_dtypes(
+        ((name, p) for name, p in named if p not in ignored and p not in elsewhere), "pass others in ignored_params"
+    )
+
+
+def _check_offload(policy: object) -> None:
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            f"{policy} needs an accelerator to pin memory for; pass CPUOffloadPolicy(pin_memory=False), or none"
+        )
+
+
+def _checked_placement(placement: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], Shard | None]:
+    @functools.wraps(placement)
+    def checked(parameter: nn.Parameter) -> Shard | None:
+        result = placement(parameter)
+        if result is not None and not isinstance(result, Shard):
+            raise ValueError(
+                f"shard_placement_fn returned {result!r}; with a Strategy it must return a Shard or None: a mesh of "
+                "its own for a parameter can't be combined with the strategy's"
+            )
+        return result
+
+    return checked
