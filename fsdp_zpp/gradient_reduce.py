@@ -49,12 +49,13 @@ class GradientReduce:
         self._inter = hop_over(mesh.inter, "reduce", "inter", traffic)
 
     @torch.no_grad()
-    def __call__(self, gradient: Tensor, out: Tensor) -> None:
-        """Write the mean over ranks of this rank's chunk of ``gradient`` to ``out``.
+    def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
+        """Write the mean over ranks of this rank's chunk of ``gradient``, times ``factor``, to ``out``.
 
         Args:
             gradient: Flat, contiguous [world * numel], bf16, fp16 or fp32; chunk i belongs to rank i.
             out: Flat [numel], in any float dtype.
+            factor: Applied in fp32, with the last sum.
 
         Raises:
             ValueError: If the sizes do not fit, before any communication.
@@ -67,20 +68,20 @@ class GradientReduce:
             )
         mean = 1.0 / self._topology.world
         if self._intra is None and self._inter is None:
-            out.copy_(gradient)
+            torch.mul(gradient, factor, out=out)
         elif self._inter is None:
             codec, received = self._exchange_inside(gradient)
-            self._decode_sum(codec, received, out, mean)
+            self._decode_sum(codec, received, out, mean * factor)
         elif self._intra is None:
             codec = self._inter_codec or FullPrecision(gradient.dtype)
             payload = self._encode(codec, gradient)
-            self._reduce_between(codec, payload, out, mean)
+            self._reduce_between(codec, payload, out, mean * factor)
         else:
             intra_codec, received = self._exchange_inside(gradient)
             codec = self._inter_codec or FullPrecision(gradient.dtype)
             with record_function(f"fsdp_zpp::decode_sum_encode ({self.label})"):
                 payload = intra_codec.decode_sum_encode(received, out.numel(), codec, mean)
-            self._reduce_between(codec, payload, out, 1.0)
+            self._reduce_between(codec, payload, out, factor)
 
     def _exchange_inside(self, gradient: Tensor) -> tuple[Codec, Tensor]:
         """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, nodes, nbytes]."""

@@ -102,6 +102,12 @@ class Strategy:
         """Codecs of the intra-node and the inter-node hop of the gradient reduction."""
         return finer_inside(self.intra_gradients, self.gradients), self.gradients
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is FULL_SHARD itself: everything sharded over all ranks, nothing encoded."""
+        encoded = (self.weights, *self.gradient_codecs, self.frozen)
+        return self.levels == "GGG" and all(codec is None for codec in encoded)
+
     @classmethod
     def zeropp(cls, **overrides: Any) -> Strategy:
         """ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""

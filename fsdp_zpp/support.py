@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .strategy import Strategy
@@ -28,6 +30,17 @@ def check_built(strategy: Strategy, adapter: str) -> None:
         missing.append(f"frozen={strategy.frozen}")
     if missing:
         raise NotImplementedError(f"legal, but not built yet under {adapter}: {'; '.join(missing)}; of {strategy}")
+
+
+def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
+    """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
+
+    A plain strategy does the same on any layout, so it must not fail where nothing tells the layout: all ranks then
+    count as one node, and torch's own collectives do the work.
+    """
+    if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
+        return dist.get_world_size(group)
+    return strategy.gpus_per_node
 
 
 def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:

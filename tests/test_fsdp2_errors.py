@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from harness import models
+from harness.fully_sharded import Case, logits, make, train
 from harness.pool import Pool, device_type
 from harness.wiretap import wiretap
-from test_fsdp2_models import Case, logits, make, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy

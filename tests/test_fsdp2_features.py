@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import models
+from harness.fully_sharded import STOCK, Case, full_weights, logits, make, shard, train
 from harness.pool import Pool, device_type
-from test_fsdp2_models import STOCK, Case, full_weights, logits, make, shard, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard as torch_fully_shard

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import models
+from harness.fully_sharded import STOCK, Case, largest_distance, make
 from harness.pool import Pool
-from test_fsdp2_models import STOCK, Case, largest_distance, make
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import models
+from harness.fully_sharded import STOCK, Case, full_weights, logits, make, make_optimizer, train
 from harness.pool import Pool
-from test_fsdp2_models import STOCK, Case, full_weights, logits, make, make_optimizer, train
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

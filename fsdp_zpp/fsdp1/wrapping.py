@@ -18,7 +18,7 @@ from ..hop import Traffic
 from ..staleness import watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import check_built, check_dtypes
+from ..support import check_built, check_dtypes, node_size
 from ..topology import process_mesh, topology_of
 from . import _torch
 
@@ -57,7 +57,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     _check_offload(arguments)
     _torch.treat_as_full_shard(strategy)
     construct()
-    unit = StrategyUnit(strategy, process_mesh(_torch.process_group_of(module), strategy.gpus_per_node))
+    group = _torch.process_group_of(module)
+    unit = StrategyUnit(strategy, process_mesh(group, node_size(strategy, group)))
     if unit.gather is not None:
         lossy = strategy.weights is not None
         unit.when_stale = _torch.use_gather(module, unit.gather, lossy, written_back=unit.invalidate)
@@ -103,7 +104,7 @@ def _check_layout(strategy: Strategy, arguments: dict[str, Any]) -> None:
         group = mesh.get_group(0)
     group = group if group is not None else dist.group.WORLD
     if group is not None:  # else FSDP says itself that there is no default group
-        topology_of(group, strategy.gpus_per_node)
+        topology_of(group, node_size(strategy, group))
 
 
 def _check_dtypes(arguments: dict[str, Any]) -> None:

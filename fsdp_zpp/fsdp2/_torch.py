@@ -119,7 +119,7 @@ class WatchedState(FSDPState):
 
 
 def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -> StrategyGroup | None:
-    """The parameter group that ``fully_shard`` just made for ``module``, ready for a strategy, if it made one.
+    """The parameter group that ``fully_shard`` just made for ``module``, ready for a strategy, if it made just one.
 
     Args:
         module: A module on which torch's ``fully_shard`` was called.
@@ -127,7 +127,7 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
     """
     state = state_of(module)
     groups: list[Any] = _groups_of(state)
-    if not groups:
+    if len(groups) != 1:
         return None
     (group,) = groups
     group.__class__ = StrategyGroup
@@ -135,11 +135,10 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
     return group
 
 
-def strategy_group_of(module: FSDPModule) -> StrategyGroup:
-    """The group of a module that was adopted."""
-    (group,) = _groups_of(module._get_fsdp_state())
-    assert isinstance(group, StrategyGroup)
-    return group
+def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:
+    """The group of a module, if it was adopted."""
+    groups = [group for group in _groups_of(module._get_fsdp_state()) if isinstance(group, StrategyGroup)]
+    return groups[0] if groups else None
 
 
 def watch_backwards(root: nn.Module, callback: Callable[[], None]) -> None:

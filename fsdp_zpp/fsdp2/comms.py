@@ -76,8 +76,5 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
-        self._reduce(input_tensor, output_tensor)
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
-        factor = _torch.factor_of(op, self._world)
-        if factor != 1:
-            output_tensor.mul_(factor)
+        self._reduce(input_tensor, output_tensor, _torch.factor_of(op, self._world))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, overload
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
@@ -12,10 +13,11 @@ from .. import units
 from ..staleness import watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
+from ..support import node_size
 from ..topology import process_mesh
 from . import _torch
 from .comms import StrategyAllGather, StrategyReduceScatter
-from .validation import check_arguments
+from .validation import check_arguments, is_torchs_own
 
 
 @overload
@@ -45,7 +47,7 @@ def fully_shard(
     *,
     strategy: Strategy,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     **arguments: Any,
 ) -> FSDPModule | list[FSDPModule]:
     """Apply torch's ``fully_shard`` to ``module``, in place, and shard it by ``strategy``.
@@ -58,7 +60,8 @@ def fully_shard(
         mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
             How they split into nodes is the strategy's ``gpus_per_node``.
         reshard_after_forward: As torch's, but for an int: keeping a secondary shard inside of each node is what
-            the strategy's first letter ``I`` stands for.
+            the strategy's first letter ``I`` stands for. ``Strategy("GGG")`` on one node is torch's ``fully_shard``
+            itself, and takes all that it takes.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
 
     Returns:
@@ -79,7 +82,12 @@ def fully_shard(
     check_arguments(modules, strategy, passed_on)
     sharded = torch_fully_shard(module, **passed_on)
     group = _torch.adopt_group(modules[0], _watch)
-    if group is not None:
+    if is_torchs_own(strategy):
+        assert dist.group.WORLD is not None
+        idle = StrategyUnit(strategy, process_mesh(dist.group.WORLD, node_size(strategy, dist.group.WORLD)))
+        for each in modules:
+            units.attach(each, idle)
+    elif group is not None:  # else the module has no parameters of its own
         _apply(strategy, modules, group)
     return sharded
 
@@ -90,7 +98,8 @@ fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
 
 def _apply(strategy: Strategy, modules: list[nn.Module], group: _torch.StrategyGroup) -> None:
     """Have ``group``, of ``modules``, gathered and reduced by ``strategy``."""
-    unit = StrategyUnit(strategy, process_mesh(_torch.process_group_of(group), strategy.gpus_per_node))
+    ranks = _torch.process_group_of(group)
+    unit = StrategyUnit(strategy, process_mesh(ranks, node_size(strategy, ranks)))
     sharded = modules[0]
     assert isinstance(sharded, FSDPModule)
     if unit.gather is not None:
@@ -111,8 +120,8 @@ def _watch(root: nn.Module) -> None:
     parameters: dict[str, list[nn.Parameter]] = {}
     for module in root.modules():
         unit = units.unit_of(module)
-        if isinstance(unit, StrategyUnit) and isinstance(module, FSDPModule):
-            group = _torch.strategy_group_of(module)
+        group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
+        if isinstance(unit, StrategyUnit) and group is not None:
             found[group.name], parameters[group.name] = unit, group.parameters()
     events = watch(type(root).__name__.removeprefix("FSDP"), found, parameters)
     _torch.watch_backwards(root, events.gradients_synchronized)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
 from ..strategy import Strategy
-from ..support import check_built, check_dtypes
+from ..support import check_built, check_dtypes, node_size
 from ..topology import topology_of
 
 
@@ -29,6 +29,8 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
     _check_strategy(strategy)
+    if is_torchs_own(strategy):
+        return
     _check_reshard(arguments["reshard_after_forward"])
     if arguments.get("dp_mesh_dims") is not None:
         raise NotImplementedError(
@@ -40,6 +42,14 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
     _check_offload(arguments.get("offload_policy"))
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
+
+
+def is_torchs_own(strategy: Strategy) -> bool:
+    """Whether torch's ``fully_shard`` does it all by itself, with whatever arguments it takes."""
+    if not strategy.is_plain or dist.group.WORLD is None:
+        return False
+    group = dist.group.WORLD
+    return topology_of(group, node_size(strategy, group)).nodes == 1
 
 
 def _check_strategy(strategy: object) -> None:
@@ -62,7 +72,7 @@ def _check_reshard(reshard_after_forward: object) -> None:
 def _check_mesh(strategy: Strategy, mesh: Any) -> None:
     if mesh is None:
         if dist.is_initialized() and dist.group.WORLD is not None:  # else torch starts a group by itself
-            topology_of(dist.group.WORLD, strategy.gpus_per_node)
+            topology_of(dist.group.WORLD, node_size(strategy, dist.group.WORLD))
         return
     if mesh.ndim != 1:
         raise ValueError(
@@ -70,7 +80,7 @@ def _check_mesh(strategy: Strategy, mesh: Any) -> None:
             f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node, and of a mesh with "
             'other parallelisms pass the data-parallel dimension, as in mesh["dp"]'
         )
-    topology_of(mesh.get_group(), strategy.gpus_per_node)
+    topology_of(mesh.get_group(), node_size(strategy, mesh.get_group()))
 
 
 def _check_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
