@@ -1,4 +1,4 @@
-"""What an adapter has not built yet, or can't shard, is an error on every rank before anything is sent."""
+"""What adapters ask of a strategy: whether they can carry it out, and on which mesh; errors come before any traffic."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .strategy import Strategy
+from .topology import ProcessMesh, Topology, process_mesh, topology_of
 
 BUILT_LEVELS = ("GGG", "IGG")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +33,27 @@ def check_built(strategy: Strategy, adapter: str) -> None:
         raise NotImplementedError(f"legal, but not built yet under {adapter}: {'; '.join(missing)}; of {strategy}")
 
 
-def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
+def check_instance(name: str, value: object) -> None:
+    """Raise if the class Strategy was passed where an instance was meant.
+
+    Raises:
+        TypeError: If ``value`` is the class.
+    """
+    if isinstance(value, type) and issubclass(value, Strategy):
+        raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
+
+
+def topology_for(strategy: Strategy, group: dist.ProcessGroup) -> Topology:
+    """The layout of ``group`` under ``strategy``; does not communicate. Errors as :func:`topology_of`."""
+    return topology_of(group, _node_size(strategy, group))
+
+
+def mesh_for(strategy: Strategy, group: dist.ProcessGroup) -> ProcessMesh:
+    """The mesh of ``group`` under ``strategy``. Collective over ``group``. Errors as :func:`process_mesh`."""
+    return process_mesh(group, _node_size(strategy, group))
+
+
+def _node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
     """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
 
     A plain strategy does the same on any layout, so it must not fail where nothing tells the layout: all ranks then

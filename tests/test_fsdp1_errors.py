@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import models
+from harness import models, refusals
 from harness.models import Case
 from harness.pool import Pool, WorkerError, device_type
-from harness.wiretap import wiretap
+from harness.refusals import Refusal, Reply, assert_refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, ShardingStrategy
@@ -47,7 +47,7 @@ def _groups() -> Any:
     return dist.new_group([0, 1]), dist.new_group([2, 3])
 
 
-CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CONSTRUCTIONS: dict[str, Refusal] = {
     "indivisible": (
         lambda: FSDP(models.make_net(), sharding_strategy=Strategy(gpus_per_node=3)),
         ValueError,
@@ -110,23 +110,14 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-def attempt(name: str) -> tuple[str, str, int]:
-    """In a worker: the error of one construction and the bytes sent before it."""
-    with wiretap(2) as tap:
-        try:
-            CONSTRUCTIONS[name][0]()
-        except Exception as error:
-            return type(error).__name__, str(error), sum(tap.sent.values())
-    return "no error", "", 0
+def attempt(name: str) -> Reply:
+    """In a worker: how one call is refused."""
+    return refusals.attempt(CONSTRUCTIONS[name])
 
 
 @pytest.mark.parametrize("name", CONSTRUCTIONS)
 def test_bad_input(pool: Callable[[int], Pool], name: str) -> None:
-    _, error, message = CONSTRUCTIONS[name]
-    for kind, text, sent in pool(4).run(attempt, name):
-        assert kind == error.__name__, text
-        assert message in text
-        assert sent == 0
+    assert_refused(pool(4).run(attempt, name), CONSTRUCTIONS[name])
 
 
 def state_of_another_group() -> str:

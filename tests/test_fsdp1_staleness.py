@@ -21,32 +21,15 @@ from fsdp_zpp.weight_gather import StaleSecondaryError
 HPZ = Strategy("IGG", gpus_per_node=2)
 
 
-class PlainSgd:
-    """An optimizer that torch knows nothing of."""
-
-    def __init__(self, model: FSDP) -> None:
-        self.parameters = list(model.parameters())
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in self.parameters:
-            if p.grad is not None:
-                p.data.sub_(p.grad, alpha=0.1)
-
-    def zero_grad(self) -> None:
-        for p in self.parameters:
-            p.grad = None
-
-
 def steps_of(kind: str, strategy: Strategy | ShardingStrategy) -> dict[str, torch.Tensor]:
     """In a worker: the weights after a few steps of some unusual kind."""
     case = Case(steps=3)
     model = models.wrap(case, strategy)
     if kind == "not a torch optimizer":
-        models.train(model, case, optimizer=PlainSgd(model))
+        models.train(model, case, optimizer=models.PlainSgd(model))
     elif kind == "a torch optimizer, then another":
         models.train(model, case)
-        models.train(model, case, optimizer=PlainSgd(model), first_step=3)
+        models.train(model, case, optimizer=models.PlainSgd(model), first_step=3)
     elif kind == "weights change inside of a step":
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
 

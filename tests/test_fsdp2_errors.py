@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import models
+from harness import models, refusals
 from harness.fully_sharded import Case, logits, make, train
 from harness.pool import Pool, device_type
-from harness.wiretap import wiretap
+from harness.refusals import Refusal, Reply, assert_refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -32,7 +32,7 @@ def _mesh(*names: str) -> Any:
     return init_device_mesh(device_type(), (2,) * len(names), mesh_dim_names=names)
 
 
-CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CALLS: dict[str, Refusal] = {
     "indivisible": (
         lambda: fully_shard(models.make_net(), strategy=Strategy(gpus_per_node=3)),
         ValueError,
@@ -82,23 +82,14 @@ def _half_frozen() -> nn.Module:
     return net
 
 
-def attempt(name: str) -> tuple[str, str, int]:
-    """In a worker: the error of one call and the bytes sent before it."""
-    with wiretap(2) as tap:
-        try:
-            CALLS[name][0]()
-        except Exception as error:
-            return type(error).__name__, str(error), sum(tap.sent.values())
-    return "no error", "", 0
+def attempt(name: str) -> Reply:
+    """In a worker: how one call is refused."""
+    return refusals.attempt(CALLS[name])
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_input(pool: Callable[[int], Pool], name: str) -> None:
-    _, error, message = CALLS[name]
-    for kind, text, sent in pool(4).run(attempt, name):
-        assert kind == error.__name__, text
-        assert message in text
-        assert sent == 0
+    assert_refused(pool(4).run(attempt, name), CALLS[name])
 
 
 def pinned_offload() -> None:

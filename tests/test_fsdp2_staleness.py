@@ -21,23 +21,6 @@ from fsdp_zpp.weight_gather import StaleSecondaryError
 HPZ = Strategy("IGG", gpus_per_node=2)
 
 
-class PlainSgd:
-    """An optimizer that torch knows nothing of."""
-
-    def __init__(self, model: Any) -> None:
-        self.parameters = list(model.parameters())
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in self.parameters:
-            if p.grad is not None:
-                p.data.sub_(p.grad, alpha=0.1)
-
-    def zero_grad(self) -> None:
-        for p in self.parameters:
-            p.grad = None
-
-
 def evaluate(model: Any) -> None:
     """A forward without backward."""
     logits(model)
@@ -48,10 +31,10 @@ def steps_of(kind: str, strategy: Strategy | None) -> dict[str, torch.Tensor]:
     case = Case(steps=3)
     model = make(case, strategy)
     if kind == "not a torch optimizer":
-        train(model, case, optimizer=PlainSgd(model))
+        train(model, case, optimizer=models.PlainSgd(model))
     elif kind == "a torch optimizer, then another":
         train(model, case)
-        train(model, case, optimizer=PlainSgd(model), first_step=3)
+        train(model, case, optimizer=models.PlainSgd(model), first_step=3)
     elif kind == "optimizer of what this rank holds":
         held = [p for p in model.parameters() if p.to_local().numel()]
         train(model, Case(steps=3, micro_batches=2, sync_all=True), optimizer=torch.optim.SGD(held, lr=0.1))
@@ -177,7 +160,7 @@ def mixed_with_stock(optimizer: str) -> float:
 
     weights = []
     for model in (mixed(), make(Case(), STOCK)):
-        train(model, case, optimizer=PlainSgd(model) if optimizer == "plain" else None)
+        train(model, case, optimizer=models.PlainSgd(model) if optimizer == "plain" else None)
         weights.append(full_weights(model))
     return models.distance(*weights)
 

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from harness import models
+from harness.bytes_on_the_wire import LARGE, STRATEGIES, Sent, assert_counted, sent_in, taps_of_phases
 from harness.fully_sharded import STOCK, Case, make, make_optimizer, train
 from harness.pool import Pool
-from harness.wiretap import Wiretap, wiretap
+from harness.wiretap import Wiretap
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from fsdp_zpp import Int4, Int8, Strategy, invalidate, traffic
+from fsdp_zpp import Strategy
 
-# Large enough for scales and padding to weigh what they do in a real model. The root has no weight to speak of.
-LARGE = (("blocks", 6), ("width", 128), ("hidden", 512), ("vocabulary", 3))
 BF16 = ("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
 CASE = Case(model=LARGE, shard=(BF16,), steps=1, clip=None)
 
 
-def bytes_sent(case: Case, strategy: Strategy | None, gpus_per_node: int) -> tuple[Wiretap, dict]:
+def bytes_sent(case: Case, strategy: Strategy | None, gpus_per_node: int) -> Sent:
     """In a worker: what one warm step sends, by the wiretap and by traffic()."""
     model = make(case, strategy)
     optimizer = make_optimizer("sgd", model)
     train(model, case, optimizer=optimizer)
-    before = traffic(model) if strategy is not None else {}
-    with wiretap(gpus_per_node) as tap:
-        train(model, case, optimizer=optimizer, first_step=1)
-    after = traffic(model) if strategy is not None else {}
-    return tap, {kind: {hop: n - before[kind][hop] for hop, n in hops.items()} for kind, hops in after.items()}
+    step = partial(train, model, case, optimizer=optimizer, first_step=1)
+    return sent_in(step, model, gpus_per_node, counts=strategy is not STOCK)
 
 
 def phases(strategy: Strategy, sync: bool) -> dict[str, Wiretap]:
@@ -38,20 +36,12 @@ def phases(strategy: Strategy, sync: bool) -> dict[str, Wiretap]:
     model = make(Case(), strategy)
     optimizer = make_optimizer("sgd", model)
     train(model, Case(steps=1, clip=None), optimizer=optimizer)
-    taps = {}
-    for micro_batch in range(2):
+
+    def micro_batch_context(micro_batch: int) -> AbstractContextManager[None]:
         model.set_requires_gradient_sync(sync or micro_batch == 1)
-        with wiretap(2) as taps[f"forward {micro_batch}"]:
-            loss = models.loss_of(model, models.batch(1, micro_batch))
-        with wiretap(2) as taps[f"backward {micro_batch}"]:
-            loss.backward()
-    for phase in ("eval", "eval again"):
-        with torch.no_grad(), wiretap(2) as taps[phase]:
-            models.loss_of(model, models.batch(2, 0))
-    invalidate(model)
-    with torch.no_grad(), wiretap(2) as taps["invalidated"]:
-        models.loss_of(model, models.batch(2, 0))
-    return taps
+        return nullcontext()
+
+    return taps_of_phases(model, micro_batch_context)
 
 
 def fsdp1_bytes(strategy: Strategy) -> dict:
@@ -62,9 +52,7 @@ def fsdp1_bytes(strategy: Strategy) -> dict:
     model = models.wrap(case, strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
     models.train(model, case, optimizer=optimizer)
-    before = traffic(model)
-    models.train(model, case, optimizer=optimizer, first_step=1)
-    return {kind: {hop: n - before[kind][hop] for hop, n in hops.items()} for kind, hops in traffic(model).items()}
+    return sent_in(partial(models.train, model, case, optimizer=optimizer, first_step=1), model, 2)[1]
 
 
 def test_zeropp_sends_a_quarter_between_nodes(pool: Callable[[int], Pool]) -> None:
@@ -84,31 +72,13 @@ def test_equals_fsdp1(pool: Callable[[int], Pool], strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(("world", "gpus_per_node"), [(4, 2), (4, 1), (4, 4)])
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Strategy("GGG"),
-        Strategy("IGG"),
-        Strategy("GGG", weights=Int8(64)),
-        Strategy("GGG", gradients=Int4(32)),
-        Strategy("GGG", gradients=Int8(256), intra_gradients=None),
-        Strategy.zeropp(),
-    ],
-    ids=["GGG", "hpZ", "qwZ", "qgZ", "qgZ-full-inside", "zeropp"],
-)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_traffic_agrees_with_the_wire(
     pool: Callable[[int], Pool], strategy: Strategy, world: int, gpus_per_node: int
 ) -> None:
     strategy = replace(strategy, gpus_per_node=gpus_per_node)
     case = Case(steps=1, clip=None, micro_batches=2, sync_all=True)
-    gathers = gpus_per_node < world or strategy.weights is not None
-    reduces = gpus_per_node < world or strategy.gradient_codecs[0] is not None
-    for tap, own in pool(world).run(bytes_sent, case, strategy, gpus_per_node):
-        for level in ("inter", "intra"):
-            # On one node without a codec, torch's own collectives do it all.
-            assert own["gather"][level] == (tap.total(level, "all_gather") if gathers else 0)
-            assert own["reduce"][level] == tap.total(level, "all_to_all")
-        assert bool(tap.total("intra", "reduce_scatter") + tap.total("inter", "reduce_scatter")) != reduces
+    assert_counted(pool(world).run(bytes_sent, case, strategy, gpus_per_node), strategy, world, gpus_per_node)
 
 
 @pytest.mark.parametrize("strategy", [Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)], ids=str)

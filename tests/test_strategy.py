@@ -13,7 +13,7 @@ from fsdp_zpp.activity import activity
 from fsdp_zpp.topology import Topology
 from fsdp_zpp.torch_version import check_torch_version
 
-# papers.md's list of PaRO's 14, written out: an oracle that shares no code with the rule.
+# PaRO's 14 strategies, written out: an oracle that shares no code with the rule.
 FOURTEEN = "NNN NNI NII INI III NNG NIG NGG ING IIG IGG GNG GIG GGG".split()
 
 

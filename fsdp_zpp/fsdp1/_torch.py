@@ -181,14 +181,6 @@ def parameters_of(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
         yield from (flat_param, *(flat_param._params or ()))
 
 
-def ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: list[Any] | None) -> set[nn.Parameter]:
-    """The parameters that FSDP's constructor was told to leave alone."""
-    ignored: set[nn.Parameter] = set()
-    for item in (*(ignored_modules or ()), *(ignored_states or ())):
-        ignored.update(item.parameters() if isinstance(item, nn.Module) else (item,))
-    return ignored
-
-
 def intercept_construction(
     around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
 ) -> None:

@@ -18,8 +18,7 @@ from ..hop import Traffic
 from ..staleness import watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import check_built, check_dtypes, node_size
-from ..topology import process_mesh, topology_of
+from ..support import check_built, check_dtypes, check_instance, mesh_for, topology_for
 from . import _torch
 
 _EVENTS = "_fsdp_zpp_events"
@@ -46,8 +45,7 @@ def install() -> None:
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError("sharding_strategy is the class Strategy itself, not an instance; did you mean Strategy()?")
+    check_instance("sharding_strategy", strategy)
     if not isinstance(strategy, Strategy):
         construct()
         return
@@ -57,8 +55,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     _check_offload(arguments)
     _torch.treat_as_full_shard(strategy)
     construct()
-    group = _torch.process_group_of(module)
-    unit = StrategyUnit(strategy, process_mesh(group, node_size(strategy, group)))
+    unit = StrategyUnit(strategy, mesh_for(strategy, _torch.process_group_of(module)))
     if unit.gather is not None:
         lossy = strategy.weights is not None
         unit.when_stale = _torch.use_gather(module, unit.gather, lossy, written_back=unit.invalidate)
@@ -76,7 +73,7 @@ def _watch(root: nn.Module) -> None:
     for path, module in root.named_modules():
         unit = units.unit_of(module)
         if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
-            name = path.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module") or "root"
+            name = path.replace("_fsdp_wrapped_module.", "") or "root"
             found[name], parameters[name] = unit, list(_torch.parameters_of(module))
     if found:
         wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
@@ -104,7 +101,7 @@ def _check_layout(strategy: Strategy, arguments: dict[str, Any]) -> None:
         group = mesh.get_group(0)
     group = group if group is not None else dist.group.WORLD
     if group is not None:  # else FSDP says itself that there is no default group
-        topology_of(group, node_size(strategy, group))
+        topology_for(strategy, group)
 
 
 def _check_dtypes(arguments: dict[str, Any]) -> None:
@@ -112,9 +109,17 @@ def _check_dtypes(arguments: dict[str, Any]) -> None:
     for name in ("ignored_modules", "ignored_states"):
         if isinstance(arguments[name], Iterable):  # an iterator would be used up here, before FSDP sees it
             arguments[name] = list(arguments[name])
-    ignored = _torch.ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    ignored = _ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
     sharded = ((name, p) for name, p in module.named_parameters() if p not in ignored)
     check_dtypes(sharded, "pass others in ignored_states")
+
+
+def _ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: list[Any] | None) -> set[nn.Parameter]:
+    """The parameters that FSDP's constructor was told to leave alone."""
+    ignored: set[nn.Parameter] = set()
+    for item in (*(ignored_modules or ()), *(ignored_states or ())):
+        ignored.update(item.parameters() if isinstance(item, nn.Module) else (item,))
+    return ignored
 
 
 def _check_offload(arguments: dict[str, Any]) -> None:

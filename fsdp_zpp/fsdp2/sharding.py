@@ -13,8 +13,7 @@ from .. import units
 from ..staleness import watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import node_size
-from ..topology import process_mesh
+from ..support import mesh_for
 from . import _torch
 from .comms import StrategyAllGather, StrategyReduceScatter
 from .validation import check_arguments, is_torchs_own
@@ -84,7 +83,7 @@ def fully_shard(
     group = _torch.adopt_group(modules[0], _watch)
     if is_torchs_own(strategy):
         assert dist.group.WORLD is not None
-        idle = StrategyUnit(strategy, process_mesh(dist.group.WORLD, node_size(strategy, dist.group.WORLD)))
+        idle = StrategyUnit(strategy, mesh_for(strategy, dist.group.WORLD))
         for each in modules:
             units.attach(each, idle)
     elif group is not None:  # else the module has no parameters of its own
@@ -98,8 +97,7 @@ fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
 
 def _apply(strategy: Strategy, modules: list[nn.Module], group: _torch.StrategyGroup) -> None:
     """Have ``group``, of ``modules``, gathered and reduced by ``strategy``."""
-    ranks = _torch.process_group_of(group)
-    unit = StrategyUnit(strategy, process_mesh(ranks, node_size(strategy, ranks)))
+    unit = StrategyUnit(strategy, mesh_for(strategy, _torch.process_group_of(group)))
     sharded = modules[0]
     assert isinstance(sharded, FSDPModule)
     if unit.gather is not None:

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
 from ..strategy import Strategy
-from ..support import check_built, check_dtypes, node_size
-from ..topology import topology_of
+from ..support import check_built, check_dtypes, check_instance, topology_for
 
 
 def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
@@ -48,13 +47,11 @@ def is_torchs_own(strategy: Strategy) -> bool:
     """Whether torch's ``fully_shard`` does it all by itself, with whatever arguments it takes."""
     if not strategy.is_plain or dist.group.WORLD is None:
         return False
-    group = dist.group.WORLD
-    return topology_of(group, node_size(strategy, group)).nodes == 1
+    return topology_for(strategy, dist.group.WORLD).nodes == 1
 
 
 def _check_strategy(strategy: object) -> None:
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError("strategy is the class Strategy itself, not an instance; did you mean Strategy()?")
+    check_instance("strategy", strategy)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
     check_built(strategy, "fully_shard")
@@ -72,7 +69,7 @@ def _check_reshard(reshard_after_forward: object) -> None:
 def _check_mesh(strategy: Strategy, mesh: Any) -> None:
     if mesh is None:
         if dist.is_initialized() and dist.group.WORLD is not None:  # else torch starts a group by itself
-            topology_of(dist.group.WORLD, node_size(strategy, dist.group.WORLD))
+            topology_for(strategy, dist.group.WORLD)
         return
     if mesh.ndim != 1:
         raise ValueError(
@@ -80,7 +77,7 @@ def _check_mesh(strategy: Strategy, mesh: Any) -> None:
             f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node, and of a mesh with "
             'other parallelisms pass the data-parallel dimension, as in mesh["dp"]'
         )
-    topology_of(mesh.get_group(), node_size(strategy, mesh.get_group()))
+    topology_for(strategy, mesh.get_group())
 
 
 def _check_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
