@@ -13,7 +13,15 @@ from torch import Tensor
 from . import ops
 from .payload import PayloadLayout
 
-__all__ = ["PayloadLayout", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "quantize"]
+__all__ = [
+    "PayloadLayout",
+    "dequantize",
+    "dequantize_sum",
+    "dequantize_sum_quantize",
+    "dequantize_sum_quantize_corrected",
+    "quantize",
+    "quantize_corrected",
+]
 
 
 def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Tensor:
@@ -115,3 +123,70 @@ def dequantize_sum_quantize(
         ValueError: as for ``dequantize_sum``, or ``numel`` is negative.
     """
     return ops.dequantize_sum_quantize(payload, numel, rows, cols, bits, block, out_bits, out_block, scale)
+
+
+def quantize_corrected(
+    values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
+) -> Tensor:
+    """``quantize`` with error feedback, in one pass: what earlier calls left out is added, and what this one does kept.
+
+    ``h = values + errors`` is quantized, and ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
+    2407.04480). A block in which ``h`` is not finite is sent so, and leaves its errors as they are.
+
+    Args:
+        values: as for ``quantize``.
+        errors: updated in place; in the order of the payload's rows. fp32 ``[rows * cols * numel]``, or quantized
+            themselves: uint8 ``[rows * cols, PayloadLayout(8, error_block).nbytes(numel)]``.
+        rows: as for ``quantize``.
+        cols: likewise.
+        bits: likewise.
+        block: likewise.
+        error_block: values of the errors that share a scale; 0 if they are fp32.
+        beta: weight of the old errors, from 0 to less than 1.
+
+    Returns:
+        The payload, as of ``quantize``.
+
+    Raises:
+        TypeError: ``values`` or ``errors`` has another dtype.
+        ValueError: a shape or a stride is not as above, or the tensors are on different devices.
+    """
+    return ops.quantize_corrected(values, errors, rows, cols, bits, block, error_block, beta)
+
+
+def dequantize_sum_quantize_corrected(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+    error_block: int,
+    beta: float,
+) -> Tensor:
+    """``dequantize_sum_quantize``, in order, with the error feedback of ``quantize_corrected`` on what it quantizes.
+
+    Args:
+        payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.
+        errors: as for ``quantize_corrected``, of ``chunks`` chunks.
+        numel: values in a chunk.
+        bits: width of a code of ``payload``, 4 or 8.
+        block: values of ``payload`` that share a scale.
+        out_bits: width of a code of the result.
+        out_block: values of the result that share a scale.
+        scale: factor of the sum, to which the errors are added.
+        error_block: values of the errors that share a scale; 0 if they are fp32.
+        beta: weight of the old errors, from 0 to less than 1.
+
+    Returns:
+        uint8 ``[chunks, PayloadLayout(out_bits, out_block).nbytes(numel)]``.
+
+    Raises:
+        TypeError: ``payload`` or ``errors`` has another dtype.
+        ValueError: as for ``dequantize_sum_quantize`` and ``quantize_corrected``.
+    """
+    return ops.dequantize_sum_quantize_corrected(
+        payload, errors, numel, bits, block, out_bits, out_block, scale, error_block, beta
+    )

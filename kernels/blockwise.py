@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .feedback import quantize_corrected_kernel, sum_quantize_corrected_kernel
 from .payload import PayloadLayout
 from .programs import quantize_kernel, sum_kernel, sum_quantize_kernel
 
@@ -102,6 +103,83 @@ def dequantize_sum_quantize(
     return out
 
 
+def quantize_corrected(
+    values: Tensor,
+    errors: Tensor,
+    rows: int,
+    cols: int,
+    layout: PayloadLayout,
+    error_layout: PayloadLayout | None,
+    beta: float,
+) -> Tensor:
+    """See ``kernels.quantize_corrected``."""
+    numel = values.numel() // (rows * cols)
+    payload = values.new_empty((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
+    if numel == 0:
+        return payload
+    tile = max(_PER_THREAD_SUM * _MIN_THREADS, layout.block, error_layout.block if error_layout else 0)
+    with torch.cuda.device_of(values):
+        quantize_corrected_kernel[triton.cdiv(numel, tile), cols, rows](
+            values,
+            payload.view(torch.int32),
+            errors.view(torch.int32) if error_layout else errors,
+            numel // _align(numel),
+            beta,
+            1 - beta,
+            _ERROR_ZERO,
+            ALIGN=_align(numel),
+            BITS=layout.bits,
+            BLOCK=layout.block,
+            ERROR_BLOCK=error_layout.block if error_layout else 0,
+            TILE=tile,
+            GROUP=_group(values, layout),
+            num_warps=tile // _PER_THREAD_SUM // 32,
+            enable_fp_fusion=False,
+        )
+    return payload
+
+
+def dequantize_sum_quantize_corrected(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    layout: PayloadLayout,
+    out_layout: PayloadLayout,
+    scale: float,
+    error_layout: PayloadLayout | None,
+    beta: float,
+) -> Tensor:
+    """See ``kernels.dequantize_sum_quantize_corrected``."""
+    rows = payload.shape[1]
+    out = payload.new_empty((rows, out_layout.nbytes(numel)))
+    if numel == 0:
+        return out
+    error_block = error_layout.block if error_layout else 0
+    tile = max(_PER_THREAD_SUM * _MIN_THREADS, layout.block, out_layout.block, error_block)
+    with torch.cuda.device_of(payload):
+        sum_quantize_corrected_kernel[triton.cdiv(numel, tile), rows, 1](
+            payload.view(torch.int32),
+            out.view(torch.int32),
+            errors.view(torch.int32) if error_layout else errors,
+            numel,
+            scale,
+            beta,
+            1 - beta,
+            _zero(layout),
+            _ERROR_ZERO,
+            PEERS=payload.shape[0],
+            BITS=layout.bits,
+            BLOCK=layout.block,
+            OUT_BITS=out_layout.bits,
+            OUT_BLOCK=out_layout.block,
+            ERROR_BLOCK=error_block,
+            TILE=tile,
+            num_warps=tile // _PER_THREAD_SUM // 32,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
 def _align(numel: int) -> int:
     """The largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
 
@@ -118,3 +196,6 @@ def _group(values: Tensor, layout: PayloadLayout) -> int:
 def _zero(layout: PayloadLayout) -> int:
     """See ``tiles.decode_sum``."""
     return 0x4B000000 + (1 << (layout.bits - 1))
+
+
+_ERROR_ZERO = 0x4B000000 + (1 << 7)  # errors have 8 bits

@@ -63,7 +63,8 @@ def check_grid(rows: int, cols: int) -> None:
             raise ValueError(f"{name} is {size}, but must be from 1 to {_MAX_GRID}")
 
 
-def check_device(payload: Tensor, out: Tensor) -> None:
-    """Raise a ValueError unless both are on one device."""
-    if payload.device != out.device:
-        raise ValueError(f"payload is on {payload.device} and out on {out.device}, but both must be on one device")
+def check_device(**tensors: Tensor) -> None:
+    """Raise a ValueError naming the tensors unless all are on one device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        places = " and ".join(f"{name} is on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"{places}, but both must be on one device")

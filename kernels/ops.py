@@ -40,7 +40,7 @@ def _check_sum(payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bi
     layout = PayloadLayout(bits, block)
     numel = check_values("out", out, rows, cols)
     check_payload(payload, lead, rows * cols, numel, layout)
-    check_device(payload, out)
+    check_device(payload=payload, out=out)
     return layout
 
 
@@ -107,3 +107,80 @@ def _(
 ) -> Tensor:
     _, out_layout = _check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block)
     return payload.new_empty((rows * cols, out_layout.nbytes(numel)))
+
+
+def _check_errors(errors: Tensor, chunks: int, numel: int, error_block: int) -> PayloadLayout | None:
+    """Check the errors of ``chunks`` chunks; return their layout, None for fp32."""
+    if error_block:
+        layout = PayloadLayout(8, error_block)
+        check_payload(errors, "", chunks, numel, layout)
+        return layout
+    if errors.dtype != torch.float32:
+        raise TypeError(f"errors are {errors.dtype}, but must be torch.float32 with error_block 0")
+    if errors.shape != (chunks * numel,) or not errors.is_contiguous():
+        raise ValueError(
+            f"errors have shape {tuple(errors.shape)} and strides {errors.stride()}, but {chunks} chunks of {numel} "
+            f"values need ({chunks * numel},), contiguous"
+        )
+    return None
+
+
+@torch.library.custom_op("fsdp_zpp::quantize_corrected", mutates_args=("errors",), device_types=_DEVICES)
+def quantize_corrected(
+    values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
+) -> Tensor:
+    numel = check_values("values", values, rows, cols)
+    error_layout = _check_errors(errors, rows * cols, numel, error_block)
+    check_device(values=values, errors=errors)
+    layout = PayloadLayout(bits, block)
+    return _backend(values).quantize_corrected(values, errors, rows, cols, layout, error_layout, beta)
+
+
+@quantize_corrected.register_fake
+def _(
+    values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
+) -> Tensor:
+    numel = check_values("values", values, rows, cols)
+    _check_errors(errors, rows * cols, numel, error_block)
+    return values.new_empty((rows * cols, PayloadLayout(bits, block).nbytes(numel)), dtype=torch.uint8)
+
+
+@torch.library.custom_op("fsdp_zpp::dequantize_sum_quantize_corrected", mutates_args=("errors",), device_types=_DEVICES)
+def dequantize_sum_quantize_corrected(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+    error_block: int,
+    beta: float,
+) -> Tensor:
+    rows = payload.shape[1] if payload.dim() == 3 else 1  # else the payload is refused below
+    layout, out_layout = _check_requantize(payload, numel, 1, rows, bits, block, out_bits, out_block)
+    error_layout = _check_errors(errors, rows, numel, error_block)
+    check_device(payload=payload, errors=errors)
+    return _backend(payload).dequantize_sum_quantize_corrected(
+        payload, errors, numel, layout, out_layout, scale, error_layout, beta
+    )
+
+
+@dequantize_sum_quantize_corrected.register_fake
+def _(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+    error_block: int,
+    beta: float,
+) -> Tensor:
+    rows = payload.shape[1] if payload.dim() == 3 else 1
+    _, out_layout = _check_requantize(payload, numel, 1, rows, bits, block, out_bits, out_block)
+    _check_errors(errors, rows, numel, error_block)
+    return payload.new_empty((rows, out_layout.nbytes(numel)))

@@ -11,7 +11,7 @@ from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
 
 
 @triton.jit
-def _load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     start = tile_index() * TILE
     values_ptr += source_chunk() * numel + start
     offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -45,7 +45,7 @@ def _quantize_tile(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    values = _load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
+    values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
     encode(values, words_ptr, numel, BITS, BLOCK, TILE, GROUP, MASKED)
 
 
@@ -81,7 +81,7 @@ def _sum_tile(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
     _store_groups(tl.reshape(total, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
 
 
@@ -122,7 +122,7 @@ def _sum_quantize_tile(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
     total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
     encode(total, out_ptr, numel, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
 

@@ -39,6 +39,52 @@ def dequantize_sum_quantize(
     return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
 
 
+def quantize_corrected(
+    values: Tensor,
+    errors: Tensor,
+    rows: int,
+    cols: int,
+    layout: PayloadLayout,
+    error_layout: PayloadLayout | None,
+    beta: float,
+) -> Tensor:
+    """See ``kernels.quantize_corrected``."""
+    grid = values.view(rows, cols, values.numel() // (rows * cols))
+    return _encode_corrected(grid.transpose(0, 1).flatten(0, 1).float(), errors, layout, error_layout, beta)
+
+
+def dequantize_sum_quantize_corrected(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    layout: PayloadLayout,
+    out_layout: PayloadLayout,
+    scale: float,
+    error_layout: PayloadLayout | None,
+    beta: float,
+) -> Tensor:
+    """See ``kernels.dequantize_sum_quantize_corrected``."""
+    sums = _sum_peers(payload, numel, layout).mul_(scale)
+    return _encode_corrected(sums, errors, out_layout, error_layout, beta)
+
+
+def _encode_corrected(
+    values: Tensor, errors: Tensor, layout: PayloadLayout, error_layout: PayloadLayout | None, beta: float
+) -> Tensor:
+    """Quantize fp32 ``[n, numel]`` values plus errors into payload rows, and update the errors."""
+    n, numel = values.shape
+    if numel == 0:
+        return values.new_empty((n, 0), dtype=torch.uint8)
+    old = errors.view(n, numel) if error_layout is None else _decode(errors, numel, error_layout)
+    corrected = values + old
+    payload = _encode(corrected, 1, n, layout)
+    sent = _decode(payload, numel, layout)
+    # A block that is not finite decodes to NaN as a whole.
+    new = torch.where(sent.isnan(), old, old * beta + (corrected - sent) * (1 - beta))
+    errors.copy_(new.view_as(errors) if error_layout is None else _encode(new, 1, n, error_layout))
+    return payload
+
+
 def _encode(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
     """Quantize ``[rows * cols, numel]`` values into payload rows, chunk (r, c) to row ``c * rows + r``."""
     numel = values.shape[1]

@@ -115,6 +115,7 @@ def decode_sum(
     numel,
     scale,
     zero,
+    row,
     PEERS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,7 +123,7 @@ def decode_sum(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Decode this program's tile of every peer's payload and return ``scale`` times the sum in the order of the peers.
+    """Decode this program's tile of a row of every peer's payload; return ``scale`` times the sum in their order.
 
     ``zero`` is the float, as int, that a code 0 in a word's lowest bits makes: 2**23 plus the sign bit. It is a kernel
     argument because with a constant ptxas takes two instructions, not one, to mask a code and insert it, and int4 sums
@@ -131,7 +132,7 @@ def decode_sum(
     tile = tile_index()
     row_words = _row_words(numel, BITS, BLOCK)
     peer_words = tl.num_programs(1) * tl.num_programs(2) * row_words
-    words_ptr += source_chunk() * row_words
+    words_ptr += row * row_words
     scales_ptr = (
         words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS) + tile * (TILE // BLOCK)
     )
@@ -166,6 +167,10 @@ def encode(
     """Quantize this program's tile, fp32 [TILE // BLOCK, BLOCK], into the payload, padding included.
 
     Values past the end of the chunk must be 0: their codes are the padding of the codes.
+
+    Returns:
+        What the payload leaves out of the values, and whether a value's block is finite; without that there is no
+        telling. Who ignores them does not pay for them.
     """
     # As integers, magnitudes order like floats, with NaN above Inf: the maximum loses neither.
     magnitude = tl.max(values.to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
@@ -176,7 +181,10 @@ def encode(
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), scales)
     scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("inf")))
 
-    words = tl.where(live[:, None], _pack(values * inverse[:, None], BITS, BLOCK, TILE), 0)
+    steps = values * inverse[:, None]
+    left_out = values - ((steps + _ROUNDER) - _ROUNDER) * scales[:, None]
+
+    words = tl.where(live[:, None], _pack(steps, BITS, BLOCK, TILE), 0)
     words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])
 
     tile = tile_index()
@@ -195,6 +203,7 @@ def encode(
     if (tile + 1) * TILE >= numel:
         pad = blocks + tl.arange(0, 4)
         tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
+    return left_out, magnitude[:, None] < _INF_BITS
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def bytes_(*shape: int) -> Tensor:
         (lambda: dequantize(bytes_(6, 64)[:, :32]), ValueError, r"payload has strides \(64, 1\) .* be contiguous"),
         (lambda: dequantize(bytes_(200)[8:].view(6, 32)), ValueError, "starts at byte 8 .* multiple of 16"),
         (lambda: dequantize(out=torch.zeros(60).int()), TypeError, "out is torch.int32"),
-        (lambda: dequantize(out=torch.zeros(60, device="meta")), ValueError, "payload is on cpu and out on meta"),
+        (lambda: dequantize(out=torch.zeros(60, device="meta")), ValueError, "payload is on cpu and out is on meta"),
         (lambda: requantize(bytes_(6, 32)), ValueError, r"but 6 chunks of 10 values .* make \(peers, 6, 32\)"),
         (lambda: requantize(bytes_(0, 6, 32)), ValueError, r"payload has shape \(0, 6, 32\)"),
         (lambda: requantize(bytes_(2, 6, 32), numel=-1), ValueError, "numel is -1"),
