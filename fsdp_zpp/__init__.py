@@ -9,6 +9,7 @@ from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
 from .codecs import Codec, Int4, Int8
 from .comm_hook import QuantizedReduceState, quantized_reduce_hook
 from .error_feedback import LoCo
+from .error_state import ErrorFeedbackState
 from .fsdp2 import fully_shard
 from .planner.plan import plan
 from .strategy import Strategy
@@ -16,6 +17,7 @@ from .units import invalidate, traffic
 
 __all__ = [
     "Codec",
+    "ErrorFeedbackState",
     "Int4",
     "Int8",
     "LoCo",

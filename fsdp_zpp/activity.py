@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from .codecs import Codec
+from .error_feedback import LoCo, senders
 from .strategy import Strategy
 from .strategy_unit import levels_on
 from .topology import ProcessMesh, Topology
@@ -27,10 +28,12 @@ class Activity:
         return words + (f"; NOT active: {'; '.join(self.inactive)}" if self.inactive else "")
 
 
-def activity(strategy: Strategy, topology: Topology) -> Activity:
-    """What of ``strategy`` works on ``topology``."""
+def activity(strategy: Strategy, topology: Topology, error_nbytes: int = 0) -> Activity:
+    """What of ``strategy`` works on ``topology``, where error feedback takes ``error_nbytes``."""
     parts = _weights(strategy, topology) + _reduction(*strategy.gradient_codecs, topology)
-    waiting = {"N": "on each rank", "I": "inside nodes", "G": None}[levels_on(strategy.levels, topology).gradients]
+    levels = levels_on(strategy, topology)
+    parts += _feedback(strategy.error_feedback, strategy.gradient_codecs, levels.optimizer, topology, error_nbytes)
+    waiting = {"N": "on each rank", "I": "inside nodes", "G": None}[levels.gradients]
     if topology.world > 1 and waiting is not None:
         parts.append((f"micro-batches accumulated {waiting}", None))
     return _activity(parts)
@@ -39,7 +42,7 @@ def activity(strategy: Strategy, topology: Topology) -> Activity:
 def _weights(strategy: Strategy, topology: Topology) -> list[tuple[str, str | None]]:
     """The texts of a strategy's parameters."""
     parts: list[tuple[str, str | None]] = []
-    levels = levels_on(strategy.levels, topology)
+    levels = levels_on(strategy, topology)
     why_not = _ALONE if topology.world == 1 else None
     if levels.optimizer == "N" and why_not is None:
         why_not = "every rank has all of them"
@@ -76,6 +79,34 @@ def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> 
     return parts
 
 
+def _feedback(
+    config: LoCo | None, codecs: tuple[Codec | None, Codec | None], keep: str, topology: Topology, nbytes: int
+) -> list[tuple[str, str | None]]:
+    """The texts of error feedback."""
+    if config is None:
+        return []
+    at_work = senders(config, codecs, keep, topology, 0)
+    parts: list[tuple[str, str | None]] = []
+    for hop, level, why_not in (
+        ("intra", "inside nodes", _no_hop_inside(topology)),
+        ("inter", "between nodes", _no_hop_between(topology)),
+    ):
+        if hop not in at_work and (hop == "inter" or config.hops == "both"):
+            parts.append((f"error feedback {level}", why_not or "full precision: no error"))
+    levels = [level for hop, level in (("intra", "inside"), ("inter", "between")) if hop in at_work]
+    if levels:
+        parts.append((f"error feedback {' and '.join(levels)} nodes ({config}; {_size(nbytes)} a rank)", None))
+    return parts
+
+
+def _size(nbytes: int) -> str:
+    """A number of bytes for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"
+
+
 def _no_hop_between(topology: Topology) -> str | None:
     if topology.world == 1:
         return _ALONE
@@ -88,14 +119,23 @@ def _no_hop_inside(topology: Topology) -> str | None:
     return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
 
 
-def log_activity(strategy: Strategy, mesh: ProcessMesh, model: str, units: int) -> None:
+def log_activity(strategy: Strategy, mesh: ProcessMesh, model: str, units: int, error_nbytes: int) -> None:
     """Say once, on the mesh's first rank, what is active; a warning if something that was asked for is not."""
-    _log(f"{model}: {strategy.levels}", mesh, units, activity(strategy, mesh.topology))
+    _log(f"{model}: {strategy.levels}", mesh, units, activity(strategy, mesh.topology, error_nbytes))
 
 
-def log_reduction(intra: Codec | None, inter: Codec | None, mesh: ProcessMesh, model: str, units: int) -> None:
+def log_reduction(
+    codecs: tuple[Codec | None, Codec | None],
+    error_feedback: LoCo | None,
+    mesh: ProcessMesh,
+    model: str,
+    units: int,
+    error_nbytes: int,
+) -> None:
     """As :func:`log_activity`, for a gradient reduction alone."""
-    _log(f"{model}: quantized_reduce_hook", mesh, units, _activity(_reduction(intra, inter, mesh.topology)))
+    parts = _reduction(*codecs, mesh.topology)
+    parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
+    _log(f"{model}: quantized_reduce_hook", mesh, units, _activity(parts))
 
 
 def _log(subject: str, mesh: ProcessMesh, units: int, report: Activity) -> None:

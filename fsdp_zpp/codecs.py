@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,13 @@ from fsdp_zpp.kernels import (
     dequantize,
     dequantize_sum,
     dequantize_sum_quantize,
+    dequantize_sum_quantize_corrected,
     quantize,
+    quantize_corrected,
 )
+
+if TYPE_CHECKING:
+    from .error_buffer import ErrorBuffer
 
 
 class Codec(ABC):
@@ -70,9 +75,38 @@ class Codec(ABC):
             uint8 payload of shape [chunks, codec.nbytes(numel)].
         """
         chunks = payload.shape[1]
+        return codec.encode(self._sums(payload, numel, scale), 1, chunks)
+
+    def encode_corrected(self, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:
+        """Encode with error feedback, as :meth:`encode` does without; see [Note: Error feedback] in error_buffer.py.
+
+        Args:
+            values: As in :meth:`encode`.
+            rows: As in :meth:`encode`.
+            cols: As in :meth:`encode`.
+            errors: What earlier calls have left out, which is added; then updated by what this one leaves out.
+        """
+        chunks = rows * cols
+        old = errors.read(chunks)
+        corrected = values.view(rows, cols, -1).transpose(0, 1).flatten().float() + old
+        payload = self.encode(corrected, 1, chunks)
+        sent = torch.empty_like(corrected)
+        self.decode(payload, sent, 1, chunks)
+        new = errors.beta * old + (1 - errors.beta) * (corrected - sent)
+        errors.write(torch.where(new.isfinite(), new, old), chunks)
+        return payload
+
+    def decode_sum_encode_corrected(
+        self, payload: Tensor, numel: int, codec: Codec, scale: float, errors: ErrorBuffer
+    ) -> Tensor:
+        """:meth:`decode_sum_encode` with error feedback on what it encodes, as in :meth:`encode_corrected`."""
+        return codec.encode_corrected(self._sums(payload, numel, scale), 1, payload.shape[1], errors)
+
+    def _sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
+        chunks = payload.shape[1]
         sums = torch.empty(chunks * numel, dtype=torch.float32, device=payload.device)
         self.decode_sum(payload, sums, 1, chunks, scale)
-        return codec.encode(sums, 1, chunks)
+        return sums
 
 
 @dataclass(frozen=True)
@@ -100,6 +134,12 @@ class Blockwise(Codec):
     def nbytes(self, numel: int) -> int:
         return PayloadLayout(self.bits, self.block).nbytes(numel)
 
+    def scales(self, payload: Tensor, numel: int) -> Tensor:
+        """The scales in a payload [chunks, nbytes(numel)], as a view: fp32 [chunks, blocks]."""
+        layout = PayloadLayout(self.bits, self.block)
+        start = layout.scales_offset(numel)
+        return payload[:, start : start + 4 * layout.blocks(numel)].view(torch.float32)
+
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         return quantize(values, rows, cols, self.bits, self.block)
 
@@ -114,6 +154,27 @@ class Blockwise(Codec):
             return super().decode_sum_encode(payload, numel, codec, scale)
         return dequantize_sum_quantize(
             payload, numel, 1, payload.shape[1], self.bits, self.block, codec.bits, codec.block, scale
+        )
+
+    def encode_corrected(self, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:
+        return quantize_corrected(values, errors.state, rows, cols, self.bits, self.block, errors.block, errors.beta)
+
+    def decode_sum_encode_corrected(
+        self, payload: Tensor, numel: int, codec: Codec, scale: float, errors: ErrorBuffer
+    ) -> Tensor:
+        if not isinstance(codec, Blockwise):
+            return super().decode_sum_encode_corrected(payload, numel, codec, scale, errors)
+        return dequantize_sum_quantize_corrected(
+            payload,
+            errors.state,
+            numel,
+            self.bits,
+            self.block,
+            codec.bits,
+            codec.block,
+            scale,
+            errors.block,
+            errors.beta,
         )
 
 

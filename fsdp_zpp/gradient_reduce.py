@@ -30,8 +30,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .codecs import Codec, FullPrecision
+from .error_buffer import ErrorBuffer
+from .error_feedback import LoCo, senders
 from .hop import Traffic, hop_over
 from .topology import ProcessMesh
+from .unit_errors import UnitErrors
 
 
 class GradientReduce:
@@ -45,6 +48,10 @@ class GradientReduce:
         label: Names the unit in profiles and errors.
         accumulate: The letter of the gradients; see [Note: What a micro-batch reduces].
         keep: The letter of the optimizer; see [Note: What is left on a rank].
+        error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_buffer.py.
+
+    Attributes:
+        errors: The errors that are fed back, if any.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class GradientReduce:
         *,
         accumulate: str = "G",
         keep: str = "G",
+        error_feedback: LoCo | None = None,
     ) -> None:
         self.label = label
         self._topology = mesh.topology
@@ -67,6 +75,10 @@ class GradientReduce:
         self._intra = hop_over(mesh.intra, "reduce", "intra", traffic)
         self._inter = hop_over(mesh.inter, "reduce", "inter", traffic)
         self._waiting: Tensor | None = None
+        self._error_feedback = error_feedback
+        # Their sizes come with the first gradient.
+        hops = senders(error_feedback, (intra_codec, inter_codec), keep, mesh.topology, 0)
+        self.errors = UnitErrors(error_feedback, hops) if error_feedback is not None and hops else None
         left = {"N": (self._intra, self._inter), "I": (self._inter,), "G": ()}[accumulate]
         self._accumulates = any(hop is not None for hop in left)
 
@@ -83,6 +95,14 @@ class GradientReduce:
     def discard(self) -> None:
         """Forget the gradients that wait."""
         self._waiting = None
+
+    def error_nbytes(self, numel: int) -> int:
+        """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
+        config = self._error_feedback
+        if config is None:
+            return 0
+        sent = senders(config, (self._intra_codec, self._inter_codec), self._keep, self._topology, numel).values()
+        return sum(sender.chunks * config.nbytes(sender.numel) for sender in sent)
 
     @torch.no_grad()
     def accumulate(self, gradient: Tensor) -> None:
@@ -118,6 +138,8 @@ class GradientReduce:
             ValueError: If the sizes do not fit, before any communication.
         """
         self._check_sizes(gradient, out)
+        if self.errors is not None:
+            self.errors.begin(gradient.device)
         waiting, self._waiting = self._waiting, None
         wire = self._wire_dtype(gradient)
         if waiting is not None and not self._accumulate_inside:
@@ -154,14 +176,13 @@ class GradientReduce:
             self._decode_sum(intra_codec, received, out, mean * factor)
         elif waiting is not None:
             sums = self._sum_inside(gradient, wire).add_(waiting)
-            self._reduce_between(codec, self._encode(codec, sums, 1, self._topology.nodes), out, factor)
+            self._reduce_between(codec, self._encode(codec, sums, 1, self._topology.nodes, "inter"), out, factor)
         elif self._intra is None:
-            payload = self._encode(codec, gradient, 1, self._topology.nodes)
+            payload = self._encode(codec, gradient, 1, self._topology.nodes, "inter")
             self._reduce_between(codec, payload, out, mean * factor)
         else:
             intra_codec, received = self._exchange_inside(gradient, wire)
-            with record_function(f"fsdp_zpp::decode_sum_encode ({self.label})"):
-                payload = intra_codec.decode_sum_encode(received, out.numel(), codec, mean)
+            payload = self._decode_sum_encode(intra_codec, received, out.numel(), codec, mean, "inter")
             self._reduce_between(codec, payload, out, factor)
 
     def _exchange_inside(self, gradient: Tensor, wire: FullPrecision) -> tuple[Codec, Tensor]:
@@ -173,7 +194,7 @@ class GradientReduce:
         assert self._intra is not None
         codec = self._intra_codec or wire
         chunks, gpus = self._topology.nodes if self._keep == "G" else 1, self._topology.gpus_per_node
-        received = self._intra.all_to_all(self._encode(codec, gradient, chunks, gpus), self.label)
+        received = self._intra.all_to_all(self._encode(codec, gradient, chunks, gpus, "intra"), self.label)
         return codec, received.view(gpus, chunks, -1)
 
     def _reduce_between(self, codec: Codec, payload: Tensor, out: Tensor, factor: float) -> None:
@@ -218,17 +239,36 @@ class GradientReduce:
         """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes]."""
         if self._inter is None:
             codec = self._intra_codec or wire
-            return codec, self._encode(codec, sums.mul_(factor), 1, 1)
+            return codec, self._encode(codec, sums.mul_(factor), 1, 1, "back")
         codec = self._inter_codec or wire
         nodes = self._topology.nodes
-        received = self._inter.all_to_all(self._encode(codec, sums, 1, nodes), self.label)
-        with record_function(f"fsdp_zpp::decode_sum_encode ({self.label})"):
-            payload = codec.decode_sum_encode(received.unsqueeze(1), sums.numel() // nodes, codec, factor)
+        received = self._inter.all_to_all(self._encode(codec, sums, 1, nodes, "inter"), self.label)
+        received = received.unsqueeze(1)
+        payload = self._decode_sum_encode(codec, received, sums.numel() // nodes, codec, factor, "back")
         return codec, self._inter.all_gather(payload, self.label)
 
-    def _encode(self, codec: Codec, values: Tensor, rows: int, cols: int) -> Tensor:
+    # ---- what is sent, with the errors of what sends it
+
+    def _errors_of(self, sender: str, chunks: int, numel: int, device: torch.device) -> ErrorBuffer | None:
+        buffer = None if self.errors is None else self.errors.buffer(sender)
+        return None if buffer is None else buffer.begin(chunks, numel, device)
+
+    def _encode(self, codec: Codec, values: Tensor, rows: int, cols: int, sender: str) -> Tensor:
+        chunks = rows * cols
+        errors = self._errors_of(sender, chunks, values.numel() // chunks, values.device)
         with record_function(f"fsdp_zpp::encode ({self.label})"):
-            return codec.encode(values, rows=rows, cols=cols)
+            if errors is None:
+                return codec.encode(values, rows, cols)
+            return codec.encode_corrected(values, rows, cols, errors)
+
+    def _decode_sum_encode(
+        self, codec: Codec, received: Tensor, numel: int, next_codec: Codec, scale: float, sender: str
+    ) -> Tensor:
+        errors = self._errors_of(sender, received.shape[1], numel, received.device)
+        with record_function(f"fsdp_zpp::decode_sum_encode ({self.label})"):
+            if errors is None:
+                return codec.decode_sum_encode(received, numel, next_codec, scale)
+            return codec.decode_sum_encode_corrected(received, numel, next_codec, scale, errors)
 
     def _decode_sum(self, codec: Codec, received: Tensor, out: Tensor, factor: float) -> None:
         with record_function(f"fsdp_zpp::decode_sum ({self.label})"):

@@ -1,19 +1,34 @@
-"""The events that units have to know of: new weights ([Note: Staleness] in weight_gather.py), dropped gradients."""
+"""The events that units have to know of: new weights ([Note: Staleness] in weight_gather.py), dropped gradients, steps
+made and skipped ([Note: The time of errors] in unit_errors.py)."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .activity import log_activity
-from .optimizer_hooks import register_optimizer_zero_grad_hook
+from .method_hooks import register_method_post_hook
 from .replicas import check_replicas
 from .strategy_unit import StrategyUnit
 from .units import unit_of
+
+
+class WatchedUnit(Protocol):
+    """What the events are told to."""
+
+    def invalidate(self) -> None: ...
+
+    def discard_gradients(self) -> None: ...
+
+    def step_made(self, skipped: Tensor | None) -> None: ...
+
+    def scaler_stepped(self, scaler: GradScaler) -> None: ...
 
 
 class ModelEvents:
@@ -31,7 +46,7 @@ class ModelEvents:
         parameters: For each unit, its parameters as an optimizer may hold them.
     """
 
-    def __init__(self, units: dict[str, StrategyUnit], parameters: dict[str, list[nn.Parameter]]) -> None:
+    def __init__(self, units: Mapping[str, WatchedUnit], parameters: dict[str, list[nn.Parameter]]) -> None:
         self._units = units
         self._parameters = parameters
         self._identities = {id(p) for held in parameters.values() for p in held}
@@ -42,33 +57,52 @@ class ModelEvents:
             if model is not None:
                 model.optimizer_stepped(optimizer)
 
-        def cleared(optimizer: Optimizer) -> None:
+        def cleared(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             model = events()
             if model is not None:
                 model.gradients_cleared(optimizer)
 
+        def scaler_stepped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            model = events()
+            if model is not None and scaler.is_enabled():
+                model.scaler_stepped(scaler, optimizer)
+
         # One hook each a model, which goes with it, so that there is no list of models to keep.
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-        weakref.finalize(self, register_optimizer_zero_grad_hook(cleared))
+        weakref.finalize(self, register_method_post_hook(Optimizer, "zero_grad", cleared))
+        weakref.finalize(self, register_method_post_hook(GradScaler, "step", scaler_stepped))
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """``optimizer`` has made a step, if it is one of this model's."""
-        if self._is_of_this_model(optimizer):
-            self._weights_change()
-
-    def gradients_cleared(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has cleared its gradients, those of earlier micro-batches of this step too.
-
-        Unlike a step, that concerns only units of which it holds a parameter: an optimizer in the backward clears one
-        unit's while others' still wait. A unit of which this rank has no element goes with any optimizer of its model.
-        """
         if not self._is_of_this_model(optimizer):
             return
-        cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._weights_change()
+        # Those that skip steps on the device, for a gradient scaler, are told by it whether to.
+        skipped = getattr(optimizer, "found_inf", None)
+        for unit in self._units_of(optimizer):
+            unit.step_made(skipped)
+
+    def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """``scaler`` has called the step of ``optimizer``, or skipped it, if it is one of this model's."""
+        if self._is_of_this_model(optimizer):
+            for unit in self._units_of(optimizer):
+                unit.scaler_stepped(scaler)
+
+    def gradients_cleared(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has cleared its gradients, those of earlier micro-batches of this step too."""
+        if self._is_of_this_model(optimizer):
+            for unit in self._units_of(optimizer):
+                unit.discard_gradients()
+
+    def _units_of(self, optimizer: Optimizer) -> Iterator[WatchedUnit]:
+        """The units of which ``optimizer`` holds a parameter: one in the backward clears one unit's gradients while
+        others' still wait. A unit of which this rank has no element goes with any optimizer of its model.
+        """
+        in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, unit in self._units.items():
             held = [p for p in self._parameters[name] if p.numel()]
-            if not held or any(id(p) in cleared for p in held):
-                unit.discard_gradients()
+            if not held or any(id(p) in in_optimizer for p in held):
+                yield unit
 
     def _is_of_this_model(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._identities for group in optimizer.param_groups for p in group["params"])
@@ -113,7 +147,15 @@ def watch(
         unit.rename(name)
         groups[unit.strategy, unit.mesh].append(name)
     for (strategy, mesh), members in groups.items():
-        log_activity(strategy, mesh, model, len(members))
+        errors = sum(_error_nbytes(units[name], parameters[name], shards[name]) for name in members)
+        log_activity(strategy, mesh, model, len(members), errors)
         held = (shard for name in members for shard in shards[name])
         check_replicas(held, mesh, units[members[0]].levels.optimizer, model)
     return ModelEvents(units, parameters)
+
+
+def _error_nbytes(unit: StrategyUnit, parameters: list[nn.Parameter], shards: list[Tensor]) -> int:
+    """Bytes that error feedback will take for a unit."""
+    if unit.reduce is None or not any(parameter.requires_grad for parameter in parameters):
+        return 0
+    return unit.reduce.error_nbytes(sum(shard.numel() for shard in shards))

@@ -79,13 +79,7 @@ class Strategy:
             _check_codec(name, getattr(self, name))
         if self.intra_gradients != "auto":
             _check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
-        if self.error_feedback is not None and not isinstance(self.error_feedback, LoCo):
-            raise TypeError(f"error_feedback must be a LoCo or None, got {self.error_feedback!r}")
-        if self.error_feedback is not None and self.gradients is None:
-            raise ValueError(
-                "error_feedback corrects the error of the gradient codec, but gradients=None has no error; "
-                "give gradients=Int4(...) or Int8(...), or drop error_feedback"
-            )
+        check_error_feedback(self.error_feedback, "gradients", self.gradients)
         check_gpus_per_node(self.gpus_per_node)
 
     def _check_levels(self) -> None:
@@ -223,6 +217,20 @@ def finer_inside(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> 
     if intra != "auto":
         return intra
     return None if inter is None else Int8(getattr(inter, "block", 256))
+
+
+def check_error_feedback(error_feedback: object, name: str, codec: Codec | None) -> None:
+    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` that has a codec, ``name``, to correct."""
+    if error_feedback is None:
+        return
+    if not isinstance(error_feedback, LoCo):
+        hint = " (did you mean LoCo()?)" if error_feedback is LoCo else ""
+        raise TypeError(f"error_feedback must be a LoCo or None, got {error_feedback!r}{hint}")
+    if codec is None:
+        raise ValueError(
+            f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
+            f"give {name}=Int4(...) or Int8(...), or drop error_feedback"
+        )
 
 
 def check_gpus_per_node(gpus_per_node: int | None) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.amp import GradScaler
+
+from .error_feedback import senders
 from .gradient_reduce import GradientReduce
 from .hop import Traffic
 from .strategy import Strategy
 from .topology import ProcessMesh, Topology
+from .unit_errors import UnitErrors
 from .weight_gather import WeightGather
 
 
@@ -40,7 +45,7 @@ class StrategyUnit:
     def __init__(self, strategy: Strategy, mesh: ProcessMesh) -> None:
         self.strategy = strategy
         self.mesh = mesh
-        self.levels = levels_on(strategy.levels, mesh.topology)
+        self.levels = levels_on(strategy, mesh.topology)
         self.traffic = Traffic()
         self.when_stale: Callable[[], None] = lambda: None
         self.when_cleared: Callable[[], None] = lambda: None
@@ -72,6 +77,7 @@ class StrategyUnit:
             self.traffic,
             accumulate=self.levels.gradients,
             keep=self.levels.optimizer,
+            error_feedback=self.strategy.error_feedback,
         )
 
     def invalidate(self) -> None:
@@ -86,6 +92,21 @@ class StrategyUnit:
             self.reduce.discard()
         self.when_cleared()
 
+    @property
+    def errors(self) -> UnitErrors | None:
+        """What feeds the errors of gradient codecs back, if the strategy does."""
+        return None if self.reduce is None else self.reduce.errors
+
+    def step_made(self, skipped: Tensor | None) -> None:
+        """An optimizer of it has made a step, unless ``skipped`` is a number other than 0."""
+        if self.errors is not None:
+            self.errors.step_made(skipped)
+
+    def scaler_stepped(self, scaler: GradScaler) -> None:
+        """A gradient scaler has called, or skipped, the step of an optimizer of it."""
+        if self.errors is not None:
+            self.errors.scaler_stepped(scaler)
+
     def rename(self, name: str) -> None:
         """Set the name in profiles and errors."""
         for part in (self.gather, self.reduce):
@@ -93,16 +114,26 @@ class StrategyUnit:
                 part.label = name
 
 
-def levels_on(levels: str, topology: Topology) -> Levels:
-    """``levels`` as they work out on ``topology``: a level of the network that isn't there shards nothing.
+def levels_on(strategy: Strategy, topology: Topology) -> Levels:
+    """A strategy's letters as they work out on ``topology``: a level of the network that isn't there shards nothing.
 
     On one node, inside of it is everywhere. On nodes of one GPU, inside of a node is on one rank, where a state can't
     be sharded; but a secondary shard (parameters ``I`` beside a ``G``) is there the whole, still encoded, as no ``N``
     is.
+
+    Error feedback is to see the sum of all micro-batches, so they wait for the last one before the first hop that has
+    it: on the rank or in the node, if the gradient letter does not say so anyway.
     """
+    levels = strategy.levels
+    on = Levels(*levels)
     if topology.nodes == 1:
-        return Levels(*levels.replace("I", "G"))
-    if topology.gpus_per_node == 1:
-        on_one_rank = Levels(*levels.replace("I", "N"))
-        return on_one_rank._replace(parameters="I") if levels[0] == "I" and levels[2] == "G" else on_one_rank
-    return Levels(*levels)
+        on = Levels(*levels.replace("I", "G"))
+    elif topology.gpus_per_node == 1:
+        on = Levels(*levels.replace("I", "N"))
+        on = on._replace(parameters="I") if levels[0] == "I" and levels[2] == "G" else on
+    fed_back = senders(strategy.error_feedback, strategy.gradient_codecs, on.optimizer, topology, 0)
+    if "intra" in fed_back or ("inter" in fed_back and topology.gpus_per_node == 1):
+        return on._replace(gradients="N")
+    if "inter" in fed_back and on.gradients == "G":
+        return on._replace(gradients="I")
+    return on

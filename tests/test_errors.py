@@ -44,7 +44,6 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
     not_built = f"not built yet under {adapter.torch_name}: "
     return {
         "indivisible": (sharded(Strategy(gpus_per_node=3)), ValueError, "allowed are [1, 2, 4]"),
-        "feedback": (sharded(Strategy.loco(**TWO)), NotImplementedError, f"{not_built}error_feedback=LoCo"),
         "frozen codec": (sharded(Strategy.mixzpp(**TWO)), NotImplementedError, f"{not_built}frozen="),
         "the class": (sharded(Strategy), TypeError, "did you mean Strategy()"),
         "integers": (sharded(Strategy(**TWO), _integers), TypeError, "codes is torch.int8"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_zpp import Int4, Int8, plan
+from fsdp_zpp import Int4, Int8, LoCo, plan
 from fsdp_zpp.__main__ import main
 from fsdp_zpp.planner.as_json import plan_to_json
 
@@ -74,8 +74,10 @@ def test_table() -> None:
 
 def test_json_has_all_that_the_plan_has(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--weights int8:128 --gradients int4 --intra-gradients none --frozen int8 --trainable 210e6".split()
+    arguments += ["--error-feedback", "inter:int8:64"]
     found = figures(capsys, *JOB, *arguments)
     asked = {"weights": Int8(128), "gradients": Int4(128), "intra_gradients": None, "frozen": Int8(256)}
+    asked["error_feedback"] = LoCo(dtype=Int8(64))
     made = plan(**SAME_JOB, trainable=210e6, **asked)
     assert found == json.loads(plan_to_json(made))
     assert found["choice"] == made.choice.levels
@@ -84,9 +86,11 @@ def test_json_has_all_that_the_plan_has(capsys: pytest.CaptureFixture[str]) -> N
         "gradients": "int4(128)",
         "intra_gradients": None,
         "frozen": "int8(256)",
+        "error_feedback": "beta 0.8, reset every 1024 steps, kept in int8(64)",
     }
     assert len(found["strategies"]) == 14
     strategy = found["strategies"]["IIG"]
+    assert strategy["memory_bytes"]["errors"] == made["IIG"].memory.errors > 0
     assert strategy["memory_bytes"]["total"] == made["IIG"].memory.total
     assert strategy["inter_node_bytes"] == 8 * strategy["sent_bytes_per_gpu"]["inter"] == made["IIG"].inter_node_bytes
     assert strategy["seconds"]["step"] == made["IIG"].time.total

@@ -360,15 +360,17 @@ def intercept_construction(
 
 
 def intercept_hook_registration(
-    before: Callable[[FullyShardedDataParallel, object], None],
+    before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
 ) -> None:
-    """Have ``before(model, state)`` run before every ``register_comm_hook``."""
+    """Have ``before(model, state)`` run before every ``register_comm_hook``; it returns instances' own states."""
     original = FullyShardedDataParallel.register_comm_hook
 
     @functools.wraps(original)
     def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-        before(self, state)
+        own_states = before(self, state)
         original(self, state, hook)
+        for instance, own_state in own_states.items():
+            instance._comm_hook_state = own_state
 
     FullyShardedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 

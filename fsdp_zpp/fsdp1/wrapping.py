@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from .. import units
 from ..activity import log_reduction
 from ..comm_hook import QuantizedReduceState
-from ..hop import Traffic
-from ..staleness import gradients_cleared, watch
+from ..staleness import ModelEvents, gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import check_built, check_dtypes, check_instance, check_no_other_parallelism, mesh_for, topology_for
@@ -29,11 +29,25 @@ _EVENTS = "_fsdp_zpp_events"
 class HookedUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self, state: QuantizedReduceState) -> None:
+        self.traffic = state.traffic
+        self._errors = state.errors
 
     def invalidate(self) -> None:
         """Stock FSDP keeps no secondary shard."""
+
+    def discard_gradients(self) -> None:
+        """Stock FSDP has them in ``.grad`` alone."""
+
+    def step_made(self, skipped: Tensor | None) -> None:
+        """See :class:`StrategyUnit`."""
+        if self._errors is not None:
+            self._errors.step_made(skipped)
+
+    def scaler_stepped(self, scaler: GradScaler) -> None:
+        """See :class:`StrategyUnit`."""
+        if self._errors is not None:
+            self._errors.scaler_stepped(scaler)
 
 
 def install() -> None:
@@ -180,20 +194,36 @@ def _check_offload(arguments: dict[str, Any]) -> None:
         raise ValueError(f"{offload} needs an accelerator to offload from: FSDP pins the memory of the parameters")
 
 
-def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> None:
-    """Check that ``state`` reduces over the model's group, log what of it is active, and count its traffic."""
+def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
+    """Check that ``state`` reduces over the model's group, log what of it is active, and count its traffic.
+
+    Returns:
+        A state for each instance.
+    """
     if not isinstance(state, QuantizedReduceState):
-        return
-    instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+        return {}
+    instances = {path: m for path, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)}
     expected = dist.get_process_group_ranks(state.process_group)
-    for instance in instances:
+    for instance in instances.values():
         ranks = dist.get_process_group_ranks(_torch.process_group_of(instance))
         if ranks != expected:
             raise ValueError(
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
                 "make the state with process_group= the model's group"
             )
-    for instance in instances:
+    states = {name: state.of_unit(name) for name in map(_name_of, instances)}
+    hooked: dict[str, HookedUnit] = {}
+    parameters: dict[str, list[nn.Parameter]] = {}
+    error_nbytes = 0
+    for (name, own), instance in zip(states.items(), instances.values(), strict=True):
+        hooked[name] = HookedUnit(own)
         if units.unit_of(instance) is None:
-            units.attach(instance, HookedUnit(state.traffic))
-    log_reduction(*state.codecs, state.mesh, type(model.module).__name__, len(instances))
+            units.attach(instance, hooked[name])
+        parameters[name] = list(_torch.parameters_of(instance))
+        error_nbytes += own.error_nbytes(parameters[name][0].numel()) if parameters[name] else 0
+    log_reduction(
+        state.codecs, state.error_feedback, state.mesh, type(model.module).__name__, len(instances), error_nbytes
+    )
+    if error_nbytes:
+        setattr(model, _EVENTS, ModelEvents(hooked, parameters))
+    return dict(zip(instances.values(), states.values(), strict=True))

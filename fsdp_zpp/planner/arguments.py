@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from ..codecs import Codec, Int4, Int8
+from ..error_feedback import LoCo
 from .bandwidth import DEFAULT_MIB
 from .conditions import DTYPES, Budget
 from .model_size import DEFAULT_UNITS
@@ -92,6 +93,13 @@ def _add_codecs(group: argparse._ArgumentGroup) -> None:
         metavar="CODEC",
         help="of that inside a node, likewise, or auto: int8 if --gradients has a codec (default: auto)",
     )
+    add(
+        "--error-feedback",
+        type=feedback,
+        metavar="HOPS",
+        help="LoCo's error feedback on the inter hop, between nodes, or on both; inter:int8:256 keeps errors in 8 bits "
+        "(default: none)",
+    )
     add("--frozen", type=codec, metavar="CODEC", help="of frozen weights, which are then kept so (default: none)")
     for name, what, default in (
         ("compute", "of forward and backward", "bf16"),
@@ -124,6 +132,21 @@ def codec(text: str) -> Codec | None:
     try:
         return _CODECS[name](int(block)) if colon else _CODECS[name]()
     except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def feedback(text: str) -> LoCo | None:
+    """Error feedback from ``none``, ``inter`` or ``both``, or one of these with a codec of the errors.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none of these.
+    """
+    if text == "none":
+        return None
+    hops, _, errors = text.partition(":")
+    try:
+        return LoCo(hops=hops, dtype=codec(errors or "none"))  # type: ignore[arg-type]  # LoCo checks both
+    except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

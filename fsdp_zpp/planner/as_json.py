@@ -34,7 +34,13 @@ def plan_to_json(plan: Plan) -> str:
 def _codecs(plan: Plan) -> dict[str, str | None]:
     strategy = plan.estimates[0].strategy
     intra, inter = strategy.gradient_codecs
-    codecs = {"weights": strategy.weights, "gradients": inter, "intra_gradients": intra, "frozen": strategy.frozen}
+    codecs: dict[str, object] = {
+        "weights": strategy.weights,
+        "gradients": inter,
+        "intra_gradients": intra,
+        "frozen": strategy.frozen,
+    }
+    codecs["error_feedback"] = strategy.error_feedback
     return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,10 @@ def choose(estimates: Sequence[Estimate]) -> Estimate | None:
 
 def _goes_by_another_name(estimate: Estimate) -> bool:
     """Whether a letter means the same as another here: on one node, I is G."""
-    return "".join(levels_on(estimate.levels, estimate.topology)) != estimate.levels
+    return (
+        "".join(levels_on(dataclasses.replace(estimate.strategy, error_feedback=None), estimate.topology))
+        != estimate.levels
+    )
 
 
 def _least(estimates: list[Estimate]) -> list[Estimate]:

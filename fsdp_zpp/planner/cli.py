@@ -16,8 +16,8 @@ from .plan import Plan, plan
 NOTHING_FITS = 1
 
 _OPTIONS = (
-    "micro_batches tokens tflops gpu_memory activations reserve weights gradients intra_gradients frozen "
-    "compute reduce storage frozen_storage optimizer_bytes"
+    "micro_batches tokens tflops gpu_memory activations reserve weights gradients intra_gradients error_feedback "
+    "frozen compute reduce storage frozen_storage optimizer_bytes"
 ).split()
 
 EXAMPLE = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import chain
 
+from ..error_feedback import senders
 from ..strategy import Strategy
 from ..strategy_unit import levels_on
 from ..topology import Topology
@@ -29,6 +30,7 @@ class Memory:
         shard: The shard that the optimizer updates, and that of frozen weights.
         optimizer: Its state.
         gradients: What micro-batches are summed in, or the shard's gradient if that is more.
+        errors: What error feedback keeps.
         working: What the units in flight take; see :func:`working_memory`.
         activations: As given.
         reserve: As given.
@@ -38,6 +40,7 @@ class Memory:
     shard: int = 0
     optimizer: int = 0
     gradients: int = 0
+    errors: int = 0
     working: int = 0
     activations: int = 0
     reserve: int = 0
@@ -77,7 +80,7 @@ def memory_per_gpu(
 def _trainable_states(
     numel: int, strategy: Strategy, topology: Topology, micro_batches: int, precision: Precision
 ) -> Memory:
-    shard = shard_numel(numel, levels_on(strategy.levels, topology).optimizer, topology)
+    shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology)
     accumulated = _accumulator_numel(numel, strategy, topology) if micro_batches > 1 else 0
     return Memory(
         parameters=_kept(numel, True, strategy, topology, precision),
@@ -85,23 +88,33 @@ def _trainable_states(
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed as its shard's gradient is made, so the larger of the two counts.
         gradients=_FP32 * max(accumulated, shard),
+        errors=_errors(shard, strategy, topology) if numel else 0,
     )
+
+
+def _errors(shard: int, strategy: Strategy, topology: Topology) -> int:
+    config = strategy.error_feedback
+    if config is None:
+        return 0
+    keep = levels_on(strategy, topology).optimizer
+    sent = senders(config, strategy.gradient_codecs, keep, topology, shard).values()
+    return sum(sender.chunks * config.nbytes(sender.numel) for sender in sent)
 
 
 def _frozen_states(numel: int, strategy: Strategy, topology: Topology, precision: Precision) -> Memory:
     if strategy.frozen is None:
         storage = precision.frozen_storage or precision.storage
-        shard = shard_numel(numel, levels_on(strategy.levels, topology).optimizer, topology) * storage.itemsize
+        shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology) * storage.itemsize
         return Memory(parameters=_kept(numel, False, strategy, topology, precision), shard=shard)
     # Encoded once for good: the codes are all there is of them, where the parameter letter says.
-    parameters, _, optimizer = levels_on(strategy.levels, topology)
+    parameters, _, optimizer = levels_on(strategy, topology)
     shards = parts_of(optimizer, topology) // parts_of(parameters, topology)
     return Memory(parameters=shards * shard_payload(numel, False, strategy, topology, precision))
 
 
 def _kept(numel: int, trainable: bool, strategy: Strategy, topology: Topology, precision: Precision) -> int:
     """Bytes of weights kept beside the shard."""
-    parameters, _, optimizer = levels_on(strategy.levels, topology)
+    parameters, _, optimizer = levels_on(strategy, topology)
     if _kept_whole(strategy, topology):
         return numel * precision.compute.itemsize
     if parameters == "I" and optimizer == "G":
@@ -111,13 +124,13 @@ def _kept(numel: int, trainable: bool, strategy: Strategy, topology: Topology, p
 
 def _kept_whole(strategy: Strategy, topology: Topology) -> bool:
     """Whether every rank keeps all weights, beside a shard that is only a part of them."""
-    parameters, _, optimizer = levels_on(strategy.levels, topology)
+    parameters, _, optimizer = levels_on(strategy, topology)
     return parameters == "N" and parts_of(optimizer, topology) > 1
 
 
 def _accumulator_numel(numel: int, strategy: Strategy, topology: Topology) -> int:
     """Elements in which micro-batches are summed: the gradient as it is after the hops that each of them makes."""
-    _, gradients, optimizer = levels_on(strategy.levels, topology)
+    _, gradients, optimizer = levels_on(strategy, topology)
     if gradients == "I" and optimizer == "G":
         return topology.nodes * shard_numel(numel, "G", topology)
     return shard_numel(numel, gradients, topology)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..error_feedback import senders
 from ..strategy import Strategy
 from .conditions import Budget, Cluster, Work
 from .model_size import ModelSize
@@ -32,4 +33,7 @@ def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[st
     intra = codecs.gradient_codecs[0]
     if intra is not None and cluster.gpus_per_node == 1:
         idle.append(f"intra_gradients={intra} has nothing to do: it encodes what goes inside a node.")
+    feedback = codecs.error_feedback
+    if feedback is not None and not senders(feedback, codecs.gradient_codecs, "G", cluster.topology, 0):
+        idle.append("error_feedback has nothing to do: there is no encoded hop that it is for.")
     return idle

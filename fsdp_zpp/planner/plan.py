@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from ..codecs import Codec
+from ..error_feedback import LoCo
 from ..strategy import LEGAL_LEVELS, Strategy
 from .choice import Estimate, choose, reason
 from .conditions import Budget, Cluster, Precision, Work
@@ -80,6 +81,7 @@ def plan(
     weights: Codec | None = None,
     gradients: Codec | None = None,
     intra_gradients: Codec | Literal["auto"] | None = "auto",
+    error_feedback: LoCo | None = None,
     frozen: Codec | None = None,
     compute: torch.dtype = Precision.compute,
     reduce: torch.dtype = Precision.reduce,
@@ -103,9 +105,10 @@ def plan(
         gpu_memory: GiB of a GPU (80 for an A100-80GB); None sets no limit.
         activations: GiB of them on a GPU.
         reserve: GiB of a GPU that no tensor can use.
-        weights: As of :class:`Strategy`, like the next three.
+        weights: As of :class:`Strategy`, like the next four.
         gradients: See there.
         intra_gradients: See there.
+        error_feedback: See there.
         frozen: See there.
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
@@ -125,6 +128,7 @@ def plan(
         weights=weights,
         gradients=gradients,
         intra_gradients=intra_gradients,
+        error_feedback=error_feedback,
         frozen=frozen,
         gpus_per_node=cluster.gpus_per_node,
     )

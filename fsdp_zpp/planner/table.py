@@ -22,7 +22,7 @@ KNOWN_AS = {
 }
 
 _HEADER = (
-    ("", "", "GiB a GPU:", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
+    ("", "", "GiB a GPU:", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
     (
         "",
         "known as",
@@ -30,6 +30,7 @@ _HEADER = (
         "shards",
         "optimizer",
         "gradients",
+        "errors",
         "working",
         "total",
         "out of node",
@@ -54,6 +55,9 @@ def format_plan(plan: Plan) -> str:
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
     rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
+    if plan.estimates[0].strategy.error_feedback is None:
+        errors = _HEADER[1].index("errors")
+        rows = [row[:errors] + row[errors + 1 :] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
     rule = "-" * max(map(len, lines))
@@ -79,13 +83,22 @@ def _title(plan: Plan) -> list[str]:
         f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
         ", ".join(networks),
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
+        + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
         + (f", frozen weights {_codec(strategy.frozen or strategy.weights)}" if size.frozen else ""),
     ]
 
 
 def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
     memory = estimate.memory
-    states = (memory.parameters, memory.shard, memory.optimizer, memory.gradients, memory.working, memory.total)
+    states = (
+        memory.parameters,
+        memory.shard,
+        memory.optimizer,
+        memory.gradients,
+        memory.errors,
+        memory.working,
+        memory.total,
+    )
     return (
         ("-> " if chosen else "   ") + estimate.levels,
         KNOWN_AS.get(estimate.levels, ""),

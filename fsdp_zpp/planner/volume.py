@@ -70,7 +70,7 @@ def nbytes(codec: Codec | None, numel: int, itemsize: int) -> int:
 def shard_payload(numel: int, trainable: bool, strategy: Strategy, topology: Topology, precision: Precision) -> int:
     """Bytes of one rank's shard of the weights, as they travel."""
     codec = strategy.weights if trainable or strategy.frozen is None else strategy.frozen
-    shard = shard_numel(numel, levels_on(strategy.levels, topology).optimizer, topology)
+    shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology)
     return nbytes(codec, shard, precision.compute.itemsize)
 
 
@@ -80,7 +80,7 @@ def _gathers(payload: int, trainable: bool, strategy: Strategy, topology: Topolo
     ``repeats`` is how often its unit needs weights that it does not keep. What it keeps - on the rank (N), or in the
     node as the secondary shard (I over G) - is renewed once a step, and never if it is frozen.
     """
-    parameters, _, optimizer = levels_on(strategy.levels, topology)
+    parameters, _, optimizer = levels_on(strategy, topology)
     nodes, gpus = topology.nodes, topology.gpus_per_node
     if optimizer == "N":
         return Volume()
@@ -98,7 +98,7 @@ def _reductions(numel: int, strategy: Strategy, topology: Topology, micro_batche
     Down is from full gradients to shards: all-to-alls in the node, then between nodes. Up is from shards to what the
     optimizer holds, if it is coarser: all-gathers between nodes, then in the node.
     """
-    _, gradients, optimizer = levels_on(strategy.levels, topology)
+    _, gradients, optimizer = levels_on(strategy, topology)
     nodes, gpus = topology.nodes, topology.gpus_per_node
     intra_codec, inter_codec = strategy.gradient_codecs
     chunk = shard_numel(numel, "G", topology)

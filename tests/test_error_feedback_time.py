@@ -1,0 +1,254 @@
+"""Error feedback in training: errors follow the optimizer's steps, whatever else goes on, and survive a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import models
+from harness.adapter import Adapter, Case
+from harness.adapters import LEVELS, over_adapters
+from harness.fsdp1 import Fsdp1
+from harness.logs import collected
+from harness.pool import Pool, device_type
+from harness.training import train, trained_weights
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from fsdp_zpp import ErrorFeedbackState, Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantized_reduce_hook
+
+COARSE = Strategy("IGG", gradients=Int4(32), gpus_per_node=2)
+INTER, BOTH = LoCo(), LoCo(hops="both", dtype=Int8(32))
+feedbacks = pytest.mark.parametrize("feedback", [INTER, BOTH], ids=["inter", "both in int8"])
+
+
+def with_and_without_resets(adapter: Adapter, case: Case, strategy: Strategy, hops: Any) -> list[dict[str, Tensor]]:
+    """In a worker: weights trained without feedback, with errors reset at every step, and with feedback."""
+    # Without feedback, as with it, the hop that compresses is to see the sum of the micro-batches.
+    gradients = "N" if hops == "both" else "I"
+    levels = strategy.levels[0] + min(gradients, strategy.levels[1], key="NIG".index) + strategy.levels[2]
+    strategies = [
+        replace(strategy, levels=levels),
+        *(replace(strategy, error_feedback=LoCo(hops=hops, reset_every=every)) for every in (1, 0)),
+    ]
+    return [trained_weights(adapter, case, each) for each in strategies]
+
+
+@pytest.mark.parametrize("hops", ["inter", "both"])
+@pytest.mark.parametrize("levels", LEVELS)
+@over_adapters
+def test_resets_count_steps(pool: Callable[[int], Pool], adapter: Adapter, levels: str, hops: Any) -> None:
+    """Errors that are forgotten after every step of several micro-batches have never been there."""
+    strategy = replace(COARSE, levels=levels)
+    case = Case(steps=3, micro_batches=3)
+    for plain, reset, fed_back in pool(4).run(with_and_without_resets, adapter, case, strategy, hops):
+        assert models.distance(reset, plain) == 0
+        assert models.distance(fed_back, plain) > 1e-4
+
+
+def scaled_run(
+    adapter: Adapter, strategy: Strategy, optimizer_name: str, overflow_at: int | None, scaled: bool
+) -> dict[str, Tensor]:
+    """In a worker: weights after four steps, with a step that overflows in between, on a growing loss scale."""
+    model = adapter.make(Case(), strategy)
+    optimizer = models.make_optimizer(optimizer_name, model.parameters())
+    scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=scaled)
+    steps = list(range(4))
+    if overflow_at is not None:
+        steps.insert(overflow_at, -1)
+    for step in steps:
+        loss = models.loss_of(model, models.batch(max(step, 0), 0))
+        if step < 0 and dist.get_rank() == 0:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return adapter.full_weights(model)
+
+
+@pytest.mark.parametrize("overflow_at", [0, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+@feedbacks
+@over_adapters
+def test_a_skipped_step_has_not_been(
+    pool: Callable[[int], Pool], adapter: Adapter, feedback: LoCo, optimizer: str, overflow_at: int
+) -> None:
+    """And errors follow the loss scale: powers of two change nothing, so weights are the same without a scaler."""
+    strategy = replace(COARSE, error_feedback=feedback)
+    runs = [(None, False), (None, True), (overflow_at, True)]
+    expected, scaled, skipped = (
+        pool(4).run(scaled_run, adapter, strategy, optimizer, at, is_scaled)[0] for at, is_scaled in runs
+    )
+    assert models.distance(scaled, expected) == 0
+    assert models.distance(skipped, expected) == 0
+
+
+def unknown_optimizer(adapter: Adapter, feedback: LoCo | None) -> dict[str, Tensor]:
+    """In a worker: weights under an optimizer that announces no steps."""
+    model = adapter.make(Case(), replace(COARSE, levels="IIG", error_feedback=feedback))
+    train(adapter, model, Case(steps=3, clip=None), optimizer=models.PlainSgd(model))
+    return adapter.full_weights(model)
+
+
+@over_adapters
+def test_optimizers_that_announce_nothing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    plain, reset, fed_back = (
+        pool(4).run(unknown_optimizer, adapter, feedback)[0]
+        for feedback in (None, LoCo(reset_every=1), LoCo(reset_every=0))
+    )
+    assert models.distance(reset, plain) == 0
+    assert models.distance(fed_back, plain) > 1e-4
+
+
+def resumed(adapter: Adapter, strategy: Strategy, case: Case, path: str) -> None:
+    """In a worker: a training that is saved and goes on, and one that goes on from there, are the same."""
+    first, second = adapter.make(case, strategy), adapter.make(case, strategy)
+    optimizers = [models.make_optimizer(case.optimizer, model.parameters()) for model in (first, second)]
+    train(adapter, first, case, optimizer=optimizers[0])
+    save(first, optimizers[0], ErrorFeedbackState(first), path)
+    expected = train(adapter, first, case, optimizer=optimizers[0], first_step=case.steps)
+    train(adapter, second, case, optimizer=optimizers[1], first_step=50)
+    load(second, optimizers[1], ErrorFeedbackState(second), path)
+    assert train(adapter, second, case, optimizer=optimizers[1], first_step=case.steps) == expected
+    assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
+
+
+def save(model: Any, optimizer: Any, errors: Any, path: str) -> None:
+    """Save all that a training needs to go on."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "errors": errors}, checkpoint_id=path)
+
+
+def load(model: Any, optimizer: Any, errors: Any, path: str, planner: Any = None) -> None:
+    """Go on from there."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "errors": errors}
+    dcp.load(state, checkpoint_id=path, planner=planner)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+@pytest.mark.parametrize("case", [Case(steps=2, micro_batches=2), Case(steps=3, scaler=True)], ids=["plain", "scaler"])
+@feedbacks
+@over_adapters
+def test_resuming_is_exact(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, case: Case
+) -> None:
+    case = replace(case, optimizer="adamw-foreach", scaler=False) if not case.scaler else case
+    pool(4).run(resumed, adapter, replace(COARSE, error_feedback=feedback), case, str(tmp_path / "checkpoint"))
+
+
+def saved(adapter: Adapter, strategy: Strategy, path: str) -> None:
+    """In a worker: save after two steps."""
+    model = adapter.make(Case(), strategy)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    train(adapter, model, Case(steps=2), optimizer=optimizer)
+    save(model, optimizer, ErrorFeedbackState(model), path)
+
+
+def loaded_elsewhere(adapter: Adapter, strategy: Strategy, path: str) -> list[tuple[str, str]]:
+    """In a worker of another world: what is logged; training goes on."""
+    model = adapter.make(Case(), strategy)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    train(adapter, model, Case(steps=1), optimizer=optimizer)
+    errors = ErrorFeedbackState(model)
+    with collected() as records:
+        load(model, optimizer, errors, path, DefaultLoadPlanner(allow_partial_load=True))
+    train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)
+    return records
+
+
+@pytest.mark.parametrize(("world", "gpus_per_node"), [(2, 1), (4, 1), (8, 2)])
+@over_adapters
+def test_another_layout_starts_without_errors_and_says_so(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, world: int, gpus_per_node: int
+) -> None:
+    strategy = replace(COARSE, error_feedback=INTER)
+    path = str(tmp_path / "checkpoint")
+    pool(4).run(saved, adapter, strategy, path)
+    records = pool(world).run(loaded_elsewhere, adapter, replace(strategy, gpus_per_node=gpus_per_node), path)[0]
+    warned = [text for level, text in records if level == "WARNING" and "start from zero" in text]
+    assert len(warned) == 1
+    assert "4 ranks as 2 nodes x 2" in warned[0]
+
+
+def hooked_training(feedback: LoCo | None, path: str) -> dict[str, Tensor]:
+    """In a worker: weights trained with the hook; with feedback, also saved and resumed."""
+    adapter = Fsdp1()
+
+    def hooked() -> Any:
+        model = adapter.make(Case(), ShardingStrategy.FULL_SHARD)
+        state = QuantizedReduceState(Int4(32), error_feedback=feedback, gpus_per_node=2)
+        model.register_comm_hook(state, quantized_reduce_hook)
+        return model, state, models.make_optimizer("sgd", model.parameters())
+
+    case = Case(steps=2, micro_batches=2)
+    model, state, optimizer = hooked()
+    train(adapter, model, case, optimizer=optimizer)
+    if feedback is not None:
+        save(model, optimizer, state, path)
+    expected = train(adapter, model, case, optimizer=optimizer, first_step=2)
+    if feedback is not None:
+        other, other_state, other_optimizer = hooked()
+        train(adapter, other, case, optimizer=other_optimizer, first_step=50)
+        load(other, other_optimizer, other_state, path)
+        assert train(adapter, other, case, optimizer=other_optimizer, first_step=2) == expected
+        assert models.distance(adapter.full_weights(other), adapter.full_weights(model)) == 0
+    return adapter.full_weights(model)
+
+
+def test_comm_hook(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    """Each unit has its own errors, which follow steps and resume exactly; forgotten at each step, they are not there.
+
+    A strategy whose gradients wait on the rank sees the same sum of micro-batches as the hook.
+    """
+    plain, reset, fed_back = (
+        pool(4).run(hooked_training, feedback, str(tmp_path / str(i)))[0]
+        for i, feedback in enumerate([None, LoCo(hops="both", reset_every=1), LoCo(hops="both")])
+    )
+    assert models.distance(reset, plain) == 0
+    assert models.distance(fed_back, plain) > 1e-4
+    strategy = replace(COARSE, levels="GNG", error_feedback=LoCo(hops="both"))
+    ours = pool(4).run(trained_weights, Fsdp1(), Case(steps=4, micro_batches=2), strategy)[0]
+    assert models.distance(ours, fed_back) < 1e-5
+
+
+def wrapped_state() -> None:
+    """In a worker: without the state itself, nothing tells units apart."""
+    model = Fsdp1().make(Case(), ShardingStrategy.FULL_SHARD)
+    state = QuantizedReduceState(Int4(32), error_feedback=LoCo(), gpus_per_node=2)
+    model.register_comm_hook(None, lambda _, gradient, out: quantized_reduce_hook(state, gradient, out))
+    with pytest.raises(RuntimeError, match="must be what is passed to"):
+        models.loss_of(model, models.batch(0, 0)).backward()
+
+
+def test_a_hook_around_the_hook_is_refused(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(wrapped_state)
+
+
+def logged(adapter: Adapter, strategy: Strategy) -> list[tuple[str, str]]:
+    """In a worker: what is logged of error feedback."""
+    model = adapter.make(Case(), strategy)
+    with collected() as records:
+        train(adapter, model, Case(steps=1))
+    return [record for record in records if "error feedback" in record[1]]
+
+
+@over_adapters
+def test_log_line(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=BOTH))[0]
+    assert level == "INFO"
+    assert "error feedback inside and between nodes (beta 0.8, reset every 1024 steps, kept in int8(32); " in line
+    assert "KiB a rank)" in line
+    [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=INTER, gpus_per_node=4))[0]
+    assert level == "WARNING"
+    assert "error feedback between nodes (one node: no inter-node hop)" in line
