@@ -105,11 +105,12 @@ def work(arguments: argparse.Namespace, device: torch.device) -> None:
     corpus = load_corpus(arguments.text)
     settings = settings_of(arguments, corpus)
     path = arguments.out / "convergence.jsonl"
-    finished = {(record["name"], record["seed"]) for record in read(path, asdict(settings))}
+    records = read(path, asdict(settings))
+    finished = {(record["name"], record["seed"]) for record in records}
     runs = [(name, seed) for name in arguments.configs for seed in arguments.seeds if (name, seed) not in finished]
-    about = machine(arguments.device) | {"command": command_line(), "text": corpus.summary()}
+    common = {"about": machine(arguments.device), "command": command_line(), "text": corpus.summary()}
     corpus = Corpus(corpus.training.to(device), corpus.held_out.to(device), corpus.files, corpus.sha256)
-    longest = 0.0
+    longest = max((record["seconds"] for record in records), default=0.0)
     for name, seed in runs:
         if not agree(arguments.deadline is None or time.time() + longest < arguments.deadline, device):
             say(f"no time left for {name}, seed {seed}, and what follows")
@@ -121,7 +122,7 @@ def work(arguments: argparse.Namespace, device: torch.device) -> None:
             continue
         longest = max(longest, result["seconds"])
         if dist.get_rank() == 0:
-            append(path, {"name": name, "seed": seed, **result, "about": about})
+            append(path, {"name": name, "seed": seed, **result, **common})
         say(f"{name}, seed {seed}: {result['validation'][-1][1]:.4f} in {result['seconds']:.1f} s")
 
 

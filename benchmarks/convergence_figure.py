@@ -59,7 +59,7 @@ def _band(
     curves = np.stack([values(name, seed) for seed in seeds])
     shown = tokens >= _WARM * tokens[-1]
     tokens, curves = tokens[shown] / 1e6, curves[:, shown]
-    axes.plot(tokens, curves.mean(axis=0), color=color, lw=1.4, label=f"{name} ({len(seeds)} seeds)")
+    axes.plot(tokens, curves.mean(axis=0), color=color, lw=1.4, label=f"{name} (seeds: {len(seeds)})")
     axes.fill_between(tokens, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.15, lw=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +68,31 @@ def write_report(out: Path) -> None:
 
 def as_json(records: Sequence[Record]) -> dict[str, Any]:
     """All runs, and once what they have in common."""
-    places = []
-    for record in records:
-        if record["about"] not in places:
-            places.append(record["about"])
+    places = distinct(record["about"] for record in records)
+    commands = distinct(record["command"] for record in records)
     kept = ("name", "seed", "validation", "training", "seconds")
     runs = [
-        {key: record[key] for key in kept} | {"machine": places.index(record["about"])}
+        {key: record[key] for key in kept}
+        | {"machine": places.index(record["about"]), "command": commands.index(record["command"])}
         for record in sorted(records, key=lambda record: (NAMES.index(record["name"]), record["seed"]))
     ]
     first = records[0]
-    return {"machines": places, "settings": first["settings"], "parameters": first["parameters"], "runs": runs}
+    common = {"settings": first["settings"], "text": first["text"], "parameters": first["parameters"]}
+    return {"machines": places, "commands": commands, **common, "runs": runs}
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each once, in the order in which they come; they need no hash."""
+    once: list[Any] = []
+    for value in values:
+        if value not in once:
+            once.append(value)
+    return once
 
 
 def header(records: Sequence[Record]) -> str:
     """What was trained, on what, and how."""
-    settings, text = records[0]["settings"], records[0]["about"]["text"]
+    settings, text = records[0]["settings"], records[0]["text"]
     tokens = records[0]["validation"][-1][0]
     model = (
         f"Llama of {records[0]['parameters']:,} parameters on bytes, {tokens:,} tokens a run "
@@ -103,8 +112,9 @@ def header(records: Sequence[Record]) -> str:
             f"Machine: {gpus}, {about['cpus']} CPU cores, {about['platform']}; {versions}. `{about['command']}`"
         )
     lines.append(
-        "Losses are in nats a byte. Gaps and shares are of the same seeds, mean ± standard deviation over them. A "
-        "share of a gap that is less than two standard errors from zero says nothing and is left out."
+        "Losses are in nats a byte. Gaps and shares are of the same seeds, mean ± standard deviation over them; "
+        "shares are of the mean gaps, in brackets those of single seeds. A share of a gap that is less than two "
+        "standard errors from zero says nothing and is left out."
     )
     return "\n\n".join(lines)
 
@@ -147,15 +157,14 @@ def closed(runs: Runs, name: str, plain: str, reference: str) -> str:
     seeds = runs.seeds(name, plain, reference)
     if not seeds:
         return "plain is missing"
-
-    def gaps(of: str) -> list[float]:
-        return [runs.final(of, seed) - runs.final(reference, seed) for seed in seeds]
-
-    gap = statistics.fmean(gaps(plain))
-    noise = statistics.stdev(gaps(plain)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
-    if not gap > 2 * noise:
+    to_close = [runs.final(plain, seed) - runs.final(reference, seed) for seed in seeds]
+    left = [runs.final(name, seed) - runs.final(reference, seed) for seed in seeds]
+    noise = statistics.stdev(to_close) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+    if not statistics.fmean(to_close) > 2 * noise:
         return "gap within noise"
-    return f"{1 - statistics.fmean(gaps(name)) / gap:.0%}"
+    shares = [1 - remaining / gap for remaining, gap in zip(left, to_close, strict=True) if gap]
+    share = 1 - statistics.fmean(left) / statistics.fmean(to_close)
+    return f"{share:.0%} ({min(shares):.0%} to {max(shares):.0%})"
 
 
 def spread(values: Sequence[float], form: str) -> str:
