@@ -138,7 +138,7 @@ def build(settings: Settings, seed: int, device: torch.device) -> tuple[LlamaFor
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="causal_sdpa",
+        attn_implementation="causal_sdpa",  # type: ignore[call-arg]
     )
     with device:
         model = LlamaForCausalLM(config)
