@@ -105,12 +105,11 @@ def header(records: Sequence[Record]) -> str:
         f"{text['sha256']}."
     )
     lines = [model, source]
-    for about in as_json(records)["machines"]:
+    for about in distinct(record["about"] for record in records):
         gpus = f"{len(about['gpus'])} x {about['gpus'][0]}" if about["gpus"] else "no GPU"
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        lines.append(
-            f"Machine: {gpus}, {about['cpus']} CPU cores, {about['platform']}; {versions}. `{about['command']}`"
-        )
+        lines.append(f"Machine: {gpus}, {about['cpus']} CPU cores, {about['platform']}; {versions}.")
+    lines += [f"    {command}" for command in distinct(record["command"] for record in records)]
     lines.append(
         "Losses are in nats a byte. Gaps and shares are of the same seeds, mean ± standard deviation over them; "
         "shares are of the mean gaps, in brackets those of single seeds. A share of a gap that is less than two "
