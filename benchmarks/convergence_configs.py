@@ -1,0 +1,66 @@
+"""What convergence.py compares, by name, the most important first.
+
+A name is ``FAMILY`` or ``FAMILY+CHANGE``, so that the plain member of a family is the one without a change; ``w8:``
+before it means that weights travel as int8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experimental_codecs import Hadamard, Int2, StochasticInt4
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_zpp import Int4, Int8, LoCo, Strategy
+
+Sharding = Strategy | ShardingStrategy
+
+FAMILIES = {
+    "int4": "int4(128) between nodes, int8(128) inside",
+    "int4x2": "int4(2048) on both hops; error feedback and Hadamard on both, too",
+    "int2": "2 bits, blocks of 128, between nodes, int8(128) inside",
+}
+"""The plain configurations whose gap is to be closed, and what they are."""
+
+_INT4: dict[str, Any] = {"gradients": Int4(128), "intra_gradients": Int8(128)}
+_INT4X2: dict[str, Any] = {"gradients": Int4(2048), "intra_gradients": Int4(2048)}
+_INT2: dict[str, Any] = {"gradients": Int2(128), "intra_gradients": Int8(128)}
+
+_GRADIENTS: dict[str, dict[str, Any]] = {
+    "int8": {"gradients": Int8(128)},
+    "int4": _INT4,
+    "int4+loco": _INT4 | {"error_feedback": LoCo(beta=0.8)},
+    "int4+loco-beta0": _INT4 | {"error_feedback": LoCo(beta=0.0)},
+    "int4+loco-both": _INT4 | {"error_feedback": LoCo(beta=0.8, hops="both")},
+    "int4+loco-int8state": _INT4 | {"error_feedback": LoCo(beta=0.8, dtype=Int8(256))},
+    "int4+hadamard": _INT4 | {"gradients": Hadamard(Int4(128))},
+    "int4+stochastic": _INT4 | {"gradients": StochasticInt4(128)},
+    "int4x2": _INT4X2,
+    "int4x2+loco": _INT4X2 | {"error_feedback": LoCo(beta=0.8, hops="both")},
+    "int4x2+loco-beta0": _INT4X2 | {"error_feedback": LoCo(beta=0.0, hops="both")},
+    "int4x2+hadamard": {"gradients": Hadamard(Int4(2048)), "intra_gradients": Hadamard(Int4(2048))},
+    "int2": _INT2,
+    "int2+loco": _INT2 | {"error_feedback": LoCo(beta=0.8)},
+    "int2+loco-beta0": _INT2 | {"error_feedback": LoCo(beta=0.0)},
+    "int2+hadamard": _INT2 | {"gradients": Hadamard(Int2(128))},
+}
+
+# IGG is full_shard with its sums in another order: what it differs by is the noise of the comparison.
+NAMES = (
+    "full_shard int4 int4+loco int4x2 int4x2+loco int2 int2+loco int4+loco-beta0 int4+hadamard int8 "
+    "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int2+loco-beta0 int4x2+hadamard int2+hadamard IGG "
+    "w8:int4+loco-beta0 w8:int4+hadamard w8:int8 int4+loco-both int4+loco-int8state int4+stochastic "
+    "w8:int4x2 w8:int4x2+loco w8:int2 w8:int2+loco w8:int4x2+loco-beta0 w8:int2+loco-beta0 w8:int4x2+hadamard "
+    "w8:int2+hadamard w8:int4+loco-both w8:int4+loco-int8state w8:int4+stochastic"
+).split()
+"""All names, in the order in which they are trained."""
+
+
+def sharding(name: str, gpus_per_node: int) -> Sharding:
+    """What FullyShardedDataParallel is given for a name."""
+    if name == "full_shard":
+        return ShardingStrategy.FULL_SHARD
+    prefix, _, gradients = name.rpartition(":")
+    weights = Int8(256) if prefix == "w8" else None
+    encoded = {} if gradients in ("full_shard", "IGG") else _GRADIENTS[gradients]
+    return Strategy("IGG", weights=weights, gpus_per_node=gpus_per_node, **encoded)
