@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,20 @@ def scaled_run(
     """In a worker: weights after four steps, with a step that overflows in between, on a growing loss scale."""
     model = adapter.make(Case(), strategy)
     optimizer = models.make_optimizer(optimizer_name, model.parameters())
-    scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=scaled)
     steps = list(range(4))
     if overflow_at is not None:
         steps.insert(overflow_at, -1)
+    scaled_steps(model, optimizer, make_scaler(scaled), steps)
+    return adapter.full_weights(model)
+
+
+def make_scaler(enabled: bool = True) -> ShardedGradScaler:
+    """A scaler whose scale grows with every step."""
+    return ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=enabled)
+
+
+def scaled_steps(model: Any, optimizer: Any, scaler: ShardedGradScaler, steps: Iterable[int]) -> None:
+    """Train with a scaler; step -1 overflows."""
     for step in steps:
         loss = models.loss_of(model, models.batch(max(step, 0), 0))
         if step < 0 and dist.get_rank() == 0:
@@ -73,7 +83,6 @@ def scaled_run(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return adapter.full_weights(model)
 
 
 @pytest.mark.parametrize("overflow_at", [0, 2])
@@ -137,14 +146,38 @@ def load(model: Any, optimizer: Any, errors: Any, path: str, planner: Any = None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-@pytest.mark.parametrize("case", [Case(steps=2, micro_batches=2), Case(steps=3, scaler=True)], ids=["plain", "scaler"])
 @feedbacks
 @over_adapters
-def test_resuming_is_exact(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, case: Case
-) -> None:
-    case = replace(case, optimizer="adamw-foreach", scaler=False) if not case.scaler else case
+def test_resuming_is_exact(pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo) -> None:
+    case = Case(steps=2, micro_batches=2, optimizer="adamw-foreach")
     pool(4).run(resumed, adapter, replace(COARSE, error_feedback=feedback), case, str(tmp_path / "checkpoint"))
+
+
+def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str) -> None:
+    """In a worker: as :func:`resumed`, with a loss scale that changes just before saving."""
+    trained = []
+    for which in range(2):
+        model, scaler = adapter.make(Case(), strategy), make_scaler()
+        optimizer = models.make_optimizer("sgd", model.parameters())
+        if which == 0:
+            scaled_steps(model, optimizer, scaler, range(2))
+            save(model, optimizer, ErrorFeedbackState(model), path)
+            scale = scaler.state_dict()
+        else:
+            load(model, optimizer, ErrorFeedbackState(model), path)
+            scaler.load_state_dict(scale)
+        scaled_steps(model, optimizer, scaler, [2, -1, 3])
+        trained.append(adapter.full_weights(model))
+    assert models.distance(*trained) == 0
+
+
+@feedbacks
+@over_adapters
+def test_resuming_with_a_loss_scale_is_exact(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo
+) -> None:
+    strategy = replace(COARSE, error_feedback=feedback)
+    pool(4).run(resumed_with_scaler, adapter, strategy, str(tmp_path / "checkpoint"))
 
 
 def saved(adapter: Adapter, strategy: Strategy, path: str) -> None:
