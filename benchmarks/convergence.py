@@ -115,11 +115,7 @@ def work(arguments: argparse.Namespace, device: torch.device) -> None:
         if not agree(arguments.deadline is None or time.time() + longest < arguments.deadline, device):
             say(f"no time left for {name}, seed {seed}, and what follows")
             return
-        try:
-            result = train(settings, sharding(name, arguments.gpus_per_node), seed, corpus, device)
-        except NotImplementedError as error:
-            say(f"left out {name}: {error}")
-            continue
+        result = train(settings, sharding(name, arguments.gpus_per_node), seed, corpus, device)
         longest = max(longest, result["seconds"])
         if dist.get_rank() == 0:
             append(path, {"name": name, "seed": seed, **result, **common})

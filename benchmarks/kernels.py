@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
-from fsdp_zpp.kernels import dequantize, dequantize_sum, dequantize_sum_quantize, quantize
+from fsdp_zpp.kernels import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_corrected
 from triton.testing import do_bench
 
 
@@ -28,6 +28,15 @@ def device_copy(nbytes: int) -> float:
     return bytes_a_second(lambda: target.copy_(source), 2 * nbytes)
 
 
+ERROR_BLOCK = {"fp32": 0, "int8": 256}
+
+
+def error_states(values: int) -> dict[str, torch.Tensor]:
+    """Errors of ``values`` in 8 chunks, as error feedback keeps them."""
+    errors = torch.zeros(values, device="cuda")
+    return {"fp32": errors, "int8": quantize(errors, 1, 8, 8, ERROR_BLOCK["int8"])}
+
+
 def measure(values: int, block: int) -> dict[str, float]:
     """Bytes a second of every kernel on ``values`` bf16 values in 8 chunks."""
     x = torch.randn(values, device="cuda", dtype=torch.bfloat16)
@@ -37,6 +46,11 @@ def measure(values: int, block: int) -> dict[str, float]:
         payload = quantize(x, 2, 4, bits, block)
         both = x.nbytes + payload.nbytes
         rates[f"quantize int{bits}"] = bytes_a_second(lambda b=bits: quantize(x, 2, 4, b, block), both)
+        for name, errors in error_states(values).items():
+            rates[f"quantize int{bits} with {name} errors"] = bytes_a_second(
+                lambda b=bits, e=errors, k=ERROR_BLOCK[name]: quantize_corrected(x, e, 2, 4, b, block, k, 0.8),
+                both + 2 * errors.nbytes,
+            )
         rates[f"dequantize int{bits}"] = bytes_a_second(
             lambda b=bits, p=payload: dequantize(p, out, 4, 2, b, block), both
         )

@@ -35,7 +35,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp_zpp import Int4, Int8, Strategy, fully_shard, traffic
+from fsdp_zpp import Int4, Int8, LoCo, Strategy, fully_shard, traffic
 from fsdp_zpp.strategy import LEGAL_LEVELS
 
 SIZES = {
@@ -61,6 +61,9 @@ STRATEGIES: dict[str, Any] = {
     "qwZ": Strategy("GGG", weights=Int8(256)),
     "qgZ": Strategy("GGG", gradients=Int4(128)),
     "zeropp": Strategy.zeropp(),
+    "loco": Strategy.loco(),
+    "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
+    "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
     "zeropp-full-inside": Strategy.zeropp(intra_gradients=None),
     "zeropp-int4-inside": Strategy.zeropp(intra_gradients=Int4(128)),
 }
