@@ -61,13 +61,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences a GPU")
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--intermediate", type=int, default=1376)
+    parser.add_argument("--intermediate", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=float, default=0.05, help="share of the steps")
-    parser.add_argument("--validate-every", type=int, default=50, help="steps")
-    parser.add_argument("--validation-tokens", type=lambda text: int(float(text)), default=2**20)
+    parser.add_argument("--validate-every", type=int, default=100, help="steps")
+    parser.add_argument("--validation-tokens", type=lambda text: int(float(text)), default=2**19)
 
 
 def settings_of(arguments: argparse.Namespace, corpus: Corpus) -> Settings:

@@ -95,7 +95,7 @@ def header(records: Sequence[Record]) -> str:
     settings, text = records[0]["settings"], records[0]["text"]
     tokens = records[0]["validation"][-1][0]
     model = (
-        f"Llama of {records[0]['parameters']:,} parameters on bytes, {tokens:,} tokens a run "
+        f"GPT-2 of {records[0]['parameters']:,} parameters on bytes, {tokens:,} tokens a run "
         f"({settings['batch']} x {settings['sequence']} a rank and step), bf16 with fp32 master weights, AdamW at "
         f"{settings['lr']:g}, cosine, clipped at 1; {settings['nodes']} nodes x {settings['gpus_per_node']} ranks."
     )

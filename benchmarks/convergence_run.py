@@ -1,4 +1,4 @@
-"""One training of the convergence benchmark: a small Llama on bytes, under one sharding strategy and one seed."""
+"""One training of the convergence benchmark: a small GPT-2 on bytes, under one sharding strategy and one seed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 # For an attention that it does not know, transformers makes no mask: with its own "sdpa" it looks, in every forward,
 # whether the positions are those of packed sequences, for which the host waits for the GPU. None is plain causal.
@@ -125,33 +125,39 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
     return result
 
 
-def build(settings: Settings, seed: int, device: torch.device) -> tuple[LlamaForCausalLM, int]:
+def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHeadModel, int]:
     """The model and its number of parameters; the same weights on all ranks."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    # Its norms and activations are a kernel each, so that a small model on many GPUs spends its time on matrices.
+    config = GPT2Config(
         vocab_size=256,
-        hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        max_position_embeddings=settings.sequence,
+        n_embd=settings.hidden,
+        n_inner=settings.intermediate,
+        n_layer=settings.layers,
+        n_head=settings.heads,
+        n_positions=settings.sequence,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         use_cache=False,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="causal_sdpa",  # type: ignore[call-arg]
     )
     with device:
-        model = LlamaForCausalLM(config)
+        model = GPT2LMHeadModel(config)
     return model, sum(parameter.numel() for parameter in model.parameters())
 
 
-def shard(model: LlamaForCausalLM, strategy: Sharding, device: torch.device) -> FullyShardedDataParallel:
+def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> FullyShardedDataParallel:
     """A unit for every layer; bf16 compute and communication, fp32 master weights."""
     return FullyShardedDataParallel(
         model,
         # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
         sharding_strategy=strategy,  # type: ignore[arg-type]
-        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         device_id=device,
         use_orig_params=True,
@@ -159,14 +165,14 @@ def shard(model: LlamaForCausalLM, strategy: Sharding, device: torch.device) -> 
 
 
 def learning_rate(settings: Settings) -> Callable[[int], float]:
-    """The factor of a step: linear warmup, then a cosine to a tenth."""
+    """The factor of a step: linear warmup, then a cosine to zero, which leaves less noise in the last losses."""
     warmup = round(settings.steps * settings.warmup)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
         progress = (step - warmup) / max(1, settings.steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     return factor
 

@@ -20,7 +20,8 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
         work: What a rank does, with its GPU and the process group at hand.
     """
     if not arguments.worker:
-        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"])
+        slow = not getattr(arguments, "fast_network", False)
+        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], slow=slow)
         return
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
@@ -29,7 +30,9 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     dist.destroy_process_group()
 
 
-def run_on_emulated_nodes(nodes: int, gpus_per_node: int, command: list[str], port: int = 29511) -> None:
+def run_on_emulated_nodes(
+    nodes: int, gpus_per_node: int, command: list[str], port: int = 29511, slow: bool = True
+) -> None:
     """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
 
     ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated.
@@ -39,6 +42,7 @@ def run_on_emulated_nodes(nodes: int, gpus_per_node: int, command: list[str], po
         gpus_per_node: GPUs of each.
         command: A Python script and its arguments.
         port: Rendezvous port on localhost.
+        slow: Whether NCCL is to take them for different hosts.
 
     Raises:
         RuntimeError: If any node fails; the others are ended.
@@ -48,7 +52,7 @@ def run_on_emulated_nodes(nodes: int, gpus_per_node: int, command: list[str], po
         environment = dict(os.environ)
         first = node * gpus_per_node
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in range(gpus_per_node))
-        if nodes > 1:
+        if nodes > 1 and slow:
             environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         environment.setdefault("OMP_NUM_THREADS", "4")
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]

@@ -84,6 +84,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder for step.md and step.json")
+    parser.add_argument(
+        "--fast-network", action="store_true", help="nodes in name only: NVLink between them, which shows other costs"
+    )
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     arguments = parser.parse_args()
     unknown = {name for name in arguments.strategies.split(",") if name.removeprefix("fsdp2:") not in STRATEGIES}

@@ -56,10 +56,7 @@ class ErrorBuffer:
     def begin(self, chunks: int, numel: int, device: torch.device) -> ErrorBuffer:
         """Be ready for ``chunks`` chunks of ``numel`` values; errors of another shape are forgotten."""
         shape = (chunks * numel,) if self._codec is None else (chunks, self._codec.nbytes(numel))
-        if self._state is not None and (self._state.shape != shape or self._state.device != device):
-            # What was loaded comes from the CPU.
-            self._state = self._state.to(device) if self._state.shape == shape else None
-        if self._state is None:
+        if self._state is None or self._state.shape != shape:
             dtype = torch.float32 if self._codec is None else torch.uint8
             self._state, self._is_new = torch.zeros(shape, dtype=dtype, device=device), True
         self._numel = numel
@@ -80,6 +77,10 @@ class ErrorBuffer:
         self.state.copy_(errors if self._codec is None else self._codec.encode(errors, 1, chunks))
 
     # ---- in time
+
+    def move(self, device: torch.device) -> None:
+        """Have the errors on ``device``; those of a checkpoint come from the CPU."""
+        self._state = None if self._state is None else self._state.to(device)
 
     def keep(self) -> None:
         """Make it possible to take back what comes until :meth:`settle`."""

@@ -53,6 +53,8 @@ class UnitErrors:
         if self._unsettled:  # the optimizer is none of torch's
             self._settle(None)
         self._unsettled = True
+        for buffer in self._buffers.values():
+            buffer.move(device)
         if self._scale is None:
             return
         for buffer in self._buffers.values():
