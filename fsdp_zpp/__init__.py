@@ -9,6 +9,7 @@ from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
 from .codecs import Codec, Int4, Int8
 from .comm_hook import QuantizedReduceState, quantized_reduce_hook
 from .error_feedback import LoCo
+from .frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from .fsdp2 import fully_shard
 from .planner.plan import plan
 from .strategy import Strategy
@@ -21,9 +22,11 @@ __all__ = [
     "LoCo",
     "QuantizedReduceState",
     "Strategy",
+    "dequantize_frozen_params",
     "fully_shard",
     "invalidate",
     "plan",
+    "quantize_frozen_params",
     "quantized_reduce_hook",
     "traffic",
 ]

@@ -25,8 +25,6 @@ def check_built(strategy: Strategy, adapter: str) -> None:
     missing = []
     if strategy.error_feedback is not None:
         missing.append(f"error_feedback={strategy.error_feedback}")
-    if strategy.frozen is not None:
-        missing.append(f"frozen={strategy.frozen}")
     if missing:
         raise NotImplementedError(f"legal, but not built yet under {adapter}: {'; '.join(missing)}; of {strategy}")
 

@@ -45,7 +45,6 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
     return {
         "indivisible": (sharded(Strategy(gpus_per_node=3)), ValueError, "allowed are [1, 2, 4]"),
         "feedback": (sharded(Strategy.loco(**TWO)), NotImplementedError, f"{not_built}error_feedback=LoCo"),
-        "frozen codec": (sharded(Strategy.mixzpp(**TWO)), NotImplementedError, f"{not_built}frozen="),
         "the class": (sharded(Strategy), TypeError, "did you mean Strategy()"),
         "integers": (sharded(Strategy(**TWO), _integers), TypeError, "codes is torch.int8"),
         "doubles": (sharded(Strategy(**TWO), lambda: models.make_net().double()), TypeError, "is torch.float64"),
