@@ -62,8 +62,8 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = ()) -
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
                 reason = "an adapter's"
-            elif id(module) in sharded or isinstance(parameter, DTensor):
-                reason = SHARDED
+            elif _fits(module, name) and (id(module) in sharded or isinstance(parameter, DTensor)):
+                reason = SHARDED  # and may be of another shape now, so this comes first
             else:
                 reason = _unfit(parameter, [(site, own) for _, own, site in sites], min_numel)
             if reason is None:
@@ -78,7 +78,7 @@ def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_nume
     if parameter.dim() == 1:
         return "1-D"
     for module, name in sites:
-        if name != "weight" or not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not _fits(module, name):
             return f"of {type(module).__name__}, not nn.Linear or nn.Embedding"
         if hasattr(module, "parametrizations"):
             return "parametrized"
@@ -89,6 +89,11 @@ def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_nume
     if parameter.numel() < min_numel:
         return f"smaller than {min_numel} values"
     return None
+
+
+def _fits(module: nn.Module, name: str) -> bool:
+    """Whether a parameter of this name is one that a quantized module can do without."""
+    return name == "weight" and isinstance(module, (nn.Linear, nn.Embedding))
 
 
 def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
