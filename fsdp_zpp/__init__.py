@@ -9,6 +9,7 @@ from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
 from .codecs import Codec, Int4, Int8
 from .comm_hook import QuantizedReduceState, quantized_reduce_hook
 from .error_feedback import LoCo
+from .frozen.adapters import save_adapter
 from .frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from .fsdp2 import fully_shard
 from .planner.plan import plan
@@ -28,5 +29,6 @@ __all__ = [
     "plan",
     "quantize_frozen_params",
     "quantized_reduce_hook",
+    "save_adapter",
     "traffic",
 ]
