@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from .base import original_path
+from .whole import whole_parameters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -83,24 +82,13 @@ def peft_model_in(model: nn.Module) -> PeftModel:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors, on the CPU, of adapters and of all that is trained, by the names that PEFT has for them.
-
-    Collective; on other ranks than the first they may be missing. Of FSDP's own full state dicts, the one of
-    FullyShardedDataParallel takes frozen parameters along, and the one of fully_shard what a forward left gathered.
-    """
+    """Whole tensors of adapters and of all that is trained, by the names that PEFT has for them. Collective."""
     peft_model = peft_model_in(model)
     prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
-    start = f"{prefix}." if prefix else ""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    with _unsharded(model) if _has_fsdp1(model) else nullcontext():
-        found = {}
-        for name, parameter in model.named_parameters():
-            name = original_path(name).removeprefix(start)
-            if parameter.requires_grad or "lora_" in name or "modules_to_save" in name:
-                found[name] = _whole(parameter.detach())
-    return found
+    state = whole_parameters(
+        model, lambda name, parameter: parameter.requires_grad or "lora_" in name or "modules_to_save" in name
+    )
+    return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
 
 
 @contextmanager
@@ -116,24 +104,3 @@ def _original_paths(peft_model: PeftModel) -> Iterator[None]:
         yield
     finally:
         del peft_model.named_modules
-
-
-def _has_fsdp1(model: nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
-def _unsharded(model: nn.Module) -> AbstractContextManager[Any]:
-    """All of the model, whole, on the first rank; what is quantized is no part of it."""
-    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    return FullyShardedDataParallel.summon_full_params(
-        model, writeback=False, offload_to_cpu=elsewhere, rank0_only=elsewhere
-    )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy of a whole tensor on the CPU. Collective, if it is sharded."""
-    if isinstance(tensor, DTensor):
-        # Offloaded shards are on the CPU, where the collectives of GPUs can't gather them.
-        on_device: Any = tensor.to(tensor.device_mesh.device_type)
-        tensor = on_device.full_tensor()
-    return tensor.to("cpu", copy=True)

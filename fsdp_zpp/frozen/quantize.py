@@ -108,18 +108,14 @@ def quantize_frozen_params(
     group = process_group if process_group is not None else dist.group.WORLD
     options = FrozenOptions(
         codec,
-        Placement(placement, _mesh_of(group, gpus_per_node)),
+        Placement(placement, mesh_of(group, gpus_per_node)),
         min_numel,
         device_of(group, device),
         dtype,
         group if sync_module_states else None,
     )
     selection = select(model, min_numel, ignored_params)
-    if sharded := selection.left.get(SHARDED):
-        raise ValueError(
-            f"{sharded[0][0]} is sharded by FSDP already; call quantize_frozen_params(model, {codec!r}) before you "
-            "wrap the model, or wrap it with Strategy(..., frozen=...), which does so"
-        )
+    refuse_sharded(selection, f"call quantize_frozen_params(model, {codec!r}) before you wrap the model")
     source = None if checkpoint is None else source_from(checkpoint)
     if source is not None:
         source.check(candidate.name for candidate in selection.chosen)
@@ -128,6 +124,19 @@ def quantize_frozen_params(
     if source is not None:
         source.load_left(model, options.device)
     return report
+
+
+def refuse_sharded(selection: Selection, remedy: str) -> None:
+    """Raise if FSDP owns weights already.
+
+    Raises:
+        ValueError: Naming one.
+    """
+    if sharded := selection.left.get(SHARDED):
+        raise ValueError(
+            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
+            "quantizes what it wraps"
+        )
 
 
 def quantize_selected(
@@ -171,11 +180,16 @@ def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, so
     read = _reader(candidate, options, source, device)
     with torch.no_grad():
         row = weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
+    put_in_place(candidate, weight, row, base)
+    return row.nbytes
+
+
+def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
+    """Replace a parameter by a frozen weight, of which this rank holds ``row``."""
     weight.base, weight.held = base, Unsettled(row)
     base.weights.append(weight)
     for _, module in candidate.sites:
         freeze(module, weight)
-    return row.nbytes
 
 
 def _reader(candidate: Candidate, options: FrozenOptions, source: AnySource | None, device: torch.device) -> ReadRows:
@@ -216,7 +230,7 @@ def dequantize_frozen_params(model: nn.Module) -> int:
     return len(modules)
 
 
-def _mesh_of(group: dist.ProcessGroup | None, gpus_per_node: int | None) -> ProcessMesh:
+def mesh_of(group: dist.ProcessGroup | None, gpus_per_node: int | None) -> ProcessMesh:
     """The mesh of ``group``, or of this process alone."""
     if group is None:
         return ProcessMesh(Topology(1, 1), 0, None, None)

@@ -45,14 +45,14 @@ class Checkpoint:
 
     def reader(self, name: str, shape: torch.Size) -> ReadRows:
         """What reads rows of a weight."""
-        part = self._slice(name)
+        part = self.slice(name)
         if tuple(part.get_shape()) != tuple(shape):
             raise ValueError(f"{name} is {tuple(shape)} in the model and {tuple(part.get_shape())} in the checkpoint")
         return lambda first, last: part[first:last]
 
     def read(self, name: str) -> Tensor | None:
         """A whole tensor, if there is one of this name."""
-        return None if self._stored(name) is None else self._slice(name)[:]
+        return None if self._stored(name) is None else self.slice(name)[:]
 
     def load_left(self, model: nn.Module, device: torch.device | None) -> None:
         """Give values to the parameters and buffers of ``model`` that are still on the meta device."""
@@ -61,7 +61,8 @@ class Checkpoint:
     def _stored(self, name: str) -> str | None:
         return next((key for key in (name, stored_name(name)) if key in self._files), None)
 
-    def _slice(self, name: str) -> Any:
+    def slice(self, name: str) -> Any:
+        """A tensor, of which parts can be read."""
         key = self._stored(name)
         assert key is not None
         path = self._files[key]
