@@ -246,3 +246,34 @@ def under_stock(adapter: Adapter) -> bool:
 @over_adapters
 def test_quantized_before_torchs_own_sharding(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     assert pool(2).run(under_stock, adapter) == [True] * 2
+
+
+def with_accelerate(adapter: Adapter) -> tuple[list[float], list[float]]:
+    """In a worker: losses of the recipe for accelerate in the README, and without accelerate."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for accelerated in (True, False):
+        model = sharded(adapter, {"default": "lora"})
+        optimizer: Any = optimizer_of(model)
+        batches: Any = torch.utils.data.DataLoader([llama.tokens(0, 0)[0] for _ in range(16)], batch_size=1)
+        if accelerated:
+            accelerator = Accelerator(cpu=models.device().type == "cpu")
+            optimizer, batches = accelerator.prepare(optimizer, batches)  # all but the model
+        for batch in list(batches)[:4]:
+            loss = llama.loss_of(model, batch)
+            accelerator.backward(loss) if accelerated else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[accelerated].append(loss.item())
+        if accelerated:
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return losses[True], losses[False]
+
+
+@over_adapters
+def test_recipe_for_accelerate(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for ours, expected in pool(4).run(with_accelerate, adapter):
+        assert ours == expected
+        assert ours[-1] < ours[0]

@@ -3,6 +3,7 @@
 [Note: Why outside of FSDP]
 Frozen weights have no gradient and no optimizer state, only a gather. FSDP1 takes no integers, FSDP2 takes them on
 torch 2.13 alone, and neither knows that codes need no second trip between nodes. So these weights are no parameters:
-``placement.py`` says where a weight's chunks are, ``weight.py`` what one weight is, ``unit.py`` what is gathered
-together and ``residency.py`` when; ``tensor.py``, ``linear.py`` and ``module.py`` are how modules compute with them.
+``selection.py`` says which they are, ``placement.py`` where their chunks are, ``weight.py`` what one weight is,
+``unit.py`` what is gathered together and ``residency.py`` when; ``tensor.py``, ``linear.py`` and ``module.py`` are how
+modules compute with them.
 """
