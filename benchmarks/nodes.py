@@ -16,16 +16,19 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     """Start the nodes, or, with ``--worker``, be one rank of one and do its ``work``.
 
     Args:
-        arguments: The command line, with ``nodes``, ``gpus_per_node`` and ``worker``.
+        arguments: The command line, with ``nodes``, ``gpus_per_node``, ``worker`` and, for a choice, ``device``.
         work: What a rank does, with its GPU and the process group at hand.
     """
     if not arguments.worker:
         slow = not getattr(arguments, "fast_network", False)
         run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], slow=slow)
         return
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    if getattr(arguments, "device", "cuda") == "cpu":
+        dist.init_process_group("gloo")
+    else:
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     work(arguments)
     dist.destroy_process_group()
 

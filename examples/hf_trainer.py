@@ -1,6 +1,7 @@
 """Hugging Face's Trainer on a model that fsdp_zpp has sharded: shard first, then hand it over. Needs GPUs.
 
     torchrun --nproc-per-node 4 examples/hf_trainer.py --gpus-per-node 2
+    torchrun --nproc-per-node 4 examples/hf_trainer.py --gpus-per-node 2 --lora
 
 Trainer leaves alone a model that is sharded by fully_shard already, provided that accelerate takes the run for one of
 FSDP2. It never does so without an accelerator.
@@ -17,12 +18,13 @@ os.environ["FSDP_VERSION"] = "2"
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
 from train_text import load_corpus
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from fsdp_zpp import Strategy, fully_shard, traffic
+from fsdp_zpp import Strategy, fully_shard, save_adapter, traffic
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -43,6 +45,7 @@ def main() -> None:
     """Train a small Llama on the Python standard library."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus-per-node", type=int, help="default: as many as torchrun started on each")
+    parser.add_argument("--lora", action="store_true", help="train adapters on a frozen base that is quantized")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path("runs/hf_trainer"))
     options = parser.parse_args()
@@ -64,9 +67,12 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(device)
-    strategy = Strategy.zeropp(gpus_per_node=options.gpus_per_node)
+    layers, strategy = list(model.model.layers), Strategy.zeropp(gpus_per_node=options.gpus_per_node)
+    if options.lora:
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model, strategy = get_peft_model(model, config), Strategy.mixzpp(gpus_per_node=options.gpus_per_node)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in (*model.model.layers, model):
+    for module in (*layers, model):
         fully_shard(module, strategy=strategy, mp_policy=policy)
 
     arguments = TrainingArguments(
@@ -84,6 +90,8 @@ def main() -> None:
     validation = Windows(corpus.validation[: 256 * 512], 512)
     trainer = Trainer(model, arguments, train_dataset=Windows(corpus.training, 512), eval_dataset=validation)
     trainer.train()
+    if options.lora:
+        save_adapter(model, options.output / "adapter")  # not trainer.save_model(), which would save shards
     if dist.get_rank() == 0:
         print(traffic(model))
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from train_text import Corpus, load_corpus
 def main() -> None:
     """Run what the command line asks for and report it."""
     options = parse_options()
-    device = _start(options)
+    device = start(options)
     console = make_console(dist.get_rank())
     corpus = load_corpus(
         options.data,
@@ -34,9 +35,10 @@ def main() -> None:
         cache=options.output,
         device=device,
     )
-    _introduce(console, options, corpus)
+    introduce_text(console, options, corpus)
+    introduce_model(console, options)
     # The chosen strategy goes first: what it refuses, it refuses before FULL_SHARD has run for nothing.
-    results = [_train(run, options, corpus, device, console) for run in reversed(options.runs)][::-1]
+    results = [run_once(run, options, corpus, device, console) for run in reversed(options.runs)][::-1]
     if dist.get_rank() == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         print_table(console, results, options)
@@ -46,7 +48,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _start(options: Options) -> torch.device:
+def start(options: Options) -> torch.device:
     """Join the process group and return this rank's device."""
     if options.device == "cpu":
         dist.init_process_group("gloo")
@@ -57,13 +59,18 @@ def _start(options: Options) -> torch.device:
     return device
 
 
-def _introduce(console: Console, options: Options, corpus: Corpus) -> None:
+def introduce_text(console: Console, options: Options, corpus: Corpus) -> None:
+    """Say where and on what a run trains."""
     console.print(
         f"{options.world} ranks as {options.nodes} x {options.gpus_per_node} on {options.device}, "
         f"{options.precision}; text of {corpus.text_bytes / 1e6:.1f} MB, "
         f"{len(corpus.training) / 1e6:.1f} M {options.tokenizer} tokens to train on, "
         f"{len(corpus.validation):,} held out, vocabulary {corpus.vocab:,}"
     )
+
+
+def introduce_model(console: Console, options: Options) -> None:
+    """Say what a run trains."""
     console.print(
         f"Llama: hidden {options.hidden}, layers {options.layers}, heads {options.heads}, "
         f"sequence {options.sequence}; {options.steps} steps of {options.tokens_per_step:,} tokens, "
@@ -71,12 +78,22 @@ def _introduce(console: Console, options: Options, corpus: Corpus) -> None:
     )
 
 
-def _train(run: Run, options: Options, corpus: Corpus, device: torch.device, console: Console) -> RunResult:
+def run_once(
+    run: Run,
+    options: Options,
+    corpus: Corpus,
+    device: torch.device,
+    console: Console,
+    trainer_class: type[Trainer] = Trainer,
+    at_the_end: Callable[[Trainer], None] = lambda trainer: None,
+) -> RunResult:
+    """Train under one strategy, and forget all but the figures."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    trainer = Trainer(run, options, corpus, device)
+    trainer = trainer_class(run, options, corpus, device)
     with TrainingProgress(console, run.label, options) as progress:
         result = trainer.train(progress)
+    at_the_end(trainer)
     # FSDP's modules refer to each other in cycles, and would keep their memory during the next run.
     del trainer
     gc.collect()

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import train_checkpoint as checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_model import build, optimizer_and_schedule
 from train_options import Options, Run
@@ -96,10 +96,7 @@ class Trainer:
 
     def __init__(self, run: Run, options: Options, corpus: Corpus, device: torch.device) -> None:
         self.run, self.options, self.corpus, self.device = run, options, corpus, device
-        model = build(options, corpus.vocab)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.unit_sizes = unit_sizes(model)
-        self.model = shard(model, run.strategy, options, device)
+        self.model = self._make_model()
         self.optimizer, self.schedule = optimizer_and_schedule(self.model, options)
         self.history = checkpoint.History()
         self.state = checkpoint.TrainingState(self.model, self.optimizer, self.schedule, self.history)
@@ -110,6 +107,12 @@ class Trainer:
             checkpoint.load(self.state, options.resume)
             if self.history.step >= options.stop_at:
                 raise SystemExit(f"{options.resume} is at step {self.history.step}; nothing is left to train")
+
+    def _make_model(self) -> nn.Module:
+        """The sharded model; leaves the sizes of its units."""
+        model = build(self.options, self.corpus.vocab)
+        self.unit_sizes = self.trained_unit_sizes = unit_sizes(model)
+        return shard(model, self.run.strategy, self.options, self.device)
 
     def train(self, progress: TrainingProgress) -> RunResult:
         """Train to the end, showing ``progress``."""
@@ -185,6 +188,7 @@ class Trainer:
         options = self.options
         estimate = full_shard_traffic(
             self.unit_sizes,
+            self.trained_unit_sizes,
             nodes=options.nodes,
             gpus_per_node=options.gpus_per_node,
             micro_batches=options.micro_batches,
@@ -194,7 +198,7 @@ class Trainer:
         return RunResult(
             label=self.run.label,
             strategy=str(self.run.strategy or "torch's ShardingStrategy.FULL_SHARD"),
-            parameters=self.parameters,
+            parameters=sum(self.unit_sizes),
             losses=self.history.losses,
             validation=self.history.validation,
             train_loss=sum(recent) / len(recent),

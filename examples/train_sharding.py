@@ -20,18 +20,23 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from train_options import Options
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import Strategy, fully_shard
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a Hugging Face model, or of one that wraps it."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def shard(
-    model: LlamaForCausalLM, strategy: Strategy | None, options: Options, device: torch.device
+    model: nn.Module, strategy: Strategy | None, options: Options, device: torch.device
 ) -> FullyShardedDataParallel | FSDPModule:
     """Shard ``model``, one unit per decoder layer; ``strategy`` None is torch's own FULL_SHARD."""
     # With a mesh FullyShardedDataParallel's checkpoints hold DTensors; without one, the deprecated ShardedTensors.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layer_classes = {type(layer) for layer in layers_of(model)}
     if options.fsdp2:
         return _shard_fsdp2(model.to(device), strategy, options, mesh)
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -39,7 +44,7 @@ def shard(
         model,
         # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
         sharding_strategy=strategy or ShardingStrategy.FULL_SHARD,  # type: ignore[arg-type]
-        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        auto_wrap_policy=ModuleWrapPolicy(layer_classes),
         mixed_precision=half if options.precision == "bf16" else None,
         device_mesh=mesh,
         device_id=device,
@@ -47,18 +52,19 @@ def shard(
     )
     if options.activation_checkpointing:
         # Inside of the units, so that recomputation finds the weights that backward has gathered.
-        apply_activation_checkpointing(sharded, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        apply_activation_checkpointing(sharded, check_fn=lambda module: type(module) in layer_classes)
     return sharded
 
 
-def _shard_fsdp2(model: LlamaForCausalLM, strategy: Strategy | None, options: Options, mesh: DeviceMesh) -> FSDPModule:
+def _shard_fsdp2(model: nn.Module, strategy: Strategy | None, options: Options, mesh: DeviceMesh) -> FSDPModule:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     arguments: dict[str, Any] = {"mesh": mesh}
     if options.precision == "bf16":
         arguments["mp_policy"] = half
     if options.activation_checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
-    for module in (*model.model.layers, model):
+        classes = {type(layer) for layer in layers_of(model)}
+        apply_activation_checkpointing(model, check_fn=lambda module: type(module) in classes)
+    for module in (*layers_of(model), model):
         if strategy is None:
             torch_fully_shard(module, **arguments)
         else:
@@ -82,7 +88,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def unit_sizes(model: LlamaForCausalLM) -> list[int]:
-    """Values in each unit that :func:`shard` will make of ``model``, the root unit first."""
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    return [sum(p.numel() for p in model.parameters()) - sum(layers), *layers]
+def unit_sizes(model: nn.Module, trained: bool = False) -> list[int]:
+    """Values, or ``trained`` ones, in each unit that :func:`shard` will make of ``model``, the root unit first."""
+
+    def size(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+
+    layers = [size(layer) for layer in layers_of(model)]
+    return [size(model) - sum(layers), *layers]

@@ -86,7 +86,7 @@ def load_corpus(
 
     Args:
         paths: Files or folders; empty for the standard library of this Python.
-        tokenizer: ``"byte"`` or ``"bpe"``.
+        tokenizer: ``"byte"``, ``"bpe"``, or the folder of a pretrained one.
         vocab: Size of the BPE vocabulary.
         validation: Share of the tokens held out, the last ones.
         sequence: Tokens of a sequence, which both parts must hold.
@@ -96,7 +96,12 @@ def load_corpus(
     tokens, sizes = torch.empty(0, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     if dist.get_rank() == 0:
         text = _read(paths)
-        tokens, vocab = (_as_bytes(text), 256) if tokenizer == "byte" else _as_bpe(text, vocab, cache)
+        if tokenizer == "byte":
+            tokens, vocab = _as_bytes(text), 256
+        elif tokenizer == "bpe":
+            tokens, vocab = _as_bpe(text, vocab, cache)
+        else:
+            tokens, vocab = _as_pretrained(text, tokenizer)
         sizes = torch.tensor([len(tokens), vocab, len(text)])
     sizes = _broadcast(sizes, device)
     count, vocab, text_bytes = (int(size) for size in sizes)
@@ -135,6 +140,15 @@ def _standard_library() -> Iterator[Path]:
 
 def _as_bytes(text: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int32))
+
+
+def _as_pretrained(text: bytes, folder: str) -> tuple[Tensor, int]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = text.decode("utf-8", errors="replace").splitlines(keepends=True)
+    ids = tokenizer(lines, add_special_tokens=False)["input_ids"]
+    return torch.from_numpy(np.concatenate([np.asarray(line, dtype=np.int32) for line in ids])), len(tokenizer)
 
 
 def _as_bpe(text: bytes, vocab: int, cache: Path) -> tuple[Tensor, int]:

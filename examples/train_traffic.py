@@ -25,7 +25,13 @@ def hop_bytes(traffic: Traffic, hop: Hop) -> int:
 
 
 def full_shard_traffic(
-    unit_sizes: list[int], *, nodes: int, gpus_per_node: int, micro_batches: int, bytes_per_value: int
+    unit_sizes: list[int],
+    trained_unit_sizes: list[int],
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    micro_batches: int,
+    bytes_per_value: int,
 ) -> Traffic:
     """Bytes that one rank has to send in an optimizer step of FULL_SHARD.
 
@@ -39,14 +45,18 @@ def full_shard_traffic(
 
     Args:
         unit_sizes: Values in each FSDP unit, the root unit first.
+        trained_unit_sizes: Those of them that have gradients.
         nodes: Number of nodes.
         gpus_per_node: Ranks on each.
         micro_batches: Micro-batches per optimizer step.
         bytes_per_value: Of the dtype in which weights and gradients travel.
     """
-    shards = [math.ceil(size / (nodes * gpus_per_node)) * bytes_per_value for size in unit_sizes]
+    shards, trained = (
+        [math.ceil(size / (nodes * gpus_per_node)) * bytes_per_value for size in sizes]
+        for sizes in (unit_sizes, trained_unit_sizes)
+    )
     gathered = micro_batches * (shards[0] + 2 * sum(shards[1:]))
-    reduced = sum(shards)
+    reduced = sum(trained)
     inter, intra = nodes - 1, nodes * (gpus_per_node - 1)
     return {
         "gather": {"inter": gathered * inter, "intra": gathered * intra},

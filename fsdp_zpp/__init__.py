@@ -10,6 +10,10 @@ from .codecs import Codec, Int4, Int8
 from .comm_hook import QuantizedReduceState, quantized_reduce_hook
 from .error_feedback import LoCo
 from .error_state import ErrorFeedbackState
+from .frozen.adapters import save_adapter
+from .frozen.loading import load_frozen_params
+from .frozen.quantize import dequantize_frozen_params, quantize_frozen_params
+from .frozen.saving import save_frozen_params
 from .fsdp2 import fully_shard
 from .planner.plan import plan
 from .strategy import Strategy
@@ -23,9 +27,14 @@ __all__ = [
     "LoCo",
     "QuantizedReduceState",
     "Strategy",
+    "dequantize_frozen_params",
     "fully_shard",
     "invalidate",
+    "load_frozen_params",
     "plan",
+    "quantize_frozen_params",
     "quantized_reduce_hook",
+    "save_adapter",
+    "save_frozen_params",
     "traffic",
 ]

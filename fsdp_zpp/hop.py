@@ -51,9 +51,9 @@ class Hop:
         """Number of ranks."""
         return dist.get_world_size(self.group)
 
-    def all_gather(self, payload: Tensor, label: str) -> Tensor:
-        """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank."""
-        gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1]))
+    def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
+        gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         self.traffic.add(self.kind, self.level, payload.nbytes * (self.size - 1))
         with record_function(f"fsdp_zpp::{self.level}_all_gather ({label})"):
             _all_gather_single()(gathered, payload, group=self.group)

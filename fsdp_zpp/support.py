@@ -16,16 +16,6 @@ from .topology import ProcessMesh, Topology, process_mesh, topology_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_built(strategy: Strategy, adapter: str) -> None:
-    """Raise for what is legal but not built.
-
-    Raises:
-        NotImplementedError: Naming it.
-    """
-    if strategy.frozen is not None:
-        raise NotImplementedError(f"legal, but not built yet under {adapter}: frozen={strategy.frozen}; of {strategy}")
-
-
 def check_instance(name: str, value: object) -> None:
     """Raise if the class Strategy was passed where an instance was meant.
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import nn
 
+from .frozen.module import frozen_modules
 from .hop import Kind, Level, Traffic
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
@@ -32,12 +33,13 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def units(model: nn.Module) -> Iterator[Unit]:
-    """The units of a model, outermost first.
+    """The units of a model, outermost first, then its frozen base.
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
     found = [unit for unit in map(unit_of, model.modules()) if unit is not None]
+    found += {weight.base: None for _, _, weight in frozen_modules(model)}
     if not found:
         raise ValueError(
             f"no part of this {type(model).__name__} was wrapped with a Strategy or has a quantized_reduce_hook"

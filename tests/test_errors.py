@@ -41,10 +41,8 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
     def sharded(strategy: Any, net: Callable[[], nn.Module] = models.make_net) -> Callable[[], Any]:
         return lambda: adapter.apply(net(), strategy)
 
-    not_built = f"not built yet under {adapter.torch_name}: "
     return {
         "indivisible": (sharded(Strategy(gpus_per_node=3)), ValueError, "allowed are [1, 2, 4]"),
-        "frozen codec": (sharded(Strategy.mixzpp(**TWO)), NotImplementedError, f"{not_built}frozen="),
         "the class": (sharded(Strategy), TypeError, "did you mean Strategy()"),
         "integers": (sharded(Strategy(**TWO), _integers), TypeError, "codes is torch.int8"),
         "doubles": (sharded(Strategy(**TWO), lambda: models.make_net().double()), TypeError, "is torch.float64"),

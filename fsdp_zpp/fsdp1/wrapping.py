@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from .. import units
 from ..activity import log_reduction
 from ..comm_hook import QuantizedReduceState
+from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..staleness import ModelEvents, gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import check_built, check_dtypes, check_instance, check_no_other_parallelism, mesh_for, topology_for
+from ..support import check_dtypes, check_instance, check_no_other_parallelism, mesh_for, topology_for
 from . import _torch
 
 _EVENTS = "_fsdp_zpp_events"
@@ -67,7 +68,6 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if not isinstance(strategy, Strategy):
         construct()
         return
-    check_built(strategy, "FullyShardedDataParallel")
     _check_layout(strategy, arguments)
     _check_parameters(strategy, arguments)
     _check_offload(arguments)
@@ -76,6 +76,16 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         construct()  # to raise FSDP's own error
         return
     unit = StrategyUnit(strategy, mesh_for(strategy, group))
+    mixed_precision = arguments["mixed_precision"]
+    quantize_for(
+        strategy,
+        arguments["module"],
+        unit.mesh,
+        ignored=_ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"]),
+        device=arguments["device_id"],
+        dtype=None if mixed_precision is None else mixed_precision.param_dtype,
+        broadcast=group if arguments["sync_module_states"] else None,
+    )
     shard_groups = {"G": group, "I": unit.mesh.intra, "N": None}
 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
@@ -119,7 +129,9 @@ def _watch(root: nn.Module) -> None:
     _check_one_group(found)
     if found:
         wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
-        setattr(root, _EVENTS, watch(type(wrapped).__name__, found, parameters, shards))
+        name = type(wrapped).__name__
+        setattr(root, _EVENTS, watch(name, found, parameters, shards))
+        warn_if_nothing_is_frozen(root, name, ((unit.strategy, unit.mesh) for unit in found.values()))
 
 
 def _name_of(path: str) -> str:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from .. import units
+from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..staleness import gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
@@ -72,7 +73,7 @@ def fully_shard(
     Raises:
         TypeError: If ``strategy`` is not a :class:`Strategy`, or a parameter has a dtype that none can shard.
         ValueError: If the mesh or another argument does not fit a strategy.
-        NotImplementedError: If the strategy is legal but not built yet.
+        NotImplementedError: If the strategy can't be combined with another parallelism that has sharded the module.
 
     Example:
         >>> for layer in model.layers:
@@ -83,6 +84,11 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     check_arguments(modules, strategy, passed_on)
     unit = _unit_for(strategy, passed_on)
+    policy = passed_on.get("mp_policy")
+    for each in modules:
+        ignored = passed_on.get("ignored_params") or ()
+        dtype = None if policy is None else policy.param_dtype
+        quantize_for(strategy, each, unit.mesh, ignored=ignored, dtype=dtype)
     sharded = torch_fully_shard(module, **passed_on)
     group = _torch.adopt_group(modules[0], _watch)
     if is_torchs_own(strategy):
@@ -159,5 +165,7 @@ def _watch(root: nn.Module) -> None:
         if isinstance(unit, StrategyUnit) and group is not None:
             found[group.name], parameters[group.name] = unit, group.parameters()
             shards[group.name] = group.shards()
-    events = watch(type(root).__name__.removeprefix("FSDP"), found, parameters, shards)
+    model = type(root).__name__.removeprefix("FSDP")
+    events = watch(model, found, parameters, shards)
+    warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
     _torch.watch_backwards(root, events.gradients_synchronized)

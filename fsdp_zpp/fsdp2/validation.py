@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
 from ..strategy import Strategy
-from ..support import check_built, check_dtypes, check_instance, check_no_other_parallelism, topology_for
+from ..support import check_dtypes, check_instance, check_no_other_parallelism, topology_for
 
 
 def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
@@ -55,7 +55,6 @@ def _check_strategy(strategy: object) -> None:
     check_instance("strategy", strategy)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
-    check_built(strategy, "fully_shard")
 
 
 def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:

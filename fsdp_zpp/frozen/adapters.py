@@ -1,0 +1,106 @@
+"""Saving PEFT adapters of sharded models in the files that PEFT itself writes and reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .base import original_path
+from .whole import whole_parameters
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def save_adapter(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    adapters: Sequence[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> None:
+    """Write adapters as ``PeftModel.from_pretrained(base, path)`` reads them, on any number of GPUs. Collective.
+
+    Rank 0 writes ``adapter_config.json`` and ``adapter_model.safetensors``, adapters other than ``"default"`` in
+    folders of their names. The model in memory stays as it is, frozen base and all.
+
+    Args:
+        model: A PEFT model, plain or sharded by either FSDP, or a module that holds one.
+        path: The folder.
+        adapters: Names of adapters. Default: all.
+        process_group: The ranks of the model. Default: all of them.
+        **options: Further arguments of ``PeftModel.save_pretrained``.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If there is no PEFT model in ``model``, or no adapter of a name.
+        RuntimeError: If rank 0 could not write the files; on every rank.
+    """
+    peft_model = peft_model_in(model)
+    names = list(peft_model.peft_config)
+    if unknown := set(adapters or ()) - set(names):
+        raise ValueError(f"there is no adapter {sorted(unknown)} in this model; there are {names}")
+    state = adapter_state(model)
+    error = ""
+    if not dist.is_initialized() or dist.get_rank(process_group) == 0:
+        try:
+            selected = list(adapters) if adapters is not None else names
+            with _original_paths(peft_model):
+                peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
+        except Exception as failure:  # whatever it is, the other ranks are to hear of it
+            error = f"{type(failure).__name__}: {failure}"
+    if dist.is_initialized():
+        said = [error]
+        first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+        dist.broadcast_object_list(said, src=first, group=process_group)
+        (error,) = said
+    if error:
+        raise RuntimeError(f"the adapter could not be saved to {os.fspath(path)}: {error}")
+
+
+def peft_model_in(model: nn.Module) -> PeftModel:
+    """The PEFT model that ``model`` is or wraps.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If there is none.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError("save_adapter needs peft; install fsdp_zpp[peft]") from error
+    found = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if found is None:
+        raise ValueError(f"there is no PeftModel in this {type(model).__name__}; make one with peft.get_peft_model")
+    return found
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors of adapters and of all that is trained, by the names that PEFT has for them. Collective."""
+    peft_model = peft_model_in(model)
+    prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
+    state = whole_parameters(
+        model, lambda name, parameter: parameter.requires_grad or "lora_" in name or "modules_to_save" in name
+    )
+    return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
+
+
+@contextmanager
+def _original_paths(peft_model: PeftModel) -> Iterator[None]:
+    """PEFT chooses by the paths of modules what of a state dict to save, so they must be without FSDP's wrappers."""
+
+    def named_modules(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in nn.Module.named_modules(peft_model, *arguments, **options):
+            yield original_path(path), module
+
+    peft_model.named_modules = named_modules  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del peft_model.named_modules

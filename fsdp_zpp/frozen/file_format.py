@@ -1,0 +1,112 @@
+"""What the quantized base looks like in safetensors files.
+
+[Note: Files of a frozen base]
+For each weight there are two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``,
+fp32, one for each block. Chunks are whole blocks ([Note: Frozen chunks] in placement.py), so a chunk of any layout is
+a slice of both: its payload is put together from them without quantizing again, at any world size. What is frozen but
+not quantized is stored as it is. Names are those of the model without adapters and wrappers. An index has the file of
+each tensor and, as metadata, each weight's shape, dtype and codec.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.kernels import PayloadLayout
+
+from ..codecs import Blockwise, Int4, Int8
+from .weight import FrozenWeight
+
+INDEX = "frozen_base.safetensors.index.json"
+CODECS: dict[str, type[Blockwise]] = {"Int8": Int8, "Int4": Int4}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The metadata of one weight."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    codec: str
+    block: int
+
+    @classmethod
+    def of(cls, weight: FrozenWeight) -> StoredWeight:
+        """The metadata of ``weight``.
+
+        Raises:
+            ValueError: If its codec can't be stored.
+        """
+        kind = type(weight.codec).__name__
+        if CODECS.get(kind) is not type(weight.codec):
+            raise ValueError(f"{weight.name} is quantized as {weight.codec}, but only {', '.join(CODECS)} can be saved")
+        assert isinstance(weight.codec, Blockwise)
+        return cls(tuple(weight.shape), str(weight.dtype).removeprefix("torch."), kind, weight.codec.block)
+
+    def make_codec(self) -> Blockwise:
+        """Its codec."""
+        return CODECS[self.codec](self.block)
+
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return getattr(torch, self.dtype)
+
+
+def whole_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
+    """All codes, uint8, and scales, fp32, of a weight, on the CPU. Collective."""
+    assert isinstance(weight.codec, Blockwise)
+    layout = PayloadLayout(weight.codec.bits, weight.codec.block)
+    rows, chunk = weight.held.rows_of(weight, weight.device), weight.chunk_numel
+    start = layout.scales_offset(chunk)
+    codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
+    scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
+    # How much of the last chunks is past the weight's end depends on the layout, how many blocks it has does not.
+    blocks = layout.blocks(weight.shape.numel())
+    return codes[: layout.codes_nbytes(blocks * layout.block)].cpu().clone(), scales[:blocks].cpu().clone()
+
+
+def row_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
+    """This rank's chunk, uint8 [row_nbytes] on the CPU, of what :func:`whole_codes` returned, or slices of files."""
+    assert isinstance(weight.codec, Blockwise)
+    layout = PayloadLayout(weight.codec.bits, weight.codec.block)
+    row = torch.zeros(weight.row_nbytes, dtype=torch.uint8)
+    end_of_all = layout.blocks(weight.shape.numel())
+    per_chunk = weight.chunk_numel // layout.block
+    first = min(weight.placement.own_chunk * per_chunk, end_of_all)
+    last = min(first + per_chunk, end_of_all)
+    if first == last:
+        return row
+    nbytes = layout.codes_nbytes(layout.block)
+    row[: (last - first) * nbytes] = codes[first * nbytes : last * nbytes]
+    start = layout.scales_offset(weight.chunk_numel)
+    row[start : start + 4 * (last - first)] = scales[first:last].view(torch.uint8)
+    return row
+
+
+def write_index(folder: Path, files: dict[str, str], weights: dict[str, StoredWeight]) -> None:
+    """Write the index."""
+    metadata = {"format": "fsdp_zpp", "weights": {name: asdict(stored) for name, stored in weights.items()}}
+    (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": files}, indent=1))
+
+
+def read_index(folder: Path) -> tuple[dict[str, Path], dict[str, StoredWeight]]:
+    """For each tensor its file, and each weight's metadata.
+
+    Raises:
+        ValueError: If there is no index of a frozen base in ``folder``.
+    """
+    path = folder / INDEX
+    if not path.exists():
+        raise ValueError(f"{folder} has no {INDEX}, which save_frozen_params writes")
+    index = json.loads(path.read_text())
+    weights = {
+        name: StoredWeight(tuple(stored["shape"]), stored["dtype"], stored["codec"], stored["block"])
+        for name, stored in index["metadata"]["weights"].items()
+    }
+    return {name: folder / file for name, file in index["weight_map"].items()}, weights

@@ -1,0 +1,50 @@
+"""Computing with frozen weights: dequantized where they are used, in forward and again in backward, never saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .weight import FrozenWeight
+
+
+def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
+
+    Args:
+        x: [..., in] in any floating dtype.
+        weight: [out, in].
+        bias: [out] or None.
+    """
+    return _FrozenLinear.apply(x, bias, weight)
+
+
+def frozen_embedding(tokens: Tensor, weight: FrozenWeight) -> Tensor:
+    """``F.embedding`` with a frozen weight, in the weight's own dtype."""
+    return F.embedding(tokens, weight.dequantize(device=tokens.device))
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight) -> Tensor:
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        dense = weight.dequantize(dtype, x.device)
+        return F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient,) = gradients
+        for_x = for_bias = None
+        if ctx.needs_input_grad[0]:
+            dense = ctx.weight.dequantize(ctx.dtype, gradient.device)
+            for_x = torch.matmul(gradient.to(ctx.dtype), dense).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            for_bias = gradient.flatten(end_dim=-2).sum(0).to(ctx.bias_dtype)
+        return for_x, for_bias, None

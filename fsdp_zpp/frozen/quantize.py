@@ -1,0 +1,249 @@
+"""``quantize_frozen_params``: from frozen parameters to codes that are sharded and owned outside of either FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..codecs import Codec, Int8
+from ..support import DTYPES
+from ..topology import ProcessMesh, Topology, process_mesh
+from .base import FrozenBase, Unsettled, base_for
+from .module import FrozenModule, freeze, frozen_modules, unfreeze
+from .placement import Placement
+from .report import FrozenReport, log_report, named_left
+from .selection import SHARDED, Candidate, Selection, select
+from .source import AnySource, Source, source_from
+from .weight import FrozenWeight, ReadRows
+
+MIN_NUMEL = 4096
+"""Below it a weight costs more to look after than it takes."""
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    """How to quantize; the arguments of :func:`quantize_frozen_params` as they work out.
+
+    Attributes:
+        codec: How weights are quantized.
+        placement: Where they are to be.
+        min_numel: Smaller ones are left.
+        device: Where codes are kept; None is where each weight is.
+        dtype: What weights pass for; None is each one's own.
+        broadcast: The group whose first rank has the true weights; None if every rank has them.
+    """
+
+    codec: Codec
+    placement: Placement
+    min_numel: int = MIN_NUMEL
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    broadcast: dist.ProcessGroup | None = None
+
+
+def quantize_frozen_params(
+    model: nn.Module,
+    codec: Codec | None = None,
+    *,
+    placement: str = "I",
+    gpus_per_node: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    checkpoint: Source | None = None,
+    min_numel: int = MIN_NUMEL,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+    ignored_params: Collection[Tensor] = (),
+    sync_module_states: bool = False,
+) -> FrozenReport:
+    """Quantize every frozen weight worth it, once, shard the codes, and say what was done. Collective.
+
+    Weights of nn.Linear and nn.Embedding are taken, tied ones once; ``module.weight`` then stands for the dequantized
+    weight. They are no parameters any more: no FSDP gathers them, ``model.state_dict()`` has none of them
+    (:func:`save_frozen_params` saves them), and no gradient is ever allocated for them. Called again, it takes what
+    was frozen since.
+
+    Call it before wrapping, or let ``Strategy(frozen=...)`` do so.
+
+    Args:
+        model: Any model with frozen parameters, a PEFT model for one. On the meta device, with a ``checkpoint``.
+        codec: How weights are quantized. Default: ``Int8(256)``.
+        placement: A parameter letter: ``I`` keeps the base in every node, sharded inside, and sends no byte between
+            nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
+            all of it on every rank.
+        gpus_per_node: As in :class:`Strategy`.
+        process_group: The data-parallel ranks. Default: all of them, or this process alone without a process group.
+        checkpoint: Where the weights are: a safetensors file, an index of several, a folder with either, or a function
+            of a parameter's name. Each rank reads the rows that it keeps. Default: in the model.
+        min_numel: Weights with fewer values are left as they are.
+        device: Where the codes are kept. Default: this process's accelerator, if ranks talk through it; else where
+            the weights are.
+        dtype: What the weights pass for, which embeddings come out in: your mixed precision's ``param_dtype``. Linear
+            layers compute in the dtype of their input, or autocast's. Default: each weight's own.
+        ignored_params: Parameters to be left as they are.
+        sync_module_states: Whether the first rank's weights are broadcast, one at a time, as FSDP's option does.
+
+    Returns:
+        What was quantized, what it takes now, and what was left and why.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, weights have no values, or the model is sharded already.
+
+    Example:
+        >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
+        >>> quantize_frozen_params(model, Int8(256))
+        >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)
+    """
+    codec = Int8(256) if codec is None else codec
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec must be a codec such as Int8(256) or Int4(128), got {codec!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
+        raise ValueError(f"min_numel must be a positive int, got {min_numel!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    group = process_group if process_group is not None else dist.group.WORLD
+    options = FrozenOptions(
+        codec,
+        Placement(placement, mesh_of(group, gpus_per_node)),
+        min_numel,
+        device_of(group, device),
+        dtype,
+        group if sync_module_states else None,
+    )
+    selection = select(model, min_numel, ignored_params)
+    refuse_sharded(selection, f"call quantize_frozen_params(model, {codec!r}) before you wrap the model")
+    source = None if checkpoint is None else source_from(checkpoint)
+    if source is not None:
+        source.check(candidate.name for candidate in selection.chosen)
+    report, _ = quantize_selected(model, selection, options, source)
+    log_report([report])
+    if source is not None:
+        source.load_left(model, options.device)
+    return report
+
+
+def refuse_sharded(selection: Selection, remedy: str) -> None:
+    """Raise if FSDP owns weights already.
+
+    Raises:
+        ValueError: Naming one.
+    """
+    if sharded := selection.left.get(SHARDED):
+        raise ValueError(
+            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
+            "quantizes what it wraps"
+        )
+
+
+def quantize_selected(
+    model: nn.Module, selection: Selection, options: FrozenOptions, source: AnySource | None = None
+) -> tuple[FrozenReport, FrozenBase | None]:
+    """Quantize what was chosen of ``model``; arguments are taken as checked, but for weights without values."""
+    on_meta = [candidate.name for candidate in selection.chosen if candidate.parameter.is_meta]
+    if on_meta and source is None and options.broadcast is None:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device and has no values; give quantize_frozen_params a checkpoint= to read "
+            "them from"
+        )
+    base = base_for(model) if selection.chosen or any(True for _ in frozen_modules(model)) else None
+    before, after = 0, 0
+    for candidate in selection.chosen:
+        assert base is not None
+        before += candidate.parameter.nbytes
+        after += _quantize(candidate, base, options, source)
+    left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
+    report = FrozenReport(
+        type(model).__name__,
+        options.codec,
+        options.placement,
+        len(selection.chosen),
+        sum(candidate.parameter.numel() for candidate in selection.chosen),
+        before,
+        after,
+        named_left(selection.left),
+        sum(parameter.numel() for parameter in left),
+    )
+    return report, base
+
+
+def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, source: AnySource | None) -> int:
+    """Quantize one weight, put it in its modules' place, and return the bytes that this rank keeps."""
+    parameter = candidate.parameter
+    weight = FrozenWeight(
+        candidate.name, parameter.shape, options.dtype or parameter.dtype, options.codec, options.placement
+    )
+    device = options.device if options.device is not None else parameter.device
+    read = _reader(candidate, options, source, device)
+    with torch.no_grad():
+        row = weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
+    put_in_place(candidate, weight, row, base)
+    return row.nbytes
+
+
+def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
+    """Replace a parameter by a frozen weight, of which this rank holds ``row``."""
+    weight.base, weight.held = base, Unsettled(row)
+    base.weights.append(weight)
+    for _, module in candidate.sites:
+        freeze(module, weight)
+
+
+def _reader(candidate: Candidate, options: FrozenOptions, source: AnySource | None, device: torch.device) -> ReadRows:
+    """What reads rows of a weight: from the model, from its first rank, or from a checkpoint."""
+    parameter = candidate.parameter
+    if source is not None:
+        return source.reader(candidate.name, parameter.shape)
+    if options.broadcast is None:
+        return lambda first, last: parameter[first:last]
+    group = options.broadcast
+    whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+    whole = whole.contiguous()
+    dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
+    return lambda first, last: whole[first:last]
+
+
+def dequantize_frozen_params(model: nn.Module) -> int:
+    """Give every quantized weight of ``model`` back to its module as a frozen parameter, dequantized. Collective.
+
+    What an adapter is to be merged into, or a layer that is to be trained after all, must be a plain parameter. All
+    of the model is then on every rank in full precision, so call it on a part of a large one, and before sharding.
+
+    Args:
+        model: A model or a part of one.
+
+    Returns:
+        How many weights there were.
+    """
+    modules: dict[FrozenWeight, list[FrozenModule]] = {}
+    for _, user, weight in frozen_modules(model):
+        modules.setdefault(weight, []).append(user)
+    for weight, users in modules.items():
+        parameter = nn.Parameter(weight.dequantize(), requires_grad=False)
+        for user in users:
+            unfreeze(user, parameter)
+    for base in {weight.base: None for weight in modules}:
+        base.forget(set(modules))
+    return len(modules)
+
+
+def mesh_of(group: dist.ProcessGroup | None, gpus_per_node: int | None) -> ProcessMesh:
+    """The mesh of ``group``, or of this process alone."""
+    if group is None:
+        return ProcessMesh(Topology(1, 1), 0, None, None)
+    return process_mesh(group, gpus_per_node)
+
+
+def device_of(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
+    """Where codes are to be kept; None is where the weights are."""
+    accelerator = torch.accelerator.current_accelerator()
+    if isinstance(device, int):
+        return torch.device("cpu" if accelerator is None else accelerator.type, device)
+    if device is not None:
+        return torch.device(device)
+    if accelerator is None or group is None or dist.get_backend(group) == "gloo":
+        return None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

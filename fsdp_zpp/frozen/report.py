@@ -1,0 +1,83 @@
+"""What quantizing a frozen base has done: how many parameters, how many bytes, what was left and why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..codecs import Codec
+from .placement import Placement
+
+logger = logging.getLogger("fsdp_zpp")
+
+_WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes", "G": "sharded over all ranks"}
+
+
+@dataclass(frozen=True)
+class FrozenReport:
+    """What :func:`quantize_frozen_params` did.
+
+    Attributes:
+        model: The model's class.
+        codec: How weights were quantized.
+        placement: Where they are now.
+        weights: How many weights were quantized, tied ones counted once.
+        parameters: How many values they have.
+        bytes_before: What they took, whole, in the dtype they had.
+        bytes_after: What this rank keeps of them.
+        left: Names of frozen parameters that stay as they are, by the reason.
+        parameters_left: How many values those have.
+    """
+
+    model: str
+    codec: Codec
+    placement: Placement
+    weights: int
+    parameters: int
+    bytes_before: int
+    bytes_after: int
+    left: dict[str, tuple[str, ...]]
+    parameters_left: int
+
+    def __str__(self) -> str:
+        topology = self.placement.mesh.topology
+        left = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in self.left.items())
+        return (
+            f"{self.model}: frozen base as {self.codec}, {_WHERE[self.placement.letter]} on {topology}: {self.weights} "
+            f"weights, {self.parameters:,} parameters, {_size(self.bytes_before)} before, {_size(self.bytes_after)} a "
+            f"GPU after; left as they are: {left or 'none'}"
+        )
+
+
+def log_report(reports: list[FrozenReport]) -> None:
+    """Say it once, on the mesh's first rank; several parts of a model make one line."""
+    if not reports or reports[0].placement.mesh.rank:
+        return
+    first, last = reports[0], reports[-1]
+    left: dict[str, tuple[str, ...]] = {}
+    for report in reports:
+        for reason, names in report.left.items():
+            left[reason] = (*left.get(reason, ()), *names)
+    total = FrozenReport(
+        last.model,
+        first.codec,
+        first.placement,
+        sum(report.weights for report in reports),
+        sum(report.parameters for report in reports),
+        sum(report.bytes_before for report in reports),
+        sum(report.bytes_after for report in reports),
+        left,
+        sum(report.parameters_left for report in reports),
+    )
+    logger.info("%s", total)
+
+
+def named_left(left: dict[str, list[tuple[str, nn.Parameter]]]) -> dict[str, tuple[str, ...]]:
+    """Names alone."""
+    return {reason: tuple(name for name, _ in parameters) for reason, parameters in left.items()}
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

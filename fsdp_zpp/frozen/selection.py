@@ -1,0 +1,123 @@
+"""Which parameters of a model are worth quantizing, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ..support import DTYPES
+
+SHARDED = "sharded by FSDP already"
+
+
+@dataclass
+class Candidate:
+    """A weight and all modules that use it, with their paths."""
+
+    parameter: nn.Parameter
+    sites: list[tuple[str, nn.Module]]
+
+    @property
+    def name(self) -> str:
+        """The path of the weight, by its first module."""
+        return f"{self.sites[0][0]}.weight".removeprefix(".")
+
+
+@dataclass
+class Selection:
+    """What is to be quantized, and what is left.
+
+    Attributes:
+        chosen: In the order of the model.
+        left: Names and parameters that are frozen but stay as they are, by the reason.
+    """
+
+    chosen: list[Candidate] = field(default_factory=list)
+    left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+
+
+def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = ()) -> Selection:
+    """Choose frozen weights of nn.Linear and nn.Embedding, tied ones once.
+
+    Args:
+        model: The model.
+        min_numel: Smaller ones are left.
+        ignored: Parameters that are left.
+    """
+    selection = Selection()
+    ignored_ids = {id(tensor) for tensor in ignored}
+    trainable_uses, seen = _sites_by_parameter(model), set()
+    adapters, sharded = _adapter_modules(model), _fsdp_modules(model)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            sites = trainable_uses[id(parameter)]
+            if id(parameter) in ignored_ids:
+                reason: str | None = "to be ignored"
+            elif any(id(site) in adapters for _, _, site in sites):
+                reason = "an adapter's"
+            elif _fits(module, name) and (id(module) in sharded or isinstance(parameter, DTensor)):
+                reason = SHARDED  # and may be of another shape now, so this comes first
+            else:
+                reason = _unfit(parameter, [(site, own) for _, own, site in sites], min_numel)
+            if reason is None:
+                selection.chosen.append(Candidate(parameter, [(where, site) for where, _, site in sites]))
+            else:
+                selection.left.setdefault(reason, []).append((f"{path}.{name}".removeprefix("."), parameter))
+    return selection
+
+
+def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_numel: int) -> str | None:
+    """Why a parameter can't or should not be quantized; None if it should."""
+    if parameter.dim() == 1:
+        return "1-D"
+    for module, name in sites:
+        if not _fits(module, name):
+            return f"of {type(module).__name__}, not nn.Linear or nn.Embedding"
+        if hasattr(module, "parametrizations"):
+            return "parametrized"
+        if getattr(module, "max_norm", None) is not None:
+            return "an nn.Embedding with max_norm, which writes to it"
+    if type(parameter) is not nn.Parameter or parameter.dtype not in DTYPES:
+        return f"a {type(parameter).__name__} of {parameter.dtype}"
+    if parameter.numel() < min_numel:
+        return f"smaller than {min_numel} values"
+    return None
+
+
+def _fits(module: nn.Module, name: str) -> bool:
+    """Whether a parameter of this name is one that a quantized module can do without."""
+    return name == "weight" and isinstance(module, (nn.Linear, nn.Embedding))
+
+
+def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
+    """For each parameter, its modules, with their paths and its name in them."""
+    sites: dict[int, list[tuple[str, str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                sites.setdefault(id(parameter), []).append((path, name, module))
+    return sites
+
+
+def _adapter_modules(model: nn.Module) -> set[int]:
+    """Modules of PEFT's adapters: frozen while another one is active, but not of the base."""
+    found = set()
+    for module in model.modules():
+        for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save"):
+            container = getattr(module, name, None)
+            if isinstance(container, nn.Module):
+                found |= {id(inner) for inner in container.modules()}
+    return found
+
+
+def _fsdp_modules(model: nn.Module) -> set[int]:
+    """Modules inside of instances of FullyShardedDataParallel, which then own the parameters."""
+    instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    return {id(inner) for instance in instances for inner in instance.modules()}

@@ -1,0 +1,97 @@
+"""One frozen weight: its shape, and this rank's chunk of its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.kernels.strided import dequantize_rows
+
+from ..codecs import Blockwise, Codec
+from .placement import Placement
+
+if TYPE_CHECKING:
+    from .base import FrozenBase
+
+ReadRows = Callable[[int, int], Tensor]
+"""``read(first, last)``: rows of a 2-D weight, the last one excluded, of any floating dtype on any device."""
+
+
+class Payloads(Protocol):
+    """What a weight's codes are gathered with."""
+
+    def rows_of(self, weight: FrozenWeight, device: torch.device) -> Tensor: ...
+
+    def row_of(self, weight: FrozenWeight) -> Tensor: ...
+
+    def move(self, device: torch.device) -> None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class FrozenWeight:
+    """A 2-D weight that is quantized once and sharded.
+
+    Args:
+        name: Its name in errors, until the model it is in is known.
+        shape: Its shape.
+        dtype: What it passes for; embeddings come out in it.
+        codec: How it is quantized.
+        placement: Where its chunks are.
+
+    Attributes:
+        held: What holds its codes, alone or with its unit's others.
+        base: The base of the model that it is part of.
+    """
+
+    held: Payloads
+    base: FrozenBase
+
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
+        self.name, self.shape, self.dtype, self.codec, self.placement = name, shape, dtype, codec, placement
+        self.chunk_numel = placement.chunk_numel(shape.numel(), codec)
+        self.row_nbytes = codec.nbytes(self.chunk_numel)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(f"{self.name} is a shard of a frozen weight and can't be copied; copy its module instead")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self.name} is a shard of a frozen weight and can't be pickled; see save_frozen_params")
+
+    @property
+    def device(self) -> torch.device:
+        """Where its codes are."""
+        return self.held.device
+
+    def encode(self, read: ReadRows, device: torch.device) -> Tensor:
+        """Quantize this rank's chunk; only the rows that it lies in are read.
+
+        Returns:
+            Its codes, uint8 [row_nbytes] on ``device``.
+        """
+        numel, columns = self.shape.numel(), self.shape[1]
+        start = min(self.placement.own_chunk * self.chunk_numel, numel)
+        end = min(start + self.chunk_numel, numel)
+        first, last = start // columns, -(-end // columns)
+        chunk = torch.zeros(0, device=device)
+        if start < end:
+            values = read(first, last)
+            chunk = values.detach().to(device).reshape(-1)[start - first * columns : end - first * columns]
+        if len(chunk) < self.chunk_numel:
+            chunk = torch.cat([chunk, chunk.new_zeros(self.chunk_numel - len(chunk))])
+        return self.codec.encode(chunk.contiguous(), 1, 1)[0]
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+        """The whole weight, in ``dtype`` or its own, for the computation on ``device``. Collective over its unit."""
+        rows = self.held.rows_of(self, device or self.device)
+        out = torch.empty(len(rows) * self.chunk_numel, dtype=dtype or self.dtype, device=rows.device)
+        if isinstance(self.codec, Blockwise):
+            dequantize_rows(rows, out, self.codec.bits, self.codec.block)
+        else:
+            self.codec.decode(rows.contiguous(), out, len(rows), 1)
+        return out[: self.shape.numel()].view(self.shape)

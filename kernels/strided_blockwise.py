@@ -1,0 +1,83 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Triton side of ``strided.py``: one launch, whose results equal the reference's bit for bit."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .payload import ALIGNMENT, PayloadLayout
+from .programs import _store_groups
+from .tiles import _codes_words, _decode, source_chunk, tile_index
+
+# As blockwise.py has it for one peer.
+_PER_THREAD = 32
+_MIN_THREADS = 128
+
+
+@triton.jit
+def _rows_tile(
+    words_ptr,
+    out_ptr,
+    numel,
+    zero,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    tile = tile_index()
+    scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS)
+    scales_ptr += tile * (TILE // BLOCK)
+    words_ptr += tile * (TILE * BITS // 32)
+    values = _decode(words_ptr, scales_ptr, numel - tile * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    _store_groups(tl.reshape(values, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
+
+
+@triton.jit(do_not_specialize=["numel_units", "stride_units", "zero"])
+def rows_kernel(
+    words_ptr,
+    out_ptr,
+    numel_units,
+    stride_units,
+    zero,
+    ALIGN: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The grid is (tiles of a chunk, 1, chunks); rows start ``stride_units`` times 16 bytes apart."""
+    numel = tl.cast(numel_units, tl.int64) * ALIGN
+    words_ptr += source_chunk() * (tl.cast(stride_units, tl.int64) * 4)
+    if (tile_index() + 1) * TILE <= numel:
+        _rows_tile(words_ptr, out_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, False)
+    else:
+        _rows_tile(words_ptr, out_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, True)
+
+
+def decode_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+    """See ``strided.dequantize_rows``; arguments are taken as checked."""
+    chunks = payload.shape[0]
+    numel = out.numel() // chunks
+    if numel == 0:
+        return
+    # As blockwise.py has it: kernels know the alignment of chunks up to a 16-byte access of 8 values.
+    align = min(numel & -numel, 8)
+    tile = max(_PER_THREAD * _MIN_THREADS, layout.block)
+    with torch.cuda.device_of(payload):
+        rows_kernel[triton.cdiv(numel, tile), 1, chunks](
+            payload.view(torch.int32),
+            out,
+            numel // align,
+            payload.stride(0) // ALIGNMENT,
+            0x4B000000 + (1 << (layout.bits - 1)),  # see tiles.decode_sum
+            ALIGN=align,
+            BITS=layout.bits,
+            BLOCK=layout.block,
+            TILE=tile,
+            GROUP=max(16 // out.element_size(), 32 // layout.bits),
+            num_warps=tile // _PER_THREAD // 32,
+            enable_fp_fusion=False,
+        )

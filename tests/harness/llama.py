@@ -1,0 +1,109 @@
+"""A small Llama with PEFT's adapters, and the same with weights as a codec leaves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fsdp_zpp.codecs import Codec
+
+from . import models
+from .adapter import Adapter
+
+VOCABULARY = 131
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head trained": {"modules_to_save": ["lm_head"]},
+}
+
+
+def make_base(dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
+    """The base, the same on every rank."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings=tied))
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
+    return model.to(models.device(), dtype)
+
+
+def rounded_base(codec: Codec, dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
+    """The oracle: every matrix as ``codec`` gives it back."""
+    model = make_base(dtype, tied)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            flat = parameter.data.reshape(-1)
+            codec.decode(codec.encode(flat.clone(), 1, 1), flat, 1, 1)
+    return model
+
+
+def adapt(base: nn.Module, adapters: dict[str, str]) -> PeftModel:
+    """Add adapters by name and kind, the first of them active, whose B is not zero."""
+    torch.manual_seed(1)
+    configs = {
+        name: LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | KINDS[kind])
+        for name, kind in adapters.items()
+    }
+    (first, config), *others = configs.items()
+    model = get_peft_model(base, config, adapter_name=first)
+    for name, other in others:
+        model.add_adapter(name, other)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_embedding_A" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def shard(adapter: Adapter, model: nn.Module, strategy: Any, **arguments: Any) -> Any:
+    """Shard it, one unit a layer."""
+    if adapter.torch_name == "fully_shard":
+        for layer in [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]:
+            adapter.apply(layer, strategy, **arguments)
+        return adapter.apply(model, strategy, **arguments)
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    fixed: dict[str, Any] = {"use_orig_params": True, "device_id": models.device(), "auto_wrap_policy": policy}
+    return adapter.apply(model, strategy, **fixed | arguments)
+
+
+def peft_of(model: Any) -> PeftModel:
+    """The PEFT model in a sharded one."""
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
+def tokens(step: int, rank: int | None = None) -> Tensor:
+    """A batch."""
+    return models.batch(step, 0, rank) % VOCABULARY
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Next-token loss."""
+    return model(input_ids=batch, labels=batch).loss
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    """Logits of a batch that is the same on every rank."""
+    with torch.no_grad():
+        return model(input_ids=tokens(99, 0)).logits.cpu()

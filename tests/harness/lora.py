@@ -1,0 +1,83 @@
+"""Nets whose weights are frozen, but for low-rank detours; and the same with weights as a codec leaves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_zpp.codecs import Codec
+
+from . import models
+
+SIZES: dict[str, Any] = {"width": 66, "hidden": 91, "vocabulary": 71}
+"""Weights of a few thousand values that divide by nothing."""
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trainable detour around it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def make_net(seed: int = 0, **arguments: Any) -> models.Net:
+    """A frozen net with detours in its blocks, the same on every rank."""
+    net = models.make_net(seed, **SIZES | arguments)
+    net.requires_grad_(False)
+    for block in net.blocks:
+        block.up, block.down = LowRank(block.up), LowRank(block.down)
+    # Reentrant checkpointing passes on gradients only where its inputs have some.
+    net.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return net.to(models.device())
+
+
+def rounded_net(codec: Codec, **arguments: Any) -> models.Net:
+    """The oracle: that net, unsharded, with every matrix of the base as ``codec`` gives it back."""
+    net = make_net(**arguments)
+    for module in net.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not weight.requires_grad:
+            flat = weight.data.reshape(-1)
+            codec.decode(codec.encode(flat.clone(), 1, 1), flat, 1, 1)
+            weight.data = flat.view_as(weight)
+    return net
+
+
+def mean_gradients(net: models.Net, step: int, micro_batches: int = 1) -> None:
+    """Leave on an unsharded net the gradients of all ranks' batches, averaged."""
+    for rank in range(dist.get_world_size()):
+        for micro_batch in range(micro_batches):
+            loss = models.loss_of(net, models.batch(step, micro_batch, rank)) / micro_batches
+            (loss / dist.get_world_size()).backward()
+
+
+def trainable(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The detours' tensors alone."""
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if ".up.up." in name or ".up.down." in name or ".down.up." in name or ".down.down." in name
+    }
+
+
+def values_of(net: nn.Module) -> dict[str, Tensor]:
+    """An unsharded net's trainable weights."""
+    return {name: p.detach().float().cpu().clone() for name, p in net.named_parameters() if p.requires_grad}
+
+
+def gradients_of(net: nn.Module) -> dict[str, Tensor]:
+    """An unsharded net's gradients."""
+    return {name: p.grad.float().cpu().clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def total_parameters(net: nn.Module) -> int:
+    """Values of the matrices that are worth quantizing."""
+    return sum(p.numel() for p in net.parameters() if p.dim() == 2 and p.numel() >= 4096)
