@@ -56,7 +56,7 @@ def _check(payload: Tensor, out: Tensor, bits: int, block: int) -> PayloadLayout
     if payload.dim() != 2:
         raise ValueError(f"payload has shape {tuple(payload.shape)}, but must have two axes")
     numel = check_values("out", out, payload.shape[0], 1)
-    check_device(payload, out)
+    check_device(payload=payload, out=out)
     if payload.shape[1] != layout.nbytes(numel):
         raise ValueError(
             f"payload has rows of {payload.shape[1]} bytes, but chunks of {numel} values with bits {bits} and block "
