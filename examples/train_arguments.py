@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FULL_SHARD = "full_shard"
-PRESETS = ("zeropp", "zero3")
+PRESETS = ("zeropp", "loco", "zero3")
 
 # A CPU run has to learn something in a minute on two cores; a GPU run has to be worth sharding.
 DEVICE_DEFAULTS: dict[str, tuple[Any, Any]] = {  # name: (cpu, cuda)
@@ -65,7 +65,9 @@ def _add_strategy(group: argparse._ArgumentGroup) -> None:
         help="letters for parameters, gradients, optimizer state: N replicated, I sharded inside a node, G "
         "sharded over all ranks; alone it means full precision, with --strategy it changes the preset",
     )
-    add("--weights", metavar="CODEC", help="of their all-gather: none, int8, int4, or with a block, int8:256")
+    add(
+        "--weights", metavar="CODEC", help="of their all-gather: none, int8, int4, int4delta, or with a block, int8:256"
+    )
     add("--gradients", metavar="CODEC", help="of their reduction between nodes, likewise")
     add(
         "--gpus-per-node",

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fsdp_zpp import CodecState
+
 
 @dataclass
 class History:
@@ -43,12 +45,14 @@ class TrainingState(Stateful):
     optimizer: Optimizer
     schedule: LambdaLR
     history: History
+    codecs: CodecState | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded state of model and optimizer, and the rest as JSON."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         rest = {"schedule": self.schedule.state_dict(), "history": asdict(self.history)}
-        return {"model": model, "optimizer": optimizer, "rest": json.dumps(rest)}
+        state = {"model": model, "optimizer": optimizer, "rest": json.dumps(rest)}
+        return state if self.codecs is None else state | {"codecs": self.codecs.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set everything to ``state_dict``."""
@@ -58,6 +62,8 @@ class TrainingState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizer"],
         )
+        if self.codecs is not None:
+            self.codecs.load_state_dict(state_dict["codecs"])
         rest = json.loads(state_dict["rest"])
         self.schedule.load_state_dict(rest["schedule"])
         self.history.losses = rest["history"]["losses"]

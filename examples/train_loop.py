@@ -99,7 +99,8 @@ class Trainer:
         self.model = self._make_model()
         self.optimizer, self.schedule = optimizer_and_schedule(self.model, options)
         self.history = checkpoint.History()
-        self.state = checkpoint.TrainingState(self.model, self.optimizer, self.schedule, self.history)
+        codecs = CodecState(self.model) if run.strategy else None
+        self.state = checkpoint.TrainingState(self.model, self.optimizer, self.schedule, self.history, codecs)
         self.share = Share(dist.get_rank(), options.world, options.batch, options.sequence)
         self.sent: list[tuple[bool, Traffic]] = []
         self.evaluated = False

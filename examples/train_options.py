@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from train_arguments import DEVICE_DEFAULTS, FULL_SHARD, make_parser
 
-from fsdp_zpp import Int4, Int8, Strategy
+from fsdp_zpp import Int4, Int4Delta, Int8, Strategy
 from fsdp_zpp.codecs import Codec
 
-CODECS = {"int8": Int8, "int4": Int4}
+CODECS = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta}
 
 
 @dataclass(frozen=True)

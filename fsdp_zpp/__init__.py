@@ -6,10 +6,10 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 """
 
 from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
+from .codec_state import CodecState
 from .codecs import Codec, Int4, Int8
 from .comm_hook import QuantizedReduceState, quantized_reduce_hook
 from .error_feedback import LoCo
-from .error_state import ErrorFeedbackState
 from .frozen.adapters import save_adapter
 from .frozen.loading import load_frozen_params
 from .frozen.quantize import dequantize_frozen_params, quantize_frozen_params
@@ -18,11 +18,13 @@ from .fsdp2 import fully_shard
 from .planner.plan import plan
 from .strategy import Strategy
 from .units import invalidate, traffic
+from .weight_difference import Int4Delta
 
 __all__ = [
     "Codec",
-    "ErrorFeedbackState",
+    "CodecState",
     "Int4",
+    "Int4Delta",
     "Int8",
     "LoCo",
     "QuantizedReduceState",

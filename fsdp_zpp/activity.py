@@ -10,6 +10,7 @@ from .error_feedback import LoCo, senders
 from .strategy import Strategy
 from .strategy_unit import levels_on
 from .topology import ProcessMesh, Topology
+from .weight_difference import Int4Delta
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -52,7 +53,9 @@ def _weights(strategy: Strategy, topology: Topology) -> list[tuple[str, str | No
         parts.append(("weights gathered in full precision", None))
     if levels.parameters == "N" and why_not is None:
         parts.append(("weights kept gathered until they change", None))
-    if strategy.parameters == "I" and strategy.optimizer == "G":
+    if isinstance(strategy.weights, Int4Delta):
+        parts.append(("changes of the weights sent by themselves between nodes", _no_hop_between(topology)))
+    if strategy.keeps_secondary:
         parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
     return parts
 

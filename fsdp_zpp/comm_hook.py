@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from .codec_state import RankState
 from .codecs import Codec
 from .error_feedback import LoCo
-from .error_state import RankErrors
 from .gradient_reduce import GradientReduce
 from .hop import Traffic
 from .strategy import check_error_feedback, check_gpus_per_node, finer_inside
@@ -22,7 +22,7 @@ class QuantizedReduceState:
     """State of :func:`quantized_reduce_hook`: ZeRO++'s qgZ on a model with one of torch's own strategies.
 
     Making one is collective over ``process_group``. With error feedback it has a ``state_dict`` that belongs into
-    checkpoints; see :class:`fsdp_zpp.ErrorFeedbackState`, which does the same for models with a strategy.
+    checkpoints; see :class:`fsdp_zpp.CodecState`, which does the same for models with a strategy.
 
     Args:
         codec: Codec of the hop between nodes; None for full precision in two hops.
@@ -104,8 +104,8 @@ class QuantizedReduceState:
         self._reduce(gradient, out)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors; see :class:`fsdp_zpp.ErrorFeedbackState`. Empty before ``register_comm_hook``."""
-        return RankErrors(self._units, [self.mesh]).state_dict()
+        """This rank's errors; see :class:`fsdp_zpp.CodecState`. Empty before ``register_comm_hook``."""
+        return RankState(self._units, [self.mesh]).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave, after ``register_comm_hook``.
@@ -113,7 +113,7 @@ class QuantizedReduceState:
         Raises:
             ValueError: If the errors were saved under another configuration.
         """
-        RankErrors(self._units, [self.mesh]).load_state_dict(state)
+        RankState(self._units, [self.mesh]).load_state_dict(state)
 
 
 def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:

@@ -22,7 +22,7 @@ from .units import unit_of
 class WatchedUnit(Protocol):
     """What the events are told to."""
 
-    def invalidate(self) -> None: ...
+    def invalidate(self, *, by_step: bool = False) -> None: ...
 
     def discard_gradients(self) -> None: ...
 
@@ -114,7 +114,7 @@ class ModelEvents:
     def _weights_change(self) -> None:
         for name, unit in self._units.items():
             if any(parameter.requires_grad for parameter in self._parameters[name]):
-                unit.invalidate()
+                unit.invalidate(by_step=True)
 
 
 def gradients_cleared(model: nn.Module) -> None:

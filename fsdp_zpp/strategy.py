@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .codecs import Codec, Int4, Int8
 from .deepspeed_config import strategy_arguments
 from .error_feedback import LoCo
+from .weight_difference import Int4Delta
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +47,8 @@ class Strategy:
             ``I`` sharded inside a node, ``G`` sharded over all ranks. ``GGG`` is ZeRO-3; ``IGG`` keeps a
             secondary shard of the weights inside each node (ZeRO++'s hpZ).
         weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
-            full-precision shard; both hops carry the same codes.
+            full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the hop between
+            nodes carries only what has changed, in 4 bits.
         gradients: Codec of the gradient reduction between nodes (ZeRO++'s qgZ).
         intra_gradients: Codec of the gradient reduction inside a node. ``"auto"`` is one notch finer than
             ``gradients``: ``Int8`` with the same block if ``gradients`` is set, else full precision.
@@ -77,6 +79,7 @@ class Strategy:
         self._check_levels()
         for name in ("weights", "gradients", "frozen"):
             _check_codec(name, getattr(self, name))
+        self._check_differences()
         if self.intra_gradients != "auto":
             _check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
         check_error_feedback(self.error_feedback, "gradients", self.gradients)
@@ -91,6 +94,21 @@ class Strategy:
         if len(self.levels) == 3 and set(self.levels) <= set(_SCOPES):
             reason = "the optimizer letter must be at least as fine (N < I < G) as the other two"
         raise ValueError(f"levels {self.levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}")
+
+    def _check_differences(self) -> None:
+        for name in ("gradients", "intra_gradients", "frozen"):
+            if isinstance(getattr(self, name), Int4Delta):
+                raise ValueError(f"{name} can't be an Int4Delta: of weights alone is known what the receivers hold")
+        if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
+            raise ValueError(
+                f"weights={self.weights!r} sends differences against the secondary shard in each node, which "
+                f"{self.levels!r} does not keep; choose letters I?G such as 'IGG', or weights={self.weights.resident!r}"
+            )
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """Whether each node keeps a secondary shard of weights that are sharded over all ranks."""
+        return (self.parameters, self.optimizer) == ("I", "G")
 
     @property
     def parameters(self) -> str:

@@ -80,10 +80,10 @@ class StrategyUnit:
             error_feedback=self.strategy.error_feedback,
         )
 
-    def invalidate(self) -> None:
-        """Declare the secondary shard, and what else is kept of the old weights, stale."""
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Declare the secondary shard, and what else is kept of the old weights, stale; see :class:`WeightGather`."""
         if self.gather is not None:
-            self.gather.invalidate()
+            self.gather.invalidate(by_step=by_step)
         self.when_stale()
 
     def discard_gradients(self) -> None:

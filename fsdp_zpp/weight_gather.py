@@ -19,6 +19,8 @@ that saw no write wait for this one until their process group's timeout.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +29,19 @@ from torch.profiler import record_function
 from .codecs import Codec, FullPrecision
 from .hop import Traffic, hop_over
 from .topology import ProcessMesh
+from .weight_difference import Int4Delta
 
 
 class StaleSecondaryError(RuntimeError):
     """The weights were written to in a way that no event announced."""
+
+
+@dataclass
+class _Loaded:
+    """This rank's row of a secondary shard from a checkpoint, and whether it was that of the weights saved with it."""
+
+    row: Tensor
+    fresh: bool
 
 
 class WeightGather:
@@ -38,7 +49,8 @@ class WeightGather:
 
     Args:
         mesh: The ranks.
-        codec: Encodes the weights for both hops; None sends them in the dtype of the output.
+        codec: Encodes the weights for both hops; None sends them in the dtype of the output. For an
+            :class:`Int4Delta` see [Note: Weight differences] in weight_difference.py.
         keep_secondary: Keep the secondary shard from one call to the next, until :meth:`invalidate`.
         traffic: Where bytes are counted.
         label: Names the unit in profiles and errors.
@@ -59,7 +71,10 @@ class WeightGather:
         self._topology = mesh.topology
         self._inter = hop_over(mesh.inter, "gather", "inter", traffic)
         self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
+        self._own_node = mesh.rank // mesh.topology.gpus_per_node
         self._secondary: Tensor | None = None
+        self._before: Tensor | None = None  # what a difference can be against
+        self._loaded: _Loaded | None = None
         self._encoded: tuple[Codec, Hashable] | None = None
 
     @property
@@ -67,10 +82,25 @@ class WeightGather:
         """Bytes held by the secondary shard."""
         return 0 if self._secondary is None else self._secondary.nbytes
 
-    def invalidate(self) -> None:
-        """Declare the secondary shard stale; to be called on all ranks. See [Note: Staleness]."""
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Declare the secondary shard stale; to be called on all ranks. See [Note: Staleness].
+
+        Args:
+            by_step: Whether the weights have changed by a step only, and so by little.
+        """
+        if not by_step or not self.sends_differences:
+            self._before = None
+        elif self._secondary is not None:
+            self._before = self._secondary
+        if self._loaded is not None and by_step:
+            self._loaded.fresh = False
         self._secondary = None
         self._encoded = None
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether changes of the weights go between nodes by themselves."""
+        return isinstance(self.codec, Int4Delta) and self.keep_secondary
 
     def same_weights(self, before: Hashable, after: Hashable) -> None:
         """Declare that the change of version from ``before`` to ``after`` was no change of the shard."""
@@ -120,11 +150,49 @@ class WeightGather:
         if self._secondary is not None and self._encoded is not None and self._encoded[0] == codec:
             self.check_unchanged(version)
             return self._secondary
-        with record_function(f"fsdp_zpp::encode ({self.label})"):
-            payload = codec.encode(shard, 1, 1)
-        if self._inter is not None:
-            payload = self._inter.all_gather(payload, self.label)
+        payload = self._from_what_is_held(shard)
+        if payload is None:
+            with record_function(f"fsdp_zpp::encode ({self.label})"):
+                payload = codec.encode(shard, 1, 1)
+            if self._inter is not None:
+                payload = self._inter.all_gather(payload, self.label)
         self._encoded = codec, version
         if self.keep_secondary:
             self._secondary = payload
         return payload
+
+    def _from_what_is_held(self, shard: Tensor) -> Tensor | None:
+        """The new secondary shard from an older one, or one of a checkpoint, if there is any."""
+        before, loaded = self._before, self._loaded
+        self._before = self._loaded = None
+        inter, codec = self._inter, self.codec
+        if inter is None or not isinstance(codec, Int4Delta):
+            return None
+        if loaded is not None:
+            before = inter.all_gather(loaded.row.to(shard.device), self.label)
+            if loaded.fresh:
+                return before
+        if before is None:
+            return None
+        with record_function(f"fsdp_zpp::renew ({self.label})"):
+            return codec.renew(before, self._own_node, shard, lambda payload: inter.all_gather(payload, self.label))
+
+    # ---- in checkpoints
+
+    def reset(self) -> None:
+        """Send the weights whole when they are gathered next."""
+        self._loaded = None
+        self.invalidate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's row of the secondary shard that differences are made against, on the CPU."""
+        if self._loaded is not None:
+            return {"row": self._loaded.row.cpu().clone(), "fresh": self._loaded.fresh}
+        held = self._secondary if self._secondary is not None else self._before
+        own = slice(self._own_node, self._own_node + 1)
+        return {"row": None if held is None else held[own].cpu().clone(), "fresh": self._secondary is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` gave, be the weights loaded before or after."""
+        self.reset()
+        self._loaded = None if state["row"] is None else _Loaded(state["row"], state["fresh"])

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from fsdp_zpp import ErrorFeedbackState, Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantized_reduce_hook
+from fsdp_zpp import CodecState, Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantized_reduce_hook
 
 COARSE = Strategy("IGG", gradients=Int4(32), gpus_per_node=2)
 INTER, BOTH = LoCo(), LoCo(hops="both", dtype=Int8(32))
@@ -124,10 +124,10 @@ def resumed(adapter: Adapter, strategy: Strategy, case: Case, path: str) -> None
     first, second = adapter.make(case, strategy), adapter.make(case, strategy)
     optimizers = [models.make_optimizer(case.optimizer, model.parameters()) for model in (first, second)]
     train(adapter, first, case, optimizer=optimizers[0])
-    save(first, optimizers[0], ErrorFeedbackState(first), path)
+    save(first, optimizers[0], CodecState(first), path)
     expected = train(adapter, first, case, optimizer=optimizers[0], first_step=case.steps)
     train(adapter, second, case, optimizer=optimizers[1], first_step=50)
-    load(second, optimizers[1], ErrorFeedbackState(second), path)
+    load(second, optimizers[1], CodecState(second), path)
     assert train(adapter, second, case, optimizer=optimizers[1], first_step=case.steps) == expected
     assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
 
@@ -161,10 +161,10 @@ def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str) -> None
         optimizer = models.make_optimizer("sgd", model.parameters())
         if which == 0:
             scaled_steps(model, optimizer, scaler, range(2))
-            save(model, optimizer, ErrorFeedbackState(model), path)
+            save(model, optimizer, CodecState(model), path)
             scale = scaler.state_dict()
         else:
-            load(model, optimizer, ErrorFeedbackState(model), path)
+            load(model, optimizer, CodecState(model), path)
             scaler.load_state_dict(scale)
         scaled_steps(model, optimizer, scaler, [2, -1, 3])
         trained.append(adapter.full_weights(model))
@@ -185,7 +185,7 @@ def saved(adapter: Adapter, strategy: Strategy, path: str) -> None:
     model = adapter.make(Case(), strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
     train(adapter, model, Case(steps=2), optimizer=optimizer)
-    save(model, optimizer, ErrorFeedbackState(model), path)
+    save(model, optimizer, CodecState(model), path)
 
 
 def loaded_elsewhere(adapter: Adapter, strategy: Strategy, path: str) -> list[tuple[str, str]]:
@@ -193,7 +193,7 @@ def loaded_elsewhere(adapter: Adapter, strategy: Strategy, path: str) -> list[tu
     model = adapter.make(Case(), strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
     train(adapter, model, Case(steps=1), optimizer=optimizer)
-    errors = ErrorFeedbackState(model)
+    errors = CodecState(model)
     with collected() as records:
         load(model, optimizer, errors, path, DefaultLoadPlanner(allow_partial_load=True))
     train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)

@@ -34,7 +34,7 @@ class HookedUnit:
         self.traffic = state.traffic
         self._errors = state.errors
 
-    def invalidate(self) -> None:
+    def invalidate(self, *, by_step: bool = False) -> None:
         """Stock FSDP keeps no secondary shard."""
 
     def discard_gradients(self) -> None:

@@ -10,12 +10,13 @@ import torch
 
 from ..codecs import Codec, Int4, Int8
 from ..error_feedback import LoCo
+from ..weight_difference import Int4Delta
 from .bandwidth import DEFAULT_MIB
 from .conditions import DTYPES, Budget
 from .model_size import DEFAULT_UNITS
 
-_CODECS = {"int8": Int8, "int4": Int4}
-_CODEC_HELP = "none, int8, int4, or with a block, int8:256"
+_CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta}
+_CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +131,7 @@ def codec(text: str) -> Codec | None:
     if name not in _CODECS or (colon and not block.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a codec; allowed are {_CODEC_HELP}")
     try:
-        return _CODECS[name](int(block)) if colon else _CODECS[name]()
+        return _CODECS[name](int(block)) if colon else _CODECS[name]()  # type: ignore[call-arg]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -11,6 +11,7 @@ import torch
 from ..codecs import Codec
 from ..error_feedback import LoCo
 from ..strategy import LEGAL_LEVELS, Strategy
+from ..weight_difference import Int4Delta
 from .choice import Estimate, choose, reason
 from .conditions import Budget, Cluster, Precision, Work
 from .memory import memory_per_gpu
@@ -125,6 +126,7 @@ def plan(
     """
     cluster = Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps)
     codecs = Strategy(
+        "IGG",  # with which any codec goes
         weights=weights,
         gradients=gradients,
         intra_gradients=intra_gradients,
@@ -150,7 +152,7 @@ def make_plan(
     size: ModelSize, cluster: Cluster, work: Work, budget: Budget, precision: Precision, codecs: Strategy
 ) -> Plan:
     """As :func:`plan`, from its parts; of ``codecs`` all but the letters counts."""
-    strategies = (dataclasses.replace(codecs, levels=levels) for levels in LEGAL_LEVELS)
+    strategies = (_with_levels(codecs, levels) for levels in LEGAL_LEVELS)
     estimates = tuple(_estimate(strategy, size, cluster, work, budget, precision) for strategy in strategies)
     choice = choose(estimates)
     return Plan(
@@ -164,6 +166,14 @@ def make_plan(
         reason(estimates, choice, budget),
         notes_on(size, cluster, work, budget, codecs),
     )
+
+
+def _with_levels(codecs: Strategy, levels: str) -> Strategy:
+    """``codecs`` under other letters; where no secondary shard is kept, differences of weights are whole weights."""
+    weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
+    if isinstance(weights, Int4Delta) and not keeps_secondary:
+        weights = weights.resident
+    return dataclasses.replace(codecs, levels=levels, weights=weights)
 
 
 def _size_of(params: float | ModelSize, trainable: float | None, units: int | None) -> ModelSize:

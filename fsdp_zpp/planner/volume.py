@@ -16,6 +16,7 @@ from ..codecs import Codec
 from ..strategy import Strategy
 from ..strategy_unit import levels_on
 from ..topology import Topology
+from ..weight_difference import Int4Delta
 from .conditions import Precision
 from .model_size import ModelSize
 
@@ -46,7 +47,8 @@ def step_volume(
         for numel, trainable in ((unit.trainable, True), (unit.frozen, False)):
             payload = shard_payload(numel, trainable, strategy, topology, precision)
             repeats = micro_batches * (2 if unit.reshard_after_forward else 1)
-            one += _gathers(payload, trainable, strategy, topology, repeats)
+            change = _change_payload(numel, strategy, topology)
+            one += _gathers(payload, change, trainable, strategy, topology, repeats)
         one += _reductions(unit.trainable, strategy, topology, micro_batches, precision.reduce.itemsize)
         total += Volume(unit.count * one.inter, unit.count * one.intra)
     return total
@@ -74,7 +76,16 @@ def shard_payload(numel: int, trainable: bool, strategy: Strategy, topology: Top
     return nbytes(codec, shard, precision.compute.itemsize)
 
 
-def _gathers(payload: int, trainable: bool, strategy: Strategy, topology: Topology, repeats: int) -> Volume:
+def _change_payload(numel: int, strategy: Strategy, topology: Topology) -> int | None:
+    """Bytes of what a step changes in one rank's shard, if that travels by itself."""
+    if not isinstance(strategy.weights, Int4Delta):
+        return None
+    return strategy.weights.changes.nbytes(shard_numel(numel, "G", topology))
+
+
+def _gathers(
+    payload: int, change: int | None, trainable: bool, strategy: Strategy, topology: Topology, repeats: int
+) -> Volume:
     """All gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
 
     ``repeats`` is how often its unit needs weights that it does not keep. What it keeps - on the rank (N), or in the
@@ -89,7 +100,8 @@ def _gathers(payload: int, trainable: bool, strategy: Strategy, topology: Topolo
     inside = renewals if parameters == "N" else repeats
     if optimizer == "I":
         return Volume(0, inside * payload * (gpus - 1))
-    return Volume(between * payload * (nodes - 1), inside * nodes * payload * (gpus - 1))
+    changes = payload if change is None or not trainable else change
+    return Volume(between * changes * (nodes - 1), inside * nodes * payload * (gpus - 1))
 
 
 def _reductions(numel: int, strategy: Strategy, topology: Topology, micro_batches: int, itemsize: int) -> Volume:
