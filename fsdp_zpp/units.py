@@ -68,12 +68,13 @@ def invalidate(model: nn.Module) -> None:
 def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
     """Bytes that this rank has sent for ``model`` so far, by kind and hop.
 
-    Counts what strategies and hooks of fsdp_zpp send. Not counted is what torch's own collectives do: gathers in full
-    precision for state dicts and ``summon_full_params``, and, on one node, whatever has no codec. An all-gather of a
-    payload of b bytes over n ranks counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
+    Counts what strategies, hooks and frozen bases of fsdp_zpp send. Not counted is what torch's own collectives do:
+    gathers in full precision for state dicts and ``summon_full_params``, and, on one node, whatever has no codec. An
+    all-gather of a payload of b bytes over n ranks counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
 
     Args:
-        model: A model wrapped with a :class:`Strategy` or with a :func:`quantized_reduce_hook`, or a part of one.
+        model: A model wrapped with a :class:`Strategy` or with a :func:`quantized_reduce_hook`, or with a frozen base
+            that is quantized, or a part of one.
 
     Returns:
         ``{"gather": {"inter": ..., "intra": ...}, "reduce": {"inter": ..., "intra": ...}}``, in bytes.

@@ -30,11 +30,18 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None
         ValueError: a shape or a stride is not as above, the two are on different devices, or another argument is out
             of its range.
     """
-    _dequantize_rows(payload, out, bits, block)
+    if type(payload) is Tensor and not torch.compiler.is_compiling():
+        _run(payload, out, bits, block)  # it runs for every layer, and an op's dispatch takes longer than the launch
+    else:
+        _dequantize_rows(payload, out, bits, block)
 
 
 @torch.library.custom_op("fsdp_zpp::dequantize_rows", mutates_args=("out",), device_types=("cpu", "cuda"))
 def _dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
+    _run(payload, out, bits, block)
+
+
+def _run(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
     layout = _check(payload, out, bits, block)
     if payload.is_cuda:
         from .strided_blockwise import decode_rows  # on use: the package must not need Triton where no GPU does

@@ -272,6 +272,7 @@ def test_quantized_module_is_one_of_its_kind() -> None:
     copied = copy.deepcopy(net)
     assert type(copied[1]) is nn.Linear
     assert torch.equal(copied(tokens), expected)
+    assert torch.equal(net[1](expected.new_ones(64)), copied[1](expected.new_ones(64)))
     assert net.to(torch.bfloat16)(tokens).dtype == torch.bfloat16
     assert torch.equal(net.to(torch.float32)(tokens), expected)
     with torch.autocast("cpu", torch.bfloat16):

@@ -77,7 +77,7 @@ def saved_and_loaded(adapter: Adapter, kind: str, folder: str) -> tuple[float, f
     return difference, weights, unchanged, same, after
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "head trained"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "embedding", "head trained"])
 @over_adapters
 def test_round_trip(pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path) -> None:
     for logits, weights, unchanged, same, after in pool(4).run(saved_and_loaded, adapter, kind, str(tmp_path)):

@@ -46,5 +46,5 @@ class _FrozenLinear(torch.autograd.Function):
             dense = ctx.weight.dequantize(ctx.dtype, gradient.device)
             for_x = torch.matmul(gradient.to(ctx.dtype), dense).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            for_bias = gradient.flatten(end_dim=-2).sum(0).to(ctx.bias_dtype)
+            for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
         return for_x, for_bias, None
