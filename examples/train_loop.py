@@ -20,7 +20,7 @@ from train_sharding import accumulating, clip_gradients, shard, unit_sizes
 from train_text import Corpus, Share
 from train_traffic import Traffic, full_shard_traffic, minus
 
-from fsdp_zpp import traffic
+from fsdp_zpp import CodecState, traffic
 
 
 @dataclass(frozen=True)
