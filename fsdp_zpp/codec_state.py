@@ -84,11 +84,13 @@ class CodecState:
 
     These are the errors of ``Strategy(error_feedback=...)`` and the resident weights of ``weights=Int4Delta(...)``. A
     ``Stateful`` of torch.distributed.checkpoint, of which each rank saves its own part. On another number of ranks or
-    nodes, errors start from zero and weights are sent whole once, with a warning. For more ranks than have saved, load
-    with ``DefaultLoadPlanner(allow_partial_load=True)``: the checkpoint has no entries for the new ones.
+    nodes, errors start from zero and weights are sent whole once, with a warning. For more ranks than have saved there
+    are no entries in the checkpoint: load this part by itself, ``dcp.load({"codecs": CodecState(model)}, ...,
+    planner=DefaultLoadPlanner(allow_partial_load=True))``.
 
     Args:
-        model: A model wrapped with a :class:`Strategy`, or several; nothing is saved for one that has neither.
+        model: A model wrapped with a :class:`Strategy`, or several, or with a :func:`quantized_reduce_hook`. Nothing is
+            saved for one that keeps nothing.
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
@@ -102,12 +104,12 @@ class CodecState:
         meshes: set[ProcessMesh] = set()
         for path, module in model.named_modules():
             unit = unit_of(module)
-            if not isinstance(unit, StrategyUnit):
+            if unit is None:
                 continue
             if unit.errors is not None:
                 parts[f"errors of {path}"] = unit.errors
                 meshes.add(unit.mesh)
-            if unit.gather is not None and unit.gather.sends_differences:
+            if isinstance(unit, StrategyUnit) and unit.gather is not None and unit.gather.sends_differences:
                 parts[f"weights of {path}"] = unit.gather
                 meshes.add(unit.mesh)
         next(units(model))  # raises if there is none

@@ -55,7 +55,7 @@ class QuantizedReduceState:
         for name, value in (("codec", codec), ("intra_codec", intra)):
             if value is not None and not isinstance(value, Codec):
                 raise TypeError(f"{name} must be a codec such as Int4(128), or None, got {value!r}")
-        check_error_feedback(error_feedback, "codec", codec)
+        check_error_feedback(error_feedback, "codec", intra, codec)
         check_gpus_per_node(gpus_per_node)
         if not dist.is_initialized():
             raise RuntimeError("QuantizedReduceState needs torch.distributed.init_process_group() first")
@@ -73,7 +73,15 @@ class QuantizedReduceState:
         return GradientReduce(self.mesh, *self.codecs, self.traffic, label, error_feedback=self.error_feedback)
 
     def of_unit(self, name: str) -> QuantizedReduceState:
-        """A state of one unit of the model, for FSDP to hand to the hook: errors are a unit's own."""
+        """A state of one unit of the model, for FSDP to hand to the hook: errors are a unit's own.
+
+        Raises:
+            ValueError: If there is one of that name, with errors.
+        """
+        if name in self._units:
+            raise ValueError(
+                "this QuantizedReduceState feeds back the errors of a model already; make one for each model"
+            )
         unit = copy.copy(self)
         unit._is_of_unit = True
         unit._reduce = self._reduction(name)

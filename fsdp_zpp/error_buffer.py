@@ -118,11 +118,15 @@ class ErrorBuffer:
 
     # ---- in checkpoints
 
-    def saved(self) -> dict[str, Any] | None:
-        """The errors, on the CPU, and how they are kept; None if there are none."""
+    def saved(self, scale: Tensor | None) -> dict[str, Any] | None:
+        """The errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
         if self._state is None:
             return None
-        return {"state": self._state.cpu().clone(), "numel": self._numel, "block": self.block}
+        copy = ErrorBuffer(self.beta, self._codec)
+        copy._state, copy._numel = self._state.clone(), self._numel
+        if scale is not None:
+            copy.rescale(1 / scale)
+        return {"state": copy.state.cpu(), "numel": self._numel, "block": self.block}
 
     def load(self, saved: dict[str, Any] | None) -> None:
         """Go on with what :meth:`saved` gave.

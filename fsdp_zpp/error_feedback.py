@@ -32,9 +32,9 @@ class LoCo:
     dtype: Int8 | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
+        if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
             raise ValueError(f"beta must be in [0, 1), got {self.beta!r}")
-        if not isinstance(self.reset_every, int) or self.reset_every < 0:
+        if isinstance(self.reset_every, bool) or not isinstance(self.reset_every, int) or self.reset_every < 0:
             raise ValueError(f"reset_every must be an int of 0 or more optimizer steps, got {self.reset_every!r}")
         if self.hops not in ("inter", "both"):
             raise ValueError(f"hops must be 'inter' or 'both', got {self.hops!r}")

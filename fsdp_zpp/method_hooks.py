@@ -1,4 +1,4 @@
-"""Hooks after methods of torch's optimizers and gradient scalers; torch itself has them for ``Optimizer.step`` only."""
+"""Hooks after methods of torch's optimizers and gradient scalers, which may come and go at any time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+_STEP_HOOKS = "_fsdp_zpp_step_hooks"
 _HOOKS = "_fsdp_zpp_hooks"
 
 Hook = Callable[..., None]
@@ -20,8 +23,31 @@ def register_method_post_hook(owner: type, method: str, hook: Hook) -> Callable[
     if hooks is None:
         hooks = _install(owner, method)
     hooks[id(hook)] = hook
+    return _remover(hooks, hook)
 
-    def remove(hooks: dict[int, Hook] = hooks, key: int = id(hook)) -> None:
+
+def register_step_hook(hook: Hook) -> Callable[[], None]:
+    """Have ``hook(optimizer)`` run after every step of torch's optimizers; returns what removes it, at any time.
+
+    torch's own hooks must not be removed while an optimizer runs them, which a garbage collection could do to those of
+    a model that is gone. So torch gets one hook, for good, which runs all of ours.
+    """
+    hooks: dict[int, Hook] | None = getattr(Optimizer, _STEP_HOOKS, None)
+    if hooks is None:
+        hooks = {}
+        setattr(Optimizer, _STEP_HOOKS, hooks)
+
+        def run_all(optimizer: Optimizer, args: Any, kwargs: Any, hooks: dict[int, Hook] = hooks) -> None:
+            for hook in list(hooks.values()):
+                hook(optimizer)
+
+        register_optimizer_step_post_hook(run_all)
+    hooks[id(hook)] = hook
+    return _remover(hooks, hook)
+
+
+def _remover(hooks: dict[int, Hook], hook: Hook) -> Callable[[], None]:
+    def remove(key: int = id(hook)) -> None:  # by its number, to keep nothing alive
         hooks.pop(key, None)
 
     return remove

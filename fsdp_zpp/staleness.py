@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 from .activity import log_activity
-from .method_hooks import register_method_post_hook
+from .method_hooks import register_method_post_hook, register_step_hook
 from .replicas import check_replicas
 from .strategy_unit import StrategyUnit
+from .unit_errors import UnitErrors
 from .units import unit_of
 
 
@@ -26,9 +29,8 @@ class WatchedUnit(Protocol):
 
     def discard_gradients(self) -> None: ...
 
-    def step_made(self, skipped: Tensor | None) -> None: ...
-
-    def scaler_stepped(self, scaler: GradScaler) -> None: ...
+    @property
+    def errors(self) -> UnitErrors | None: ...
 
 
 class ModelEvents:
@@ -52,7 +54,7 @@ class ModelEvents:
         self._identities = {id(p) for held in parameters.values() for p in held}
         events = weakref.ref(self)
 
-        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def stepped(optimizer: Optimizer) -> None:
             model = events()
             if model is not None:
                 model.optimizer_stepped(optimizer)
@@ -62,15 +64,22 @@ class ModelEvents:
             if model is not None:
                 model.gradients_cleared(optimizer)
 
+        def loss_scaled(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+            model = events()
+            if model is not None and scaler.is_enabled():
+                model.loss_scaled(scaler)
+
         def scaler_stepped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             model = events()
             if model is not None and scaler.is_enabled():
                 model.scaler_stepped(scaler, optimizer)
 
         # One hook each a model, which goes with it, so that there is no list of models to keep.
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        weakref.finalize(self, register_step_hook(stepped))
         weakref.finalize(self, register_method_post_hook(Optimizer, "zero_grad", cleared))
         weakref.finalize(self, register_method_post_hook(GradScaler, "step", scaler_stepped))
+        for kind in (GradScaler, ShardedGradScaler):
+            weakref.finalize(self, register_method_post_hook(kind, "scale", loss_scaled))
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """``optimizer`` has made a step, if it is one of this model's."""
@@ -78,15 +87,31 @@ class ModelEvents:
             return
         self._weights_change()
         # Those that skip steps on the device, for a gradient scaler, are told by it whether to.
-        skipped = getattr(optimizer, "found_inf", None)
-        for unit in self._units_of(optimizer):
-            unit.step_made(skipped)
+        self._step_made(optimizer, getattr(optimizer, "found_inf", None))
+
+    def _step_made(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        units = list(self._units_of(optimizer))
+        # A step without a backward is none of the training's: torch's state dicts make one to have optimizer states.
+        if any(unit.errors is not None and unit.errors.unsettled for unit in units):
+            for unit in units:
+                if unit.errors is not None:
+                    unit.errors.step_made(skipped)
 
     def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """``scaler`` has called the step of ``optimizer``, or skipped it, if it is one of this model's."""
-        if self._is_of_this_model(optimizer):
-            for unit in self._units_of(optimizer):
-                unit.scaler_stepped(scaler)
+        if not self._is_of_this_model(optimizer):
+            return
+        if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
+            self._step_made(optimizer, None)  # which would not have been heard
+        for unit in self._units_of(optimizer):
+            if unit.errors is not None:
+                unit.errors.scaler_stepped(scaler)
+
+    def loss_scaled(self, scaler: GradScaler) -> None:
+        """``scaler`` has scaled a loss, of this or of another model."""
+        for unit in self._units.values():
+            if unit.errors is not None:
+                unit.errors.loss_scaled(scaler)
 
     def gradients_cleared(self, optimizer: Optimizer) -> None:
         """``optimizer`` has cleared its gradients, those of earlier micro-batches of this step too."""
@@ -100,7 +125,7 @@ class ModelEvents:
         """
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, unit in self._units.items():
-            held = [p for p in self._parameters[name] if p.numel()]
+            held = [p for p in self._parameters[name] if _local_numel(p)]
             if not held or any(id(p) in in_optimizer for p in held):
                 yield unit
 
@@ -115,6 +140,16 @@ class ModelEvents:
         for name, unit in self._units.items():
             if any(parameter.requires_grad for parameter in self._parameters[name]):
                 unit.invalidate(by_step=True)
+
+
+def _local_numel(parameter: nn.Parameter) -> int:
+    """Elements that this rank holds."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+
+
+def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
+    """Whether a scaler has skipped the step of an optimizer; it has waited for that itself."""
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
 
 
 def gradients_cleared(model: nn.Module) -> None:

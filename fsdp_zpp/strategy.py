@@ -82,7 +82,7 @@ class Strategy:
         self._check_differences()
         if self.intra_gradients != "auto":
             _check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
-        check_error_feedback(self.error_feedback, "gradients", self.gradients)
+        check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
 
     def _check_levels(self) -> None:
@@ -237,14 +237,14 @@ def finer_inside(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> 
     return None if inter is None else Int8(getattr(inter, "block", 256))
 
 
-def check_error_feedback(error_feedback: object, name: str, codec: Codec | None) -> None:
-    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` that has a codec, ``name``, to correct."""
+def check_error_feedback(error_feedback: object, name: str, intra: Codec | None, inter: Codec | None) -> None:
+    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` with a codec to correct: ``name`` between nodes."""
     if error_feedback is None:
         return
     if not isinstance(error_feedback, LoCo):
         hint = " (did you mean LoCo()?)" if error_feedback is LoCo else ""
         raise TypeError(f"error_feedback must be a LoCo or None, got {error_feedback!r}{hint}")
-    if codec is None:
+    if inter is None and (intra is None or error_feedback.hops == "inter"):
         raise ValueError(
             f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
             f"give {name}=Int4(...) or Int8(...), or drop error_feedback"

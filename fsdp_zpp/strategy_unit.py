@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-from torch.amp import GradScaler
-
 from .error_feedback import senders
 from .gradient_reduce import GradientReduce
 from .hop import Traffic
@@ -96,16 +93,6 @@ class StrategyUnit:
     def errors(self) -> UnitErrors | None:
         """What feeds the errors of gradient codecs back, if the strategy does."""
         return None if self.reduce is None else self.reduce.errors
-
-    def step_made(self, skipped: Tensor | None) -> None:
-        """An optimizer of it has made a step, unless ``skipped`` is a number other than 0."""
-        if self.errors is not None:
-            self.errors.step_made(skipped)
-
-    def scaler_stepped(self, scaler: GradScaler) -> None:
-        """A gradient scaler has called, or skipped, the step of an optimizer of it."""
-        if self.errors is not None:
-            self.errors.scaler_stepped(scaler)
 
     def rename(self, name: str) -> None:
         """Set the name in profiles and errors."""

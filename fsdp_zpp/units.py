@@ -9,17 +9,31 @@ from torch import nn
 
 from .frozen.module import frozen_modules
 from .hop import Kind, Level, Traffic
+from .topology import ProcessMesh
+from .unit_errors import UnitErrors
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 
 
-class Unit(Protocol):
-    """One group of parameters that is gathered and reduced together."""
+class Part(Protocol):
+    """A part of a model that communicates."""
 
     traffic: Traffic
 
     def invalidate(self) -> None:
         """Declare the secondary shard stale."""
+
+
+class Unit(Part, Protocol):
+    """One group of parameters that is gathered and reduced together."""
+
+    @property
+    def errors(self) -> UnitErrors | None:
+        """What feeds the errors of gradient codecs back, if anything does."""
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """Its ranks."""
 
 
 def attach(module: nn.Module, unit: Unit) -> None:
@@ -32,13 +46,13 @@ def unit_of(module: nn.Module) -> Unit | None:
     return vars(module).get(_ATTRIBUTE)
 
 
-def units(model: nn.Module) -> Iterator[Unit]:
+def units(model: nn.Module) -> Iterator[Part]:
     """The units of a model, outermost first, then its frozen base.
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
-    found = [unit for unit in map(unit_of, model.modules()) if unit is not None]
+    found: list[Part] = [unit for unit in map(unit_of, model.modules()) if unit is not None]
     found += {weight.base: None for _, _, weight in frozen_modules(model)}
     if not found:
         raise ValueError(

@@ -19,6 +19,9 @@ from fsdp_zpp.hop import Traffic
 from fsdp_zpp.topology import ProcessMesh, process_mesh
 
 CODECS = (Int8(64), Int4(32))
+FED_BACK = {"inter": (None, Int4(32)), "both": CODECS}
+"""For each setting, codecs whose errors are all fed back."""
+
 STEPS = 6
 
 
@@ -81,7 +84,7 @@ def mesh_group(mesh: ProcessMesh) -> dist.ProcessGroup:
 def telescoped(gpus_per_node: int, keep: str, config: LoCo, numel: int, dtype: torch.dtype) -> tuple[float, float]:
     """In a worker: how far the sum of what came differs from the identity, and from the sum of exact means."""
     mesh = process_mesh(dist.group.WORLD, gpus_per_node)
-    reduce = GradientReduce(mesh, *CODECS, Traffic(), keep=keep, error_feedback=config)
+    reduce = GradientReduce(mesh, *FED_BACK[config.hops], Traffic(), keep=keep, error_feedback=config)
     size, start = kept_by(keep, mesh, numel)
     came, exact = torch.zeros(2, numel, dtype=torch.float64)
     for step in range(STEPS):
@@ -106,14 +109,13 @@ SHAPES = [
 def test_the_sum_of_what_is_sent_telescopes(
     pool: Callable[[int], Pool], gpus_per_node: int, keep: str, hops: Any, beta: float
 ) -> None:
-    """sum(sent) = sum(gradients) - last error / (1 - beta), for all hops with feedback; those without add theirs."""
+    """sum(sent) = sum(gradients) - last error / (1 - beta)."""
     feedback = LoCo(beta=beta, hops=hops)
-    config = (gpus_per_node, keep, feedback, 333)
-    all_fed_back = hops == "both" or gpus_per_node == 1
     for dtype in (torch.float32, torch.bfloat16):
-        for off, without in pool(4).run(telescoped, *config, dtype):
-            if all_fed_back:
-                assert off < 2e-5
+        if hops == "inter" and gpus_per_node > 1 and dtype == torch.bfloat16:
+            continue  # what goes inside a node is rounded to it, too
+        for off, without in pool(4).run(telescoped, gpus_per_node, keep, feedback, 333, dtype):
+            assert off < 2e-5
             assert without > 1e-3  # or the identity would say nothing
 
 
@@ -156,7 +158,7 @@ def test_errors_do_not_build_up(
 
 
 def after_overflow(config: LoCo) -> None:
-    """In a worker: a gradient that is not finite is passed on so, and the next ones are as if it had not been."""
+    """In a worker: a gradient that is not finite is passed on so, and the next one is finite again."""
     mesh = process_mesh(dist.group.WORLD, 2)
     reduce = GradientReduce(mesh, *CODECS, Traffic(), error_feedback=config)
     size, _ = kept_by("G", mesh, 333)

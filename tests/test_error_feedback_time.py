@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -55,16 +56,27 @@ def test_resets_count_steps(pool: Callable[[int], Pool], adapter: Adapter, level
         assert models.distance(fed_back, plain) > 1e-4
 
 
+class QuietSgd(models.PlainSgd):
+    """An optimizer that torch knows nothing of, but that its gradient scaler takes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.param_groups = [{"params": self.parameters}]
+
+
 def scaled_run(
-    adapter: Adapter, strategy: Strategy, optimizer_name: str, overflow_at: int | None, scaled: bool
+    adapter: Adapter, strategy: Strategy, optimizer_name: str, overflow_at: int | None, scaled: bool, backwards: int = 1
 ) -> dict[str, Tensor]:
     """In a worker: weights after four steps, with a step that overflows in between, on a growing loss scale."""
     model = adapter.make(Case(), strategy)
-    optimizer = models.make_optimizer(optimizer_name, model.parameters())
+    if optimizer_name == "quiet":
+        optimizer: Any = QuietSgd(model)
+    else:
+        optimizer = models.make_optimizer(optimizer_name, model.parameters())
     steps = list(range(4))
     if overflow_at is not None:
         steps.insert(overflow_at, -1)
-    scaled_steps(model, optimizer, make_scaler(scaled), steps)
+    scaled_steps(model, optimizer, make_scaler(scaled), steps, backwards)
     return adapter.full_weights(model)
 
 
@@ -73,30 +85,35 @@ def make_scaler(enabled: bool = True) -> ShardedGradScaler:
     return ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=enabled)
 
 
-def scaled_steps(model: Any, optimizer: Any, scaler: ShardedGradScaler, steps: Iterable[int]) -> None:
-    """Train with a scaler; step -1 overflows."""
+def scaled_steps(
+    model: Any, optimizer: Any, scaler: ShardedGradScaler, steps: Iterable[int], backwards: int = 1
+) -> None:
+    """Train with a scaler; the last backward of step -1 overflows."""
     for step in steps:
-        loss = models.loss_of(model, models.batch(max(step, 0), 0))
-        if step < 0 and dist.get_rank() == 0:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
+        for backward in range(backwards):
+            loss = models.loss_of(model, models.batch(max(step, 0), backward))
+            if step < 0 and dist.get_rank() == 0 and backward == backwards - 1:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("overflow_at", [0, 2])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+@pytest.mark.parametrize(
+    ("optimizer", "backwards"), [("sgd", 1), ("sgd", 2), ("adamw-fused", 1), ("quiet", 1)], ids=str
+)
 @feedbacks
 @over_adapters
 def test_a_skipped_step_has_not_been(
-    pool: Callable[[int], Pool], adapter: Adapter, feedback: LoCo, optimizer: str, overflow_at: int
+    pool: Callable[[int], Pool], adapter: Adapter, feedback: LoCo, optimizer: str, backwards: int, overflow_at: int
 ) -> None:
     """And errors follow the loss scale: powers of two change nothing, so weights are the same without a scaler."""
     strategy = replace(COARSE, error_feedback=feedback)
     runs = [(None, False), (None, True), (overflow_at, True)]
     expected, scaled, skipped = (
-        pool(4).run(scaled_run, adapter, strategy, optimizer, at, is_scaled)[0] for at, is_scaled in runs
+        pool(4).run(scaled_run, adapter, strategy, optimizer, at, is_scaled, backwards)[0] for at, is_scaled in runs
     )
     assert models.distance(scaled, expected) == 0
     assert models.distance(skipped, expected) == 0
@@ -119,42 +136,50 @@ def test_optimizers_that_announce_nothing(pool: Callable[[int], Pool], adapter: 
     assert models.distance(fed_back, plain) > 1e-4
 
 
-def resumed(adapter: Adapter, strategy: Strategy, case: Case, path: str) -> None:
-    """In a worker: a training that is saved and goes on, and one that goes on from there, are the same."""
+def resumed(adapter: Adapter, strategy: Strategy, case: Case, path: str, trained: bool) -> None:
+    """In a worker: a training that is saved and goes on, and one that goes on from there, are the same.
+
+    ``trained`` says whether the model that takes over has trained before.
+    """
     first, second = adapter.make(case, strategy), adapter.make(case, strategy)
     optimizers = [models.make_optimizer(case.optimizer, model.parameters()) for model in (first, second)]
     train(adapter, first, case, optimizer=optimizers[0])
     save(first, optimizers[0], CodecState(first), path)
     expected = train(adapter, first, case, optimizer=optimizers[0], first_step=case.steps)
-    train(adapter, second, case, optimizer=optimizers[1], first_step=50)
+    if trained:
+        train(adapter, second, case, optimizer=optimizers[1], first_step=50)
     load(second, optimizers[1], CodecState(second), path)
     assert train(adapter, second, case, optimizer=optimizers[1], first_step=case.steps) == expected
     assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
 
 
-def save(model: Any, optimizer: Any, errors: Any, path: str) -> None:
+def save(model: Any, optimizer: Any, codecs: CodecState, path: str) -> None:
     """Save all that a training needs to go on."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "errors": errors}, checkpoint_id=path)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "codecs": codecs}, checkpoint_id=path)
 
 
-def load(model: Any, optimizer: Any, errors: Any, path: str, planner: Any = None) -> None:
+def load(model: Any, optimizer: Any, codecs: CodecState | None, path: str) -> None:
     """Go on from there."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "errors": errors}
-    dcp.load(state, checkpoint_id=path, planner=planner)
+    state = {"model": model_state, "optimizer": optimizer_state} | ({} if codecs is None else {"codecs": codecs})
+    dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+@pytest.mark.parametrize(("synced", "trained"), [(False, True), (True, False)], ids=["no_sync", "synced, untrained"])
 @feedbacks
 @over_adapters
-def test_resuming_is_exact(pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo) -> None:
-    case = Case(steps=2, micro_batches=2, optimizer="adamw-foreach")
-    pool(4).run(resumed, adapter, replace(COARSE, error_feedback=feedback), case, str(tmp_path / "checkpoint"))
+def test_resuming_is_exact(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, synced: bool, trained: bool
+) -> None:
+    case = Case(steps=3, micro_batches=2, synced=synced, optimizer="adamw-foreach")
+    strategy = replace(COARSE, error_feedback=replace(feedback, reset_every=4))
+    pool(4).run(resumed, adapter, strategy, case, str(tmp_path / "checkpoint"), trained)
 
 
-def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str) -> None:
-    """In a worker: as :func:`resumed`, with a loss scale that changes just before saving."""
+def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str, goes_on_scaled: bool) -> None:
+    """In a worker: as :func:`resumed`, with a loss scale that changes just before saving, or is given up then."""
     trained = []
     for which in range(2):
         model, scaler = adapter.make(Case(), strategy), make_scaler()
@@ -166,18 +191,53 @@ def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str) -> None
         else:
             load(model, optimizer, CodecState(model), path)
             scaler.load_state_dict(scale)
-        scaled_steps(model, optimizer, scaler, [2, -1, 3])
+        scaler = scaler if goes_on_scaled else make_scaler(False)
+        scaled_steps(model, optimizer, scaler, [2, -1, 3] if goes_on_scaled else [2, 3])
         trained.append(adapter.full_weights(model))
     assert models.distance(*trained) == 0
 
 
+@pytest.mark.parametrize("goes_on_scaled", [True, False], ids=["scaled", "unscaled from then on"])
 @feedbacks
 @over_adapters
 def test_resuming_with_a_loss_scale_is_exact(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, goes_on_scaled: bool
 ) -> None:
     strategy = replace(COARSE, error_feedback=feedback)
-    pool(4).run(resumed_with_scaler, adapter, strategy, str(tmp_path / "checkpoint"))
+    pool(4).run(resumed_with_scaler, adapter, strategy, str(tmp_path / "checkpoint"), goes_on_scaled)
+
+
+class Scale(torch.nn.Module):
+    """A unit so small that most ranks hold nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def steps_counted(adapter: Adapter) -> list[int]:
+    """In a worker: the steps that each unit has counted, some of them with no element here, one left out at times."""
+    strategy = replace(COARSE, error_feedback=INTER)
+    net = models.make_net()
+    arguments = {"device_id": models.device(), "use_orig_params": True} if isinstance(adapter, Fsdp1) else {}
+    net.head = torch.nn.Sequential(adapter.apply(Scale().to(models.device()), strategy, **arguments), net.head)
+    model = adapter.shard(net, Case(), strategy)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    scaler = make_scaler()
+    for step in range(4):
+        net.skipped = 1 if step == 2 else None
+        scaled_steps(model, optimizer, scaler, [step])
+    parts = [torch.load(io.BytesIO(part)) for name, part in CodecState(model).state_dict().items() if name != "layout"]
+    return [part["steps"] for part in parts]
+
+
+@over_adapters
+def test_all_units_of_all_ranks_count_alike(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for counted in pool(4).run(steps_counted, adapter):
+        assert counted == [4] * 5
 
 
 def saved(adapter: Adapter, strategy: Strategy, path: str) -> None:
@@ -194,8 +254,9 @@ def loaded_elsewhere(adapter: Adapter, strategy: Strategy, path: str) -> list[tu
     optimizer = models.make_optimizer("sgd", model.parameters())
     train(adapter, model, Case(steps=1), optimizer=optimizer)
     errors = CodecState(model)
+    load(model, optimizer, None, path)
     with collected() as records:
-        load(model, optimizer, errors, path, DefaultLoadPlanner(allow_partial_load=True))
+        dcp.load({"codecs": errors}, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
     train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)
     return records
 
@@ -228,12 +289,16 @@ def hooked_training(feedback: LoCo | None, path: str) -> dict[str, Tensor]:
     model, state, optimizer = hooked()
     train(adapter, model, case, optimizer=optimizer)
     if feedback is not None:
-        save(model, optimizer, state, path)
+        save(model, optimizer, CodecState(model), path)
+        assert CodecState(model).state_dict().keys() > {"layout"}
+        assert len(CodecState(model).state_dict()) == len(state.state_dict())
     expected = train(adapter, model, case, optimizer=optimizer, first_step=2)
     if feedback is not None:
         other, other_state, other_optimizer = hooked()
         train(adapter, other, case, optimizer=other_optimizer, first_step=50)
-        load(other, other_optimizer, other_state, path)
+        load(other, other_optimizer, CodecState(other), path)
+        with pytest.raises(ValueError, match="one for each model"):
+            adapter.make(Case(), ShardingStrategy.FULL_SHARD).register_comm_hook(other_state, quantized_reduce_hook)
         assert train(adapter, other, case, optimizer=other_optimizer, first_step=2) == expected
         assert models.distance(adapter.full_weights(other), adapter.full_weights(model)) == 0
     return adapter.full_weights(model)

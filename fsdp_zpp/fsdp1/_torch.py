@@ -325,15 +325,15 @@ def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
 
 
 def parameters_of(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters of ``module``'s own unit as an optimizer may hold them: flat, and original."""
+    """The parameters of ``module``'s own unit as an optimizer may hold them: original, or flat."""
     if module._handle is not None:
-        flat_param = module._handle.flat_param
-        yield from (flat_param, *(flat_param._params or ()))
+        yield from module._handle.flat_param._params or (module._handle.flat_param,)
 
 
 def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
     """What this rank holds of ``module``'s own unit, if it has one."""
-    return [] if module._handle is None else [module._handle.flat_param._local_shard]
+    handle = module._handle  # whose flat parameter is the shard itself until FSDP's lazy initialization
+    return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
 
 
 def intercept_construction(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -32,23 +31,13 @@ class HookedUnit:
 
     def __init__(self, state: QuantizedReduceState) -> None:
         self.traffic = state.traffic
-        self._errors = state.errors
+        self.errors, self.mesh = state.errors, state.mesh
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Stock FSDP keeps no secondary shard."""
 
     def discard_gradients(self) -> None:
         """Stock FSDP has them in ``.grad`` alone."""
-
-    def step_made(self, skipped: Tensor | None) -> None:
-        """See :class:`StrategyUnit`."""
-        if self._errors is not None:
-            self._errors.step_made(skipped)
-
-    def scaler_stepped(self, scaler: GradScaler) -> None:
-        """See :class:`StrategyUnit`."""
-        if self._errors is not None:
-            self._errors.scaler_stepped(scaler)
 
 
 def install() -> None:
@@ -232,7 +221,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
         if units.unit_of(instance) is None:
             units.attach(instance, hooked[name])
         parameters[name] = list(_torch.parameters_of(instance))
-        error_nbytes += own.error_nbytes(parameters[name][0].numel()) if parameters[name] else 0
+        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch.shard_of(instance))
     log_reduction(
         state.codecs, state.error_feedback, state.mesh, type(model.module).__name__, len(instances), error_nbytes
     )

@@ -34,6 +34,13 @@ def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[st
     if intra is not None and cluster.gpus_per_node == 1:
         idle.append(f"intra_gradients={intra} has nothing to do: it encodes what goes inside a node.")
     feedback = codecs.error_feedback
-    if feedback is not None and not senders(feedback, codecs.gradient_codecs, "G", cluster.topology, 0):
-        idle.append("error_feedback has nothing to do: there is no encoded hop that it is for.")
+    hops = {"inter": "between nodes", "intra": "inside a node"} if feedback is not None else {}
+    if feedback is not None and feedback.hops == "inter":
+        del hops["intra"]
+    at_work = senders(feedback, codecs.gradient_codecs, "G", cluster.topology, 0)
+    idle += [
+        f"error_feedback has nothing to do {where}: nothing encoded is sent there."
+        for hop, where in hops.items()
+        if hop not in at_work
+    ]
     return idle
