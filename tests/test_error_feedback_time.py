@@ -207,11 +207,11 @@ def test_resuming_with_a_loss_scale_is_exact(
     pool(4).run(resumed_with_scaler, adapter, strategy, str(tmp_path / "checkpoint"), goes_on_scaled)
 
 
-class Scale(torch.nn.Module):
+class Scale(models.Block):
     """A unit so small that most ranks hold nothing of it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         self.factor = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -222,8 +222,7 @@ def steps_counted(adapter: Adapter) -> list[int]:
     """In a worker: the steps that each unit has counted, some of them with no element here, one left out at times."""
     strategy = replace(COARSE, error_feedback=INTER)
     net = models.make_net()
-    arguments = {"device_id": models.device(), "use_orig_params": True} if isinstance(adapter, Fsdp1) else {}
-    net.head = torch.nn.Sequential(adapter.apply(Scale().to(models.device()), strategy, **arguments), net.head)
+    net.blocks.append(Scale().to(models.device()))
     model = adapter.shard(net, Case(), strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
     scaler = make_scaler()
