@@ -61,6 +61,8 @@ class UnitErrors:
         if self.unsettled:
             return
         self.unsettled = True
+        if self._is_unscaled and self._own is None:
+            self._scale = None  # the scaler that was heard before was another model's
         self._next_scale = self._loss_scale(device)
         if self._scale is not None:
             self._scale = self._scale.to(device)
@@ -82,7 +84,7 @@ class UnitErrors:
         """
         if not self._hears_of_steps:
             self._hears_of_steps, self._steps = True, 0
-        self._is_unscaled = True  # unless a scaler says that it was the one to call
+        self._is_unscaled, self._heard = True, None  # unless a scaler says that it was the one to call
         if self.unsettled:
             self.unsettled = False
             self._scale = self._chosen(skipped, self._scale, self._next_scale)

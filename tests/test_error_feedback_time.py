@@ -119,6 +119,25 @@ def test_a_skipped_step_has_not_been(
     assert models.distance(skipped, expected) == 0
 
 
+def beside_a_scaled_model(adapter: Adapter, beside: bool) -> dict[str, Tensor]:
+    """In a worker: weights of a model without a scaler, with another model's scaler at work in between."""
+    strategy = replace(COARSE, error_feedback=INTER)
+    model, other = adapter.make(Case(), strategy), adapter.make(Case(), strategy)
+    optimizers = [models.make_optimizer("sgd", each.parameters()) for each in (model, other)]
+    scaler = make_scaler()
+    for step in range(3):
+        if beside:
+            scaled_steps(other, optimizers[1], scaler, [step])
+        scaled_steps(model, optimizers[0], make_scaler(False), [step])
+    return adapter.full_weights(model)
+
+
+@over_adapters
+def test_a_scaler_of_another_model_is_not_listened_to(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    alone, beside = (pool(4).run(beside_a_scaled_model, adapter, which)[0] for which in (False, True))
+    assert models.distance(beside, alone) == 0
+
+
 def unknown_optimizer(adapter: Adapter, feedback: LoCo | None) -> dict[str, Tensor]:
     """In a worker: weights under an optimizer that announces no steps."""
     model = adapter.make(Case(), replace(COARSE, levels="IIG", error_feedback=feedback))
