@@ -53,8 +53,8 @@ def _weights(strategy: Strategy, topology: Topology) -> list[tuple[str, str | No
         parts.append(("weights gathered in full precision", None))
     if levels.parameters == "N" and why_not is None:
         parts.append(("weights kept gathered until they change", None))
-    if isinstance(strategy.weights, Int4Delta):
-        parts.append(("changes of the weights sent by themselves between nodes", _no_hop_between(topology)))
+    if isinstance(strategy.weights, Int4Delta) and (one_node := _no_hop_between(topology)) is not None:
+        parts.append(("changes of the weights sent by themselves", one_node))
     if strategy.keeps_secondary:
         parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
     return parts

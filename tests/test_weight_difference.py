@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, Strategy, plan
+from fsdp_zpp.activity import activity
 from fsdp_zpp.hop import Traffic
-from fsdp_zpp.topology import process_mesh
+from fsdp_zpp.topology import Topology, process_mesh
 from fsdp_zpp.weight_gather import WeightGather
 
 DIFFERENCES = Int4Delta(64, resident=Int8(64))
@@ -179,6 +180,13 @@ def test_only_weights_are_differences(name: str) -> None:
         Strategy("IGG", **{name: Int4Delta()})
 
 
+def test_log_line() -> None:
+    across, on_one_node = (activity(STRATEGY, Topology(4, gpus_per_node)) for gpus_per_node in (2, 4))
+    assert "weights gathered as int8(64), changes as int4(64)" in across.active
+    assert across.inactive == ()
+    assert "changes of the weights sent by themselves (one node: no inter-node hop)" in on_one_node.inactive
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="block is 33"):
         Int4Delta(33)
@@ -191,6 +199,7 @@ def test_plan() -> None:
     differences, whole = (plan(7e9, **cluster, weights=codec) for codec in (Int4Delta(), Int8(256)))
     assert differences["IGG"].strategy.weights == Int4Delta()
     assert differences["GGG"].strategy.weights == Int8(256)
+    assert "weights as int8(256), changes as int4(256)" in str(differences)
     assert differences["GGG"].volume == whole["GGG"].volume
     assert differences["IGG"].memory == whole["IGG"].memory
     saved = whole["IGG"].volume.inter - differences["IGG"].volume.inter

@@ -75,7 +75,7 @@ def _title(plan: Plan) -> list[str]:
         networks.append(f"{cluster.inter_gbps:,.4g} Gbit/s out of a node")
     if cluster.intra_gbps is not None:
         networks.append(f"{cluster.intra_gbps:,.4g} Gbit/s a GPU inside")
-    strategy = plan.estimates[0].strategy
+    strategy = plan["IGG"].strategy  # with which any codec goes
     intra, inter = strategy.gradient_codecs
     trainable = "all trainable" if not size.frozen else f"{size.trainable:,} ({_percent(size)}) trainable"
     units, micro_batches = _count(size.count, "unit"), _count(work.micro_batches, "micro-batch", "es")
