@@ -91,3 +91,13 @@ def senders(
     if keep != "G" and ("inter" in found or (nodes == 1 and keep == "N" and "intra" in found)):
         found["back"] = Sender(1, chunk)
     return found
+
+
+def error_nbytes(
+    config: LoCo | None, codecs: tuple[Codec | None, Codec | None], keep: str, topology: Topology, numel: int
+) -> int:
+    """Bytes of all errors that a gradient reduction keeps on a rank; arguments as of :func:`senders`."""
+    if config is None:
+        return 0
+    sent = senders(config, codecs, keep, topology, numel).values()
+    return sum(sender.chunks * config.nbytes(sender.numel) for sender in sent)

@@ -31,7 +31,7 @@ from torch.profiler import record_function
 
 from .codecs import Codec, FullPrecision
 from .error_buffer import ErrorBuffer
-from .error_feedback import LoCo, senders
+from .error_feedback import LoCo, error_nbytes, senders
 from .hop import Traffic, hop_over
 from .topology import ProcessMesh
 from .unit_errors import UnitErrors
@@ -98,11 +98,8 @@ class GradientReduce:
 
     def error_nbytes(self, numel: int) -> int:
         """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
-        config = self._error_feedback
-        if config is None:
-            return 0
-        sent = senders(config, (self._intra_codec, self._inter_codec), self._keep, self._topology, numel).values()
-        return sum(sender.chunks * config.nbytes(sender.numel) for sender in sent)
+        codecs = self._intra_codec, self._inter_codec
+        return error_nbytes(self._error_feedback, codecs, self._keep, self._topology, numel)
 
     @torch.no_grad()
     def accumulate(self, gradient: Tensor) -> None:

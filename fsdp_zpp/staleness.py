@@ -51,6 +51,7 @@ class ModelEvents:
     def __init__(self, units: Mapping[str, WatchedUnit], parameters: dict[str, list[nn.Parameter]]) -> None:
         self._units = units
         self._parameters = parameters
+        self._heard: weakref.ref[GradScaler] | None = None  # the scaler that units were told of since a step
         self._identities = {id(p) for held in parameters.values() for p in held}
         events = weakref.ref(self)
 
@@ -85,11 +86,14 @@ class ModelEvents:
         """``optimizer`` has made a step, if it is one of this model's."""
         if not self._is_of_this_model(optimizer):
             return
+        self._heard = None
         self._weights_change()
         # Those that skip steps on the device, for a gradient scaler, are told by it whether to.
         self._step_made(optimizer, getattr(optimizer, "found_inf", None))
 
     def _step_made(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        if all(unit.errors is None for unit in self._units.values()):
+            return
         units = list(self._units_of(optimizer))
         # A step without a backward is none of the training's: torch's state dicts make one to have optimizer states.
         if any(unit.errors is not None and unit.errors.unsettled for unit in units):
@@ -101,6 +105,7 @@ class ModelEvents:
         """``scaler`` has called the step of ``optimizer``, or skipped it, if it is one of this model's."""
         if not self._is_of_this_model(optimizer):
             return
+        self._heard = None
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(optimizer, None)  # which would not have been heard
         for unit in self._units_of(optimizer):
@@ -109,6 +114,10 @@ class ModelEvents:
 
     def loss_scaled(self, scaler: GradScaler) -> None:
         """``scaler`` has scaled a loss, of this or of another model."""
+        # Units ask it for its scale by having it scale a 1, which is heard here, too.
+        if self._heard is not None and self._heard() is scaler:
+            return
+        self._heard = weakref.ref(scaler)
         for unit in self._units.values():
             if unit.errors is not None:
                 unit.errors.loss_scaled(scaler)
@@ -125,8 +134,11 @@ class ModelEvents:
         """
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, unit in self._units.items():
-            held = [p for p in self._parameters[name] if _local_numel(p)]
-            if not held or any(id(p) in in_optimizer for p in held):
+            parameters = self._parameters[name]
+            # In this order a look at one parameter mostly does: to ask all of them takes long.
+            if any(id(p) in in_optimizer and _local_numel(p) for p in parameters) or not any(
+                map(_local_numel, parameters)
+            ):
                 yield unit
 
     def _is_of_this_model(self, optimizer: Optimizer) -> bool:

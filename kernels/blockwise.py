@@ -57,7 +57,7 @@ def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: P
             out,
             numel // _align(numel),
             scale,
-            _zero(layout),
+            _zero(layout.bits),
             ALIGN=_align(numel),
             PEERS=peers,
             BITS=layout.bits,
@@ -89,7 +89,7 @@ def dequantize_sum_quantize(
             out.view(torch.int32),
             numel,
             scale,
-            _zero(layout),
+            _zero(layout.bits),
             PEERS=payload.shape[0],
             BITS=layout.bits,
             BLOCK=layout.block,
@@ -126,7 +126,7 @@ def quantize_corrected(
             numel // _align(numel),
             beta,
             1 - beta,
-            _ERROR_ZERO,
+            _zero(8),
             ALIGN=_align(numel),
             BITS=layout.bits,
             BLOCK=layout.block,
@@ -165,8 +165,8 @@ def dequantize_sum_quantize_corrected(
             scale,
             beta,
             1 - beta,
-            _zero(layout),
-            _ERROR_ZERO,
+            _zero(layout.bits),
+            _zero(8),
             PEERS=payload.shape[0],
             BITS=layout.bits,
             BLOCK=layout.block,
@@ -193,9 +193,6 @@ def _group(values: Tensor, layout: PayloadLayout) -> int:
     return max(16 // values.element_size(), 32 // layout.bits)
 
 
-def _zero(layout: PayloadLayout) -> int:
+def _zero(bits: int) -> int:
     """See ``tiles.decode_sum``."""
-    return 0x4B000000 + (1 << (layout.bits - 1))
-
-
-_ERROR_ZERO = 0x4B000000 + (1 << 7)  # errors have 8 bits
+    return 0x4B000000 + (1 << (bits - 1))

@@ -6,13 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blockwise import _MIN_THREADS, _PER_THREAD, _align, _group, _zero
 from .payload import ALIGNMENT, PayloadLayout
 from .programs import _store_groups
 from .tiles import _codes_words, _decode, source_chunk, tile_index
-
-# As blockwise.py has it for one peer.
-_PER_THREAD = 32
-_MIN_THREADS = 128
 
 
 @triton.jit
@@ -63,21 +60,19 @@ def decode_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
     numel = out.numel() // chunks
     if numel == 0:
         return
-    # As blockwise.py has it: kernels know the alignment of chunks up to a 16-byte access of 8 values.
-    align = min(numel & -numel, 8)
     tile = max(_PER_THREAD * _MIN_THREADS, layout.block)
     with torch.cuda.device_of(payload):
         rows_kernel[triton.cdiv(numel, tile), 1, chunks](
             payload.view(torch.int32),
             out,
-            numel // align,
+            numel // _align(numel),
             payload.stride(0) // ALIGNMENT,
-            0x4B000000 + (1 << (layout.bits - 1)),  # see tiles.decode_sum
-            ALIGN=align,
+            _zero(layout.bits),
+            ALIGN=_align(numel),
             BITS=layout.bits,
             BLOCK=layout.block,
             TILE=tile,
-            GROUP=max(16 // out.element_size(), 32 // layout.bits),
+            GROUP=_group(out, layout),
             num_warps=tile // _PER_THREAD // 32,
             enable_fp_fusion=False,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import chain
 
-from ..error_feedback import senders
+from ..error_feedback import error_nbytes
 from ..strategy import Strategy
 from ..strategy_unit import levels_on
 from ..topology import Topology
@@ -80,7 +80,9 @@ def memory_per_gpu(
 def _trainable_states(
     numel: int, strategy: Strategy, topology: Topology, micro_batches: int, precision: Precision
 ) -> Memory:
-    shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology)
+    keep = levels_on(strategy, topology).optimizer
+    shard = shard_numel(numel, keep, topology)
+    errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, keep, topology, shard)
     accumulated = _accumulator_numel(numel, strategy, topology) if micro_batches > 1 else 0
     return Memory(
         parameters=_kept(numel, True, strategy, topology, precision),
@@ -88,17 +90,8 @@ def _trainable_states(
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed as its shard's gradient is made, so the larger of the two counts.
         gradients=_FP32 * max(accumulated, shard),
-        errors=_errors(shard, strategy, topology) if numel else 0,
+        errors=errors if numel else 0,
     )
-
-
-def _errors(shard: int, strategy: Strategy, topology: Topology) -> int:
-    config = strategy.error_feedback
-    if config is None:
-        return 0
-    keep = levels_on(strategy, topology).optimizer
-    sent = senders(config, strategy.gradient_codecs, keep, topology, shard).values()
-    return sum(sender.chunks * config.nbytes(sender.numel) for sender in sent)
 
 
 def _frozen_states(numel: int, strategy: Strategy, topology: Topology, precision: Precision) -> Memory:
