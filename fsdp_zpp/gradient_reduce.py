@@ -17,12 +17,19 @@ The optimizer letter says which part of the sums a rank needs: its chunk of all 
 index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
 same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
 
+[Note: Two hops at once]
+While the slow network is busy with one unit's sums, the fast one can sum up the next unit's. So a reduction comes in
+two parts, :meth:`GradientReduce.start` up to the hop between nodes and what that returns, which an adapter runs in
+streams of their own.
+
 [Note: The mean]
 The result is the mean over all ranks. The one division is made on the fp32 sums of the first hop, before they
 are encoded again: in fp16 a sum may overflow where the mean does not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +95,11 @@ class GradientReduce:
         return self._accumulates
 
     @property
+    def has_two_hops(self) -> bool:
+        """Whether gradients go both inside and between nodes, which take two networks."""
+        return self._intra is not None and self._inter is not None
+
+    @property
     def waiting(self) -> bool:
         """Whether gradients of earlier micro-batches wait for the last one."""
         return self._waiting is not None
@@ -119,17 +131,27 @@ class GradientReduce:
         else:
             self._waiting.add_(part)
 
-    @torch.no_grad()
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
         """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
-        Gradients that wait are added to it, and wait no more.
+        Arguments and errors as :meth:`start`.
+        """
+        self.start(gradient, out, factor)()
+
+    @torch.no_grad()
+    def start(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> Callable[[], None]:
+        """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
+
+        Gradients that wait are added to it, and wait no more. See [Note: Two hops at once].
 
         Args:
             gradient: Flat, contiguous, bf16, fp16 or fp32: [world * numel] to keep ``G``, chunk i for rank i;
                 [gpus_per_node * numel] to keep ``I``, chunk i for local index i; [numel] to keep ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself to keep ``N``.
             factor: Applied in fp32, with the last sum.
+
+        Returns:
+            What does the rest, in whatever stream is current then, which must come after this one.
 
         Raises:
             ValueError: If the sizes do not fit, before any communication.
@@ -141,10 +163,8 @@ class GradientReduce:
         wire = self._wire_dtype(gradient)
         if waiting is not None and not self._accumulate_inside:
             gradient, waiting = waiting.add_(gradient), None
-        if self._keep == "G":
-            self._reduce_scatter(gradient, waiting, wire, out, factor)
-        else:
-            self._all_reduce(gradient, waiting, wire, out, factor)
+        begin = self._reduce_scatter if self._keep == "G" else self._all_reduce
+        return torch.no_grad()(begin(gradient, waiting, wire, out, factor))
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
         parts = {"G": self._topology.world, "I": self._topology.gpus_per_node, "N": 1}[self._keep]
@@ -163,24 +183,26 @@ class GradientReduce:
 
     def _reduce_scatter(
         self, gradient: Tensor, waiting: Tensor | None, wire: FullPrecision, out: Tensor, factor: float
-    ) -> None:
+    ) -> Callable[[], None]:
         mean = 1.0 / self._topology.world
         codec = self._inter_codec or wire
-        if self._intra is None and self._inter is None:
-            torch.mul(gradient, factor, out=out)
-        elif self._inter is None:
-            intra_codec, received = self._exchange_inside(gradient, wire)
-            self._decode_sum(intra_codec, received, out, mean * factor)
-        elif waiting is not None:
+        if self._inter is None:
+            if self._intra is None:
+                torch.mul(gradient, factor, out=out)
+            else:
+                intra_codec, received = self._exchange_inside(gradient, wire)
+                self._decode_sum(intra_codec, received, out, mean * factor)
+            return _nothing
+        if waiting is not None:
             sums = self._sum_inside(gradient, wire).add_(waiting)
-            self._reduce_between(codec, self._encode(codec, sums, 1, self._topology.nodes, "inter"), out, factor)
+            payload = self._encode(codec, sums, 1, self._topology.nodes, "inter")
         elif self._intra is None:
             payload = self._encode(codec, gradient, 1, self._topology.nodes, "inter")
-            self._reduce_between(codec, payload, out, mean * factor)
+            factor *= mean
         else:
             intra_codec, received = self._exchange_inside(gradient, wire)
             payload = self._decode_sum_encode(intra_codec, received, out.numel(), codec, mean, "inter")
-            self._reduce_between(codec, payload, out, factor)
+        return lambda: self._reduce_between(codec, payload, out, factor)
 
     def _exchange_inside(self, gradient: Tensor, wire: FullPrecision) -> tuple[Codec, Tensor]:
         """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, chunks, nbytes].
@@ -197,7 +219,7 @@ class GradientReduce:
     def _reduce_between(self, codec: Codec, payload: Tensor, out: Tensor, factor: float) -> None:
         """The inter-node hop, from ``payload`` uint8 [nodes, nbytes] by destination."""
         assert self._inter is not None
-        received = self._inter.all_to_all(payload, self.label)
+        received = self._inter.all_to_all(_handed_over(payload), self.label)
         self._decode_sum(codec, received.unsqueeze(1), out, factor)
 
     def _sum_inside(self, gradient: Tensor, wire: FullPrecision) -> Tensor:
@@ -216,13 +238,15 @@ class GradientReduce:
 
     def _all_reduce(
         self, gradient: Tensor, waiting: Tensor | None, wire: FullPrecision, out: Tensor, factor: float
-    ) -> None:
-        gpus, nodes = self._topology.gpus_per_node, self._topology.nodes
-        numel = gradient.numel()
-        sums = self._sum_inside(F.pad(gradient, (0, -numel % gpus)), wire)
+    ) -> Callable[[], None]:
+        sums = self._sum_inside(F.pad(gradient, (0, -gradient.numel() % self._topology.gpus_per_node)), wire)
         if waiting is not None:
             sums.add_(waiting)
-        part = sums.numel()
+        return lambda: self._all_reduce_between(sums, wire, out, factor)
+
+    def _all_reduce_between(self, sums: Tensor, wire: FullPrecision, out: Tensor, factor: float) -> None:
+        """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
+        nodes, part = self._topology.nodes, _handed_over(sums).numel()
         chunk = -(-part // nodes)
         codec, payload = self._sum_between(F.pad(sums, (0, chunk * nodes - part)), wire, factor)
         if self._keep == "N" and self._intra is not None:
@@ -270,3 +294,14 @@ class GradientReduce:
     def _decode_sum(self, codec: Codec, received: Tensor, out: Tensor, factor: float) -> None:
         with record_function(f"fsdp_zpp::decode_sum ({self.label})"):
             codec.decode_sum(received, out, 1, 1, factor)
+
+
+def _handed_over(tensor: Tensor) -> Tensor:
+    """``tensor``, whose memory the stream that made it is not to reuse before the current one has read it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+def _nothing() -> None:
+    """All has been done."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .activity import log_activity
+from .first_hops import FirstHopsAhead, Source
 from .method_hooks import register_method_post_hook, register_step_hook
 from .replicas import check_replicas
 from .strategy_unit import StrategyUnit
@@ -177,6 +178,7 @@ def watch(
     units: dict[str, StrategyUnit],
     parameters: dict[str, list[nn.Parameter]],
     shards: dict[str, list[Tensor]],
+    sources: dict[str, Source],
 ) -> ModelEvents:
     """Name the units of a model, log what is active, check its replicas, and start to watch for events.
 
@@ -185,6 +187,7 @@ def watch(
         units: Its units by name.
         parameters: For each unit, its parameters as an optimizer may hold them.
         shards: For each unit, what this rank holds of it.
+        sources: For each unit, where its weights are to be had from ahead of their gather.
 
     Raises:
         ValueError: If ranks that hold the same part of the model hold different values.
@@ -198,6 +201,8 @@ def watch(
         log_activity(strategy, mesh, model, len(members), errors)
         held = (shard for name in members for shard in shards[name])
         check_replicas(held, mesh, units[members[0]].levels.optimizer, model)
+    kept = [(unit.gather, sources[name]) for name, unit in units.items() if unit.keeps_first_hop]
+    FirstHopsAhead((gather, source) for gather, source in kept if gather is not None)
     return ModelEvents(units, parameters)
 
 

@@ -77,6 +77,11 @@ class StrategyUnit:
             error_feedback=self.strategy.error_feedback,
         )
 
+    @property
+    def keeps_first_hop(self) -> bool:
+        """Whether weights go between nodes once after a change, and what is left of that is kept in some form."""
+        return self.gather is not None and self.gather.has_first_hop and self.levels.parameters != "G"
+
     def invalidate(self, *, by_step: bool = False) -> None:
         """Declare the secondary shard, and what else is kept of the old weights, stale; see :class:`WeightGather`."""
         if self.gather is not None:

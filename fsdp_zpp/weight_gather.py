@@ -18,9 +18,9 @@ that saw no write wait for this one until their process group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class _Loaded:
     fresh: bool
 
 
+class FirstHops(Protocol):
+    """Makes the first hops of several units; see [Note: First hops ahead] in first_hops.py."""
+
+    def needed(self, gather: WeightGather, start: Callable[[], None], device: torch.device) -> None: ...
+
+    def used(self, gather: WeightGather) -> None: ...
+
+
 class WeightGather:
     """All-gathers one flat shard over a mesh in two hops.
 
@@ -54,7 +62,12 @@ class WeightGather:
         keep_secondary: Keep the secondary shard from one call to the next, until :meth:`invalidate`.
         traffic: Where bytes are counted.
         label: Names the unit in profiles and errors.
+
+    Attributes:
+        first_hops: Makes this unit's first hop among those of others, ahead of its use; None if it makes it itself.
     """
+
+    first_hops: FirstHops | None = None
 
     def __init__(
         self,
@@ -76,6 +89,8 @@ class WeightGather:
         self._before: Tensor | None = None  # what a difference can be against
         self._loaded: _Loaded | None = None
         self._encoded: tuple[Codec, Hashable] | None = None
+        self._last_codec: Codec | None = None
+        self._ready: torch.cuda.Event | None = None  # the secondary shard, if it is made in another stream
 
     @property
     def secondary_nbytes(self) -> int:
@@ -96,6 +111,24 @@ class WeightGather:
             self._loaded.fresh = False
         self._secondary = None
         self._encoded = None
+
+    @property
+    def has_first_hop(self) -> bool:
+        """Whether there are several nodes to gather from."""
+        return self._inter is not None
+
+    @property
+    def stale(self) -> bool:
+        """Whether the weights have changed since they were gathered between nodes."""
+        return self._encoded is None
+
+    @property
+    def next_codec(self) -> Codec | None:
+        """What will encode full-precision weights for the next gather, if that is known by now."""
+        codec = self.codec or self._last_codec
+        # Parameters of several dtypes go as bytes, which are not to be had from the shard.
+        bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
+        return None if bytes_only else codec
 
     @property
     def sends_differences(self) -> bool:
@@ -149,17 +182,38 @@ class WeightGather:
         """The shards of all ranks with this local index, encoded: uint8 [nodes, nbytes]."""
         if self._secondary is not None and self._encoded is not None and self._encoded[0] == codec:
             self.check_unchanged(version)
-            return self._secondary
+        elif self.first_hops is not None:
+            self.first_hops.needed(self, lambda: self.make_first_hop(shard, codec, version), shard.device)
+        else:
+            self.make_first_hop(shard, codec, version)
+        payload = self._secondary
+        assert payload is not None
+        if self._ready is not None:
+            torch.cuda.current_stream(payload.device).wait_event(self._ready)
+        if self.first_hops is not None:
+            self.first_hops.used(self)
+        if not self.keep_secondary:
+            self._secondary = None
+        return payload
+
+    @torch.no_grad()
+    def make_first_hop(self, shard: Tensor, codec: Codec, version: Hashable) -> None:
+        """Gather ``shard`` between nodes, in the current stream. Collective.
+
+        Args:
+            shard: As in :meth:`__call__`.
+            codec: What encodes it.
+            version: As in :meth:`__call__`.
+        """
         payload = self._from_what_is_held(shard)
         if payload is None:
             with record_function(f"fsdp_zpp::encode ({self.label})"):
                 payload = codec.encode(shard, 1, 1)
             if self._inter is not None:
                 payload = self._inter.all_gather(payload, self.label)
-        self._encoded = codec, version
-        if self.keep_secondary:
-            self._secondary = payload
-        return payload
+        self._encoded, self._secondary, self._last_codec = (codec, version), payload, codec
+        in_a_stream_of_its_own = self.first_hops is not None and payload.is_cuda
+        self._ready = torch.cuda.current_stream(payload.device).record_event() if in_a_stream_of_its_own else None
 
     def _from_what_is_held(self, shard: Tensor) -> Tensor | None:
         """The new secondary shard from an older one, or one of a checkpoint, if there is any."""
@@ -189,6 +243,8 @@ class WeightGather:
         if self._loaded is not None:
             return {"row": self._loaded.row.cpu().clone(), "fresh": self._loaded.fresh}
         held = self._secondary if self._secondary is not None else self._before
+        if self._ready is not None:
+            self._ready.synchronize()
         own = slice(self._own_node, self._own_node + 1)
         return {"row": None if held is None else held[own].cpu().clone(), "fresh": self._secondary is not None}
 

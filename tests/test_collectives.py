@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness.models import device
 from harness.pool import Pool, device_type
+from harness.wiretap import wiretap
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fsdp_zpp import Codec, Int4, Int8
@@ -234,3 +235,30 @@ def gather_in_a_part_of_the_job() -> bool:
 
 def test_a_mesh_may_be_a_part_of_the_job(pool: Callable[[int], Pool]) -> None:
     assert all(pool(8).run(gather_in_a_part_of_the_job))
+
+
+def in_two_parts(gpus_per_node: int, letters: tuple[str, str], codecs: Any, parts: int) -> Any:
+    """In a worker: where a reduction's two parts send, and what comes of them and of a whole one."""
+    gradient = values(7, dist.get_rank(), parts * 60, torch.float32, None).to(device())
+    outs = torch.full((2, 60), 777.0, device=device())
+    arguments = {"accumulate": letters[0], "keep": letters[1]}
+    whole, halves = (
+        GradientReduce(process_mesh(dist.group.WORLD, gpus_per_node), *codecs, Traffic(), **arguments) for _ in range(2)
+    )
+    whole(gradient.clone(), outs[0])
+    with wiretap(gpus_per_node) as first:
+        finish = halves.start(gradient.clone(), outs[1])
+    with wiretap(gpus_per_node) as second:
+        finish()
+    return first.order, second.order, torch.equal(*outs)
+
+
+@pytest.mark.parametrize("codecs", [(None, None), (Int8(), Int4())], ids=str)
+@pytest.mark.parametrize(("letters", "parts"), [(("G", "G"), 4), (("I", "I"), 2), (("N", "N"), 1)])
+def test_the_second_part_of_a_reduction_is_all_that_crosses_nodes(
+    pool: Callable[[int], Pool], letters: tuple[str, str], parts: int, codecs: Any
+) -> None:
+    for first, second, same in pool(4).run(in_two_parts, 2, letters, codecs, parts):
+        assert first == [("all_to_all", "intra")]
+        assert second[0] == ("all_to_all", "inter")
+        assert same

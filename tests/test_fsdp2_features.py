@@ -14,6 +14,7 @@ from harness.pool import Pool, device_type
 from harness.training import logits, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_zpp import Strategy
@@ -115,3 +116,22 @@ def self_encoding() -> None:
 
 def test_self_encoding_tensor(pool: Callable[[int], Pool]) -> None:
     pool(4).run(self_encoding)
+
+
+def users_hook(strategy: Strategy, hooked: bool) -> dict[str, Tensor]:
+    """In a worker: gradients of a model whose all-reduce hook doubles them."""
+    adapter = Fsdp2()
+    model = adapter.make(Case(), strategy)
+    if hooked:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
+    models.loss_of(model, models.batch(0, 0)).backward()
+    return adapter.full_gradients(model)
+
+
+@pytest.mark.parametrize("strategy", [HPZ, Strategy.zeropp(gpus_per_node=2), Strategy("III", gpus_per_node=2)], ids=str)
+def test_a_users_all_reduce_hook_sees_the_reduced_gradient(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    plain, doubled = (pool(4).run(users_hook, strategy, hooked) for hooked in (False, True))
+    for ours, theirs in zip(plain, doubled, strict=True):
+        assert all(torch.equal(2 * ours[name], theirs[name]) for name in ours)

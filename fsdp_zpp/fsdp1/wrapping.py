@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from .. import units
 from ..activity import log_reduction
 from ..comm_hook import QuantizedReduceState
+from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..staleness import ModelEvents, gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import check_dtypes, check_instance, check_no_other_parallelism, mesh_for, topology_for
-from . import _torch
+from . import _torch, _torch_backward, _torch_handle
 
 _EVENTS = "_fsdp_zpp_events"
 
@@ -45,9 +46,10 @@ def install() -> None:
     _torch.intercept_construction(_construct)
     _torch.intercept_hook_registration(_adopt_hook_state)
     _torch.after_root_is_known(_watch)
-    _torch.reduce_in_every_backward()
-    _torch.after_synchronizing_backward(_gradients_synchronized)
-    _torch.announce_writebacks()
+    _torch_backward.reduce_in_turns()
+    _torch_backward.reduce_in_every_backward()
+    _torch_backward.after_synchronizing_backward(_gradients_synchronized)
+    _torch_handle.announce_writebacks()
     _torch.after_zero_grad(gradients_cleared)
 
 
@@ -89,7 +91,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
-    handle = _torch.adopt_handle(
+    handle = _torch_handle.adopt_handle(
         module,
         unit.gather,
         lossy=strategy.weights is not None,
@@ -109,17 +111,18 @@ def _watch(root: nn.Module) -> None:
     found: dict[str, StrategyUnit] = {}
     parameters: dict[str, list[nn.Parameter]] = {}
     shards: dict[str, list[Tensor]] = {}
+    sources: dict[str, Source] = {}
     for path, module in root.named_modules():
         unit = units.unit_of(module)
         if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
             name = _name_of(path)
-            found[name], parameters[name] = unit, list(_torch.parameters_of(module))
-            shards[name] = _torch.shard_of(module)
+            found[name], parameters[name] = unit, list(_torch_handle.parameters_of(module))
+            shards[name], sources[name] = _torch_handle.shard_of(module), _torch_handle.source_of(module)
     _check_one_group(found)
     if found:
         wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
         name = type(wrapped).__name__
-        setattr(root, _EVENTS, watch(name, found, parameters, shards))
+        setattr(root, _EVENTS, watch(name, found, parameters, shards, sources))
         warn_if_nothing_is_frozen(root, name, ((unit.strategy, unit.mesh) for unit in found.values()))
 
 
@@ -220,8 +223,8 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
         hooked[name] = HookedUnit(own)
         if units.unit_of(instance) is None:
             units.attach(instance, hooked[name])
-        parameters[name] = list(_torch.parameters_of(instance))
-        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch.shard_of(instance))
+        parameters[name] = list(_torch_handle.parameters_of(instance))
+        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_handle.shard_of(instance))
     log_reduction(
         state.codecs, state.error_feedback, state.mesh, type(model.module).__name__, len(instances), error_nbytes
     )

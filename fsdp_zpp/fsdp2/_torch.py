@@ -24,6 +24,7 @@ try:
     state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
     _USED = (
         FSDPModule._get_fsdp_state,
+        FSDPModule.set_all_reduce_hook,
         FSDPParam.__annotations__["_sharded_param_data"],
         FSDPParam.unsharded_param,
         FSDPParamGroup.lazy_init,
@@ -65,6 +66,14 @@ class Gradients(Protocol):
     def waiting(self) -> bool: ...
 
 
+class Completion(Protocol):
+    """Completes a reduction, and runs a user's all-reduce hook after that."""
+
+    then: Callable[[Tensor], None] | None
+
+    def __call__(self, gradient: Tensor) -> None: ...
+
+
 class StrategyGroup(FSDPParamGroup):
     """A parameter group that a strategy gathers and reduces. Made by :func:`adopt_group` from the one torch built.
 
@@ -75,6 +84,7 @@ class StrategyGroup(FSDPParamGroup):
         every_backward_reduces: Whether a micro-batch hands over its gradients although it is not the last.
         more_micro_batches: Whether the backward that runs is such a micro-batch's.
         own_all_reduce: What must be the all-reduce hook; None if that is free for users.
+        completion: What runs as the all-reduce hook before a user's; None if nothing does.
     """
 
     _state: FSDPState
@@ -84,6 +94,7 @@ class StrategyGroup(FSDPParamGroup):
     every_backward_reduces: bool
     more_micro_batches: bool
     own_all_reduce: Callable[[Tensor], None] | None
+    completion: Completion | None
     _received: set[int]
 
     @property
@@ -109,6 +120,8 @@ class StrategyGroup(FSDPParamGroup):
                 f"set_all_reduce_hook has replaced the hook by which the strategy reduces the gradients of "
                 f"{self.name}, which are sharded over no ranks; choose a strategy whose third letter is not N"
             )
+        if self.completion is not None and self._all_reduce_hook is not self.completion:
+            self.completion.then, self._all_reduce_hook = self._all_reduce_hook, self.completion
         self.more_micro_batches = self.every_backward_reduces and not self.is_last_micro_batch
         reduce_grads, self.reduce_grads = self.reduce_grads, self.reduce_grads or self.more_micro_batches
         never_used = self._zero_missing_gradients()
@@ -191,14 +204,26 @@ class StrategyGroup(FSDPParamGroup):
         Raises:
             TypeError: If a parameter is a tensor subclass that decides itself what is gathered.
         """
-        for param in self.fsdp_params:
-            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                raise TypeError(
-                    f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
-                    "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
-                )
+        if (param := self._self_encoding()) is not None:
+            raise TypeError(
+                f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
+                "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
+            )
         shards = [param._sharded_param_data.to(device, non_blocking=True) for param in self.fsdp_params]
         return shards[0] if len(shards) == 1 else torch.cat(shards)
+
+    def shard_ahead(self) -> tuple[Tensor, Hashable] | None:
+        """What a gather will be given, before torch asks for it: the shard and its version, if that can be told."""
+        if self._self_encoding() is not None:
+            return None
+        return self.full_precision_shard(self.device), self.shard_version()
+
+    def _self_encoding(self) -> FSDPParam | None:
+        """A parameter that decides itself what is gathered, if there is one."""
+        for param in self.fsdp_params:
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                return param
+        return None
 
     def shard_version(self) -> Hashable:
         """Changes with every write to the shards that torch can see from here."""
@@ -251,7 +276,7 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
     group.__class__ = StrategyGroup
     group._state, group._root_is_known = state, root_is_known
     group.kept, group.gradients, group.every_backward_reduces, group.more_micro_batches = None, None, False, False
-    group.own_all_reduce, group._received = None, set()
+    group.own_all_reduce, group.completion, group._received = None, None, set()
     return group
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ class StrategyAllGather(_PlainAllocation, _torch.AllGather):
 class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
     """Reduces a group's gradients, or accumulates them, as its strategy's letters say.
 
+    Attributes:
+        finish: Does what :class:`StrategyAllReduceAfter` is to do; None if there is nothing left.
+
     Args:
         reduce: The hops.
         group: Whose gradients they are.
@@ -74,6 +77,7 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         self._reduce = reduce
         self._group = group
         self._world = world
+        self.finish: Callable[[], None] | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -82,7 +86,37 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         divide_factor = self._group.gradient_divide_factor
         factor = _torch.factor_of(op, dist.get_world_size(group), self._world, divide_factor)
-        reduce_or_accumulate(self._reduce, self._group, input_tensor, output_tensor, factor)
+        finish = start_or_accumulate(self._reduce, self._group, input_tensor, output_tensor, factor)
+        if self._reduce.has_two_hops:
+            self.finish = finish
+        else:
+            finish()
+
+
+class StrategyAllReduceAfter:
+    """The hop between nodes after a reduce-scatter inside of them, as torch's all-reduce hook: it has its own stream.
+
+    See [Note: Two hops at once] in gradient_reduce.py.
+
+    Args:
+        reduce_scatter: Begins the reduction.
+
+    Attributes:
+        then: A user's hook, which runs afterwards.
+    """
+
+    def __init__(self, reduce_scatter: StrategyReduceScatter) -> None:
+        self._reduce_scatter = reduce_scatter
+        self.then: Callable[[Tensor], None] | None = None
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Complete ``gradient`` in place."""
+        finish, self._reduce_scatter.finish = self._reduce_scatter.finish, None
+        if finish is not None:
+            finish()
+        _freed_elsewhere(gradient)
+        if self.then is not None:
+            self.then(gradient)
 
 
 class StrategyAllReduce:
@@ -107,18 +141,26 @@ class StrategyAllReduce:
             # does it once more where it divides around sums.
             around_sum = self._group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self._world * (divide_factor if around_sum else 1.0)
-        reduce_or_accumulate(self._reduce, self._group, gradient, gradient, factor)
-        if gradient.is_cuda:
-            # torch frees it in the stream of the reduce-scatter, which is not this one.
-            gradient.record_stream(torch.cuda.current_stream())
+        start_or_accumulate(self._reduce, self._group, gradient, gradient, factor)()
+        _freed_elsewhere(gradient)
 
 
-def reduce_or_accumulate(
+def start_or_accumulate(
     reduce: GradientReduce, group: _torch.StrategyGroup, gradient: Tensor, out: Tensor, factor: float
-) -> None:
-    """Reduce ``gradient`` into ``out``, or if more micro-batches follow take it as far as its letter says."""
+) -> Callable[[], None]:
+    """Start to reduce ``gradient`` into ``out``, or if more micro-batches follow take it as far as its letter says.
+
+    Returns:
+        What does the rest.
+    """
     if group.more_micro_batches and reduce.accumulates:
         reduce.accumulate(gradient)
         out.zero_()
-    else:
-        reduce(gradient, out, factor)
+        return lambda: None
+    return reduce.start(gradient, out, factor)
+
+
+def _freed_elsewhere(gradient: Tensor) -> None:
+    """torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now."""
+    if gradient.is_cuda:
+        gradient.record_stream(torch.cuda.current_stream(gradient.device))

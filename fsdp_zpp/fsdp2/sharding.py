@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from .. import units
+from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..staleness import gradients_cleared, watch
 from ..strategy import Strategy
@@ -18,7 +19,7 @@ from ..strategy_unit import StrategyUnit
 from ..support import mesh_for
 from ..topology import own_rank
 from . import _torch
-from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
+from .comms import StrategyAllGather, StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter
 from .validation import check_arguments, is_torchs_own
 
 
@@ -146,7 +147,10 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
             group.own_all_reduce = StrategyAllReduce(unit.reduce, group, world)
             sharded.set_all_reduce_hook(group.own_all_reduce)
         else:
-            sharded.set_custom_reduce_scatter(StrategyReduceScatter(unit.reduce, group, world))
+            reduce_scatter = StrategyReduceScatter(unit.reduce, group, world)
+            sharded.set_custom_reduce_scatter(reduce_scatter)
+            if unit.reduce.has_two_hops:
+                group.completion = StrategyAllReduceAfter(reduce_scatter)
     # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
     for owner in group.parameter_owners():
         owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
@@ -159,13 +163,14 @@ def _watch(root: nn.Module) -> None:
     found: dict[str, StrategyUnit] = {}
     parameters: dict[str, list[nn.Parameter]] = {}
     shards: dict[str, list[Tensor]] = {}
+    sources: dict[str, Source] = {}
     for module in root.modules():
         unit = units.unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
             found[group.name], parameters[group.name] = unit, group.parameters()
-            shards[group.name] = group.shards()
+            shards[group.name], sources[group.name] = group.shards(), group.shard_ahead
     model = type(root).__name__.removeprefix("FSDP")
-    events = watch(model, found, parameters, shards)
+    events = watch(model, found, parameters, shards, sources)
     warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
     _torch.watch_backwards(root, events.gradients_synchronized)

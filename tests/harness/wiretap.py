@@ -23,6 +23,8 @@ class Wiretap:
 
     gpus_per_node: int
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    order: list[tuple[str, str]] = field(default_factory=list)
+    """The collectives and their levels as they were called."""
 
     def count(self, collective: str, group: dist.ProcessGroup | None, nbytes_per_peer: int) -> None:
         """Count a collective in which this rank owes ``nbytes_per_peer`` to each peer."""
@@ -31,6 +33,7 @@ class Wiretap:
         level, peers = ("intra", len(ranks) - 1) if len(nodes) == 1 else ("inter", len(nodes) - 1)
         key = (collective, level)
         self.sent[key] = self.sent.get(key, 0) + nbytes_per_peer * peers
+        self.order.append(key)
 
     def total(self, level: str, *collectives: str) -> int:
         """Bytes at one level, of some collectives or all."""

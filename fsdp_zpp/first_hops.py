@@ -1,0 +1,102 @@
+"""The first hops of all units of a model, made in a row as soon as the first of them is needed.
+
+[Note: First hops ahead]
+A forward after a step asks for one unit after the other, but the slow network need not wait for that: what the first
+hop leaves is kept anyway, so that all of them can be under way from the first unit's on. They run in a stream of their
+own, each beside the second hops and the computation of the units before it, and the computation waits for a hop only
+when it comes to its unit.
+
+They start with the first gather after a change, not with the change: what is written after a step (averages, clipped
+weights) is to be in them, and a step that another one follows, of a second optimizer, is not to send weights twice. A
+GPU gets to them at the same time, since its host is ahead of it by then.
+
+Ranks agree, for gathers and changes come in the same order on all of them. A unit whose hop was made and not used
+before its weights changed again waits for its own gathers from then on.
+
+Whatever read a secondary shard did so in one of the streams that have gathered; their work is waited for before memory
+of older ones is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .weight_gather import WeightGather
+
+Source = Callable[[], tuple[Tensor, Hashable] | None]
+"""Gives a unit's full-precision shard, on the device to gather on, and its version; None if it can't be had yet."""
+
+
+@dataclass
+class _Member:
+    gather: WeightGather
+    source: Source
+    unused: bool = False  # what was made for it ahead
+    ahead: bool = True
+
+    def forget_unused(self) -> None:
+        """Its weights have changed: if what was made ahead was of no use, make no more."""
+        self.ahead, self.unused = self.ahead and not self.unused, False
+
+    def make(self) -> None:
+        """Make its first hop, in the current stream."""
+        codec, held = self.gather.next_codec, self.source()
+        if codec is not None and held is not None:
+            self.gather.make_first_hop(held[0], codec, held[1])
+            self.unused = True
+
+
+class FirstHopsAhead:
+    """Makes the first hops of a model's units. See [Note: First hops ahead].
+
+    Args:
+        members: Units that keep what they gather, in the order in which a forward needs them, and their weights.
+    """
+
+    def __init__(self, members: Iterable[tuple[WeightGather, Source]]) -> None:
+        self._members = {id(gather): _Member(gather, source) for gather, source in members}
+        self._stream: Any = None
+        self._readers: set[Any] = set()
+        for member in self._members.values():
+            member.gather.first_hops = self
+
+    def needed(self, gather: WeightGather, start: Callable[[], None], device: torch.device) -> None:
+        """Make the first hop of ``gather``, and those of the stale units that are to come. Collective.
+
+        Args:
+            gather: A member.
+            start: Makes its first hop.
+            device: On which.
+        """
+        own = self._members[id(gather)]
+        own.forget_unused()
+        with self._beside_computation(device):
+            start()
+            for member in self._members.values():
+                if member is not own and member.gather.stale:
+                    member.forget_unused()
+                    if member.ahead:
+                        member.make()
+
+    def used(self, gather: WeightGather) -> None:
+        """The secondary shard of ``gather`` is read in the current stream."""
+        self._members[id(gather)].unused = False
+        if self._stream is not None:
+            self._readers.add(torch.cuda.current_stream(self._stream.device))
+
+    def _beside_computation(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The stream of first hops, after what the current one and all readers were given so far."""
+        if device.type != "cuda":
+            return nullcontext()
+        current = torch.cuda.current_stream(device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        for stream in {current, *self._readers}:
+            self._stream.wait_stream(stream)
+        return torch.cuda.stream(self._stream)

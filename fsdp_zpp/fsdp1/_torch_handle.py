@@ -1,0 +1,241 @@
+"""Private names of torch's flat parameters: a handle that gathers and reduces through a strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ._torch import FlatParamHandle, HandleTrainingState, no_dispatch_record_stream, unshard_param_utils
+
+
+class Gather(Protocol):
+    """Fills the unsharded flat parameter from the full-precision shards."""
+
+    def __call__(self, shard: Tensor, out: Tensor, version: Hashable) -> None: ...
+
+    def same_weights(self, before: Hashable, after: Hashable) -> None: ...
+
+    def check_unchanged(self, version: Hashable) -> None: ...
+
+
+class Reduce(Protocol):
+    """Fills the sharded gradient from the unsharded ones, of one micro-batch or several."""
+
+    @property
+    def accumulates(self) -> bool: ...
+
+    @property
+    def has_two_hops(self) -> bool: ...
+
+    @property
+    def waiting(self) -> bool: ...
+
+    def __call__(self, gradient: Tensor, out: Tensor) -> None: ...
+
+    def accumulate(self, gradient: Tensor) -> None: ...
+
+
+class StrategyHandle(FlatParamHandle):
+    """A flat parameter's handle that gathers and reduces through a strategy.
+
+    Made by :func:`adopt_handle` from the handle that torch built. Whatever asks for full precision (state dicts,
+    ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own gather.
+    """
+
+    _gather: Gather | None
+    _gather_is_lossy: bool
+    _keep_unsharded: bool
+    _reduce: Reduce | None
+    _more_micro_batches: bool
+    _unreduced: bool
+    _hides_gradients: bool
+    _has_optim_in_backward: bool
+    _holds_decoded_weights: bool
+    _written_back: Callable[[], None]
+    _version_at_summon: Hashable
+
+    def _wants_full_precision(self) -> bool:
+        summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+        return summoned or self._force_full_precision
+
+    def pre_unshard(self) -> bool:
+        if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+            self._version_at_summon = self._shard_version()
+        return super().pre_unshard()
+
+    def unshard(self) -> None:
+        if self._keep_unsharded and self._holds_decoded_weights and not self._wants_full_precision():
+            assert self._gather is not None
+            if not self.needs_unshard():
+                self._gather.check_unchanged(self._shard_version())
+        super().unshard()
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+        super().reshard(free_unsharded_flat_param and (summoned or not self._keep_unsharded))
+        if summoned and self._gather is not None:
+            # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
+            self._gather.same_weights(self._version_at_summon, self._shard_version())
+
+    def needs_unshard(self) -> bool:
+        # FSDP keeps the root unsharded from forward to backward, and after a forward without backward. A summon
+        # in between would take those decoded weights for the true ones, and even write them back.
+        if (
+            self._holds_decoded_weights
+            and self._gather_is_lossy
+            and self._wants_full_precision()
+            and not self._uses_param_mixed_precision  # else full precision has a buffer of its own
+        ):
+            self._free_unsharded_flat_param()
+            self._holds_decoded_weights = False
+        return super().needs_unshard()
+
+    def _use_low_precision_shard(self) -> None:
+        if self._gather is None:
+            super()._use_low_precision_shard()
+        # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
+        elif self._offload_params:
+            self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
+
+    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
+        if self._gather is None or self._wants_full_precision():
+            self._holds_decoded_weights = False
+            return super()._all_gather_flat_param(padded_unsharded_flat_param)
+        shard = self.flat_param.data
+        self._gather(shard, padded_unsharded_flat_param, self._shard_version())
+        self._holds_decoded_weights = True
+        if self._offload_params:
+            no_dispatch_record_stream(shard, self._device_handle.current_stream())
+        return padded_unsharded_flat_param
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether a micro-batch that is not the last reduces, as far as the gradient letter says."""
+        # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see. And an
+        # optimizer in the backward would step with what is reduced.
+        waits = self._reduce is not None and self._reduce.accumulates
+        return self.uses_sharded_strategy and (waits or not self._has_optim_in_backward)
+
+    def drop_unsharded(self) -> None:
+        """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
+        flat_param = self.flat_param
+        initialized = hasattr(flat_param, "_full_param_padded")
+        # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
+        if initialized and self._training_state == HandleTrainingState.IDLE and not self._prefetched:
+            self._free_unsharded_flat_param()
+
+    def _use_sharded_grad_views(self) -> None:
+        # Before the last micro-batch the sum of reduced gradients stays with FSDP. Shown as gradients of the original
+        # parameters, FSDP would take it for a user's, and copy it in a stream that does not wait for the reduction.
+        self._hides_gradients = self._more_micro_batches
+        if not self._hides_gradients:
+            super()._use_sharded_grad_views()
+            return
+        for param in (*(self.flat_param._params or ()), *(self.flat_param._shared_params or ())):
+            param.grad = None
+
+    def forget_gradients(self) -> None:
+        """Drop the sum of reduced gradients that optimizers do not see before the last micro-batch."""
+        if hasattr(self.flat_param, "_saved_grad_shard"):
+            del self.flat_param._saved_grad_shard
+
+    def shard_ahead(self) -> tuple[Tensor, Hashable] | None:
+        """What a gather will be given, before FSDP asks for it: the shard and its version, if that can be told."""
+        if torch._C._current_graph_task_id() != -1:
+            return None  # in a backward, FSDP keeps gradients where a writeback does not look for them
+        if self._use_orig_params and not self._skip_writeback_check:
+            self._writeback_orig_params()  # which FSDP does before it gathers
+        shard = self.flat_param._local_shard
+        return shard.to(self.device, non_blocking=True), self._shard_version()
+
+    def zero_padding(self) -> None:
+        """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
+        flat_param = self.flat_param
+        start, end = -self.rank * flat_param.numel() if self.uses_sharded_strategy else 0, 0
+        for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+            end = start + numel
+            if is_padding and end > 0:
+                flat_param.data[max(start, 0) : end].zero_()
+            start = end
+
+    def _shard_version(self) -> Hashable:
+        """Changes with every write to the shard that torch can see from here."""
+        flat_param = self.flat_param
+        tensors = (flat_param, flat_param._local_shard, *(flat_param._params or ()))
+        return tuple(tensor._version for tensor in tensors)
+
+
+def adopt_handle(
+    module: FullyShardedDataParallel,
+    gather: Gather | None,
+    lossy: bool,
+    keep_unsharded: bool,
+    reduce: Reduce | None,
+    written_back: Callable[[], None],
+) -> StrategyHandle | None:
+    """Have ``module``'s flat parameter, if it has one, gathered by ``gather`` and its gradient reduced by ``reduce``.
+
+    Args:
+        module: An instance of FSDP.
+        gather: Gathers the weights; None leaves it to torch.
+        lossy: Whether what it gathers differs from the weights.
+        keep_unsharded: Whether what it gathered is kept until the weights change.
+        reduce: Reduces the gradients; None leaves it to torch.
+        written_back: Called after summoned or loaded parameters were written to the shard.
+
+    Returns:
+        The flat parameter's handle.
+    """
+    if reduce is not None:
+
+        def strategy_hook(state: None, gradient: Tensor, out: Tensor | None = None) -> None:
+            reduce(gradient, gradient if out is None else out)
+
+        # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
+        module._comm_hook, module._comm_hook_state = strategy_hook, None
+    if module._handle is None:
+        return None
+    handle: Any = module._handle
+    handle.__class__ = StrategyHandle
+    handle._gather, handle._gather_is_lossy, handle._keep_unsharded = gather, lossy, keep_unsharded
+    handle._reduce, handle._more_micro_batches, handle._unreduced = reduce, False, False
+    handle._hides_gradients = False
+    handle._written_back, handle._version_at_summon, handle._holds_decoded_weights = written_back, None, False
+    handle.zero_padding()
+    return handle
+
+
+def parameters_of(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
+    """The parameters of ``module``'s own unit as an optimizer may hold them: original, or flat."""
+    if module._handle is not None:
+        yield from module._handle.flat_param._params or (module._handle.flat_param,)
+
+
+def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
+    """What this rank holds of ``module``'s own unit, if it has one."""
+    handle = module._handle  # whose flat parameter is the shard itself until FSDP's lazy initialization
+    return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
+
+
+def source_of(module: FullyShardedDataParallel) -> Callable[[], tuple[Tensor, Hashable] | None]:
+    """Where ``module``'s weights are to be had from ahead of their gather."""
+    handle = module._handle
+    return handle.shard_ahead if isinstance(handle, StrategyHandle) else lambda: None
+
+
+def announce_writebacks() -> None:
+    """Have ``written_back()`` of :func:`use_gather` called after each of FSDP's writebacks."""
+    original = unshard_param_utils._writeback_to_local_shard
+
+    @functools.wraps(original)
+    def writeback_to_local_shard(handle: FlatParamHandle, writeback_grad: bool) -> None:
+        original(handle, writeback_grad)
+        if isinstance(handle, StrategyHandle):
+            handle._written_back()
+
+    unshard_param_utils._writeback_to_local_shard = writeback_to_local_shard
