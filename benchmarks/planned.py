@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import step as benchmark
 import torch
 import torch.distributed as dist
+from models import SIZES, Task, network
 from nodes import start
+from torch_fsdp import TorchFSDP
 
 from fsdp_zpp.planner.bandwidth import measure_bandwidth
 from fsdp_zpp.planner.model_size import ModelSize, module_size
@@ -36,7 +37,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=2)
-    parser.add_argument("--size", choices=benchmark.SIZES, default="1.35B")
+    parser.add_argument("--size", choices=SIZES, default="1.35B")
     parser.add_argument("--levels", default="GGG,IGG,IIG,III,NNG")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=2)
@@ -57,30 +58,28 @@ def measure(arguments: argparse.Namespace, levels: str) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     empty = torch.cuda.memory_allocated()
-    model = benchmark.build(arguments, levels)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    shape = (arguments.micro_batches, arguments.micro_batch, arguments.sequence)
-    tokens = torch.randint(32000, shape, device="cuda")
+    task = Task.of(arguments)
+    training, tokens = TorchFSDP(task, levels), task.tokens(dist.get_rank())
     for _ in range(arguments.warmup):
-        benchmark.step(model, optimizer, tokens)
+        training.step(tokens)
     times, allocated = [], [0]
     for _ in range(arguments.steps):
         dist.barrier()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        benchmark.step(model, optimizer, tokens)
+        training.step(tokens)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     for index, micro_batch in enumerate(tokens):
-        with benchmark.accumulating(model, index < len(tokens) - 1):
-            model(micro_batch, labels=micro_batch).loss.backward()
+        with training.accumulating(index < len(tokens) - 1):
+            training.model(micro_batch, labels=micro_batch).loss.backward()
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated() - empty)
-    optimizer.step()
-    optimizer.zero_grad()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
     # The first forward gathers what is kept; what FSDP keeps of the root from a forward to a backward is no state.
     with torch.no_grad():
-        model(tokens[0])
+        training.model(tokens[0])
     allocated.append(torch.cuda.memory_allocated() - empty)
     figures = torch.tensor([statistics.median(times), max(allocated) / GIB], device="cuda", dtype=torch.float64)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
@@ -123,7 +122,7 @@ def table(rows: list[dict[str, Any]], predicted: Plan) -> str:
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank: predict, and measure all strategies in turn; rank 0 writes."""
-    predicted = predict(arguments, module_size(benchmark.network(arguments)))
+    predicted = predict(arguments, module_size(network(Task.of(arguments))))
     rows = []
     for levels in arguments.levels.split(","):
         rows.append(measure(arguments, levels))

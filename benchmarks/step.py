@@ -1,10 +1,12 @@
-"""Step time, memory and bytes between nodes of strategies side by side, on the same model and data, in one run.
+"""Step time, memory, utilization and bytes of strategies side by side, on the same model and data, in one run.
 
     python benchmarks/step.py --nodes 2 --gpus-per-node 2 --size 1.35B --strategies full_shard,hybrid_shard,zeropp
+    python benchmarks/step.py --size 6.7B --lora 16 --micro-batch 1 --strategies fsdp2:hybrid_shard,mixzpp,fsdp2:mixzpp
 
 emulates the nodes on one host (see nodes.py). Under torchrun on real nodes, start it with ``--worker`` instead.
-Strategies go under FullyShardedDataParallel, or with ``fsdp2:`` before the name under fully_shard. Writes a Markdown
-table and JSON with machine and versions to ``--out``.
+Strategies go under FullyShardedDataParallel, or with ``fsdp2:`` before the name under fully_shard; DeepSpeed and
+Megatron-FSDP are measured where they are installed. A strategy that fails is reported as that. Writes a Markdown table,
+JSON with machine and versions, and a chart to ``--out``, after each strategy what there is.
 """
 
 from __future__ import annotations
@@ -12,61 +14,23 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import Contender, contend, is_known, names
+from models import SIZES, Task
 from nodes import start
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard as torch_fully_shard,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from overlap import overlap
+from step_report import table, write
+from torch.profiler import ProfilerActivity, profile
+from utilization import utilization
 
-from fsdp_zpp import Int4, Int8, LoCo, Strategy, fully_shard, traffic
-from fsdp_zpp.strategy import LEGAL_LEVELS
-
-SIZES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "1.35B": {
-        "hidden_size": 2048,
-        "intermediate_size": 5504,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-    },
-    "6.7B": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-}
-STRATEGIES: dict[str, Any] = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    **{levels: Strategy(levels) for levels in LEGAL_LEVELS},
-    **{f"zeropp-{levels}": Strategy.zeropp(levels=levels) for levels in LEGAL_LEVELS},
-    "qwZ": Strategy("GGG", weights=Int8(256)),
-    "qgZ": Strategy("GGG", gradients=Int4(128)),
-    "zeropp": Strategy.zeropp(),
-    "loco": Strategy.loco(),
-    "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
-    "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
-    "zeropp-full-inside": Strategy.zeropp(intra_gradients=None),
-    "zeropp-int4-inside": Strategy.zeropp(intra_gradients=Int4(128)),
-}
+PROFILED_STEPS = 2
 
 
 def parse() -> argparse.Namespace:
@@ -75,156 +39,178 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=2)
     parser.add_argument("--size", choices=SIZES, default="1.35B")
-    parser.add_argument("--strategies", default="full_shard,hybrid_shard,zeropp", help=f"of {', '.join(STRATEGIES)}")
+    parser.add_argument("--strategies", default="full_shard,hybrid_shard,zeropp", help=f"of {names()}")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="adapters on q, k, v, o of a frozen base; 0 trains all"
+    )
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences a GPU in a micro-batch")
     parser.add_argument(
-        "--micro-batches", type=int, default=1, help="micro-batches a step, all but the last in no_sync"
+        "--micro-batches", type=int, default=1, help="micro-batches a step, all but the last not synchronized"
     )
     parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations of each layer")
+    parser.add_argument("--generate", type=int, default=0, help="tokens to generate after training, on all ranks alike")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder for step.md and step.json")
+    parser.add_argument("--profile", action="store_true", help="also trace rank 0: what communication is not hidden")
+    parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder for step.{md,json,png} and traces")
     parser.add_argument(
         "--fast-network", action="store_true", help="nodes in name only: NVLink between them, which shows other costs"
     )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     arguments = parser.parse_args()
-    unknown = {name for name in arguments.strategies.split(",") if name.removeprefix("fsdp2:") not in STRATEGIES}
+    unknown = [name for name in arguments.strategies.split(",") if not is_known(name)]
     if unknown:
-        parser.error(f"unknown strategies {sorted(unknown)}; known are {', '.join(STRATEGIES)}")
+        parser.error(f"unknown strategies {unknown}; known are {names()}")
     return arguments
 
 
-def network(arguments: argparse.Namespace, device: str = "meta") -> LlamaForCausalLM:
-    """The model, without a strategy."""
-    config = LlamaConfig(**SIZES[arguments.size], vocab_size=32000, max_position_embeddings=arguments.sequence)
-    config.use_cache = False
-    with torch.device(device):
-        return LlamaForCausalLM(config)
+def synchronize(task: Task) -> None:
+    """Wait for this rank's GPU."""
+    if task.device == "cuda":
+        torch.cuda.synchronize()
 
 
-def build(arguments: argparse.Namespace, name: str) -> nn.Module:
-    """The model under a strategy, bf16 compute and communication with fp32 master weights."""
-    torch.manual_seed(0)
-    model = network(arguments, f"cuda:{torch.cuda.current_device()}")
-    strategy = STRATEGIES[name.removeprefix("fsdp2:")]
-    mesh = None
-    if strategy is ShardingStrategy.HYBRID_SHARD:
-        shape = (arguments.nodes, arguments.gpus_per_node)
-        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
-    if name.startswith("fsdp2:"):
-        return build_fsdp2(model, strategy, mesh)
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        device_id=torch.cuda.current_device(),
-        device_mesh=mesh,
-        use_orig_params=True,
-    )
-
-
-def build_fsdp2(model: LlamaForCausalLM, strategy: Any, mesh: Any) -> nn.Module:
-    """``model`` under fully_shard, ours for a Strategy and torch's for torch's."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in (*model.model.layers, model):
-        if isinstance(strategy, Strategy):
-            fully_shard(module, strategy=strategy, mp_policy=policy)
-        else:
-            torch_fully_shard(module, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def accumulating(model: nn.Module, accumulates: bool) -> AbstractContextManager[Any]:
-    """Keeps gradients local in the context, if ``accumulates``."""
-    if isinstance(model, FullyShardedDataParallel):
-        return model.no_sync() if accumulates else nullcontext()
-    model.set_requires_gradient_sync(not accumulates)
-    return nullcontext()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
-    """One optimizer step over tokens [micro-batches, sequences, length]."""
-    for index, micro_batch in enumerate(tokens):
-        with accumulating(model, index < len(tokens) - 1):
-            model(micro_batch, labels=micro_batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def measure(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Median step time in ms, its spread, peak memory in GiB, and bytes sent by this rank a step."""
-    strategy = STRATEGIES[name.removeprefix("fsdp2:")]
-    model = build(arguments, name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    shape = (arguments.micro_batches, arguments.micro_batch, arguments.sequence)
-    tokens = torch.randint(32000, shape, device="cuda")
-    for _ in range(arguments.warmup):
-        step(model, optimizer, tokens)
+def peak_gib(task: Task) -> float | None:
+    """The largest peak of any rank since the last call; None on the CPU."""
+    if task.device != "cuda":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     torch.cuda.reset_peak_memory_stats()
-    before = traffic(model) if isinstance(strategy, Strategy) else None
+    return peak.item()
+
+
+def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[float]:
+    """Milliseconds of each step, as this rank sees them; all ranks start together."""
     times = []
-    for _ in range(arguments.steps):
+    for _ in range(steps):
         dist.barrier()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step(model, optimizer, tokens)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    figures: dict[str, Any] = {
-        "strategy": name,
+        synchronize(task)
+        began = time.perf_counter()
+        contender.step(tokens)
+        synchronize(task)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def figures(arguments: argparse.Namespace, task: Task, contender: Contender) -> dict[str, Any]:
+    """Step time in ms, peak memory in GiB, bytes sent in MiB a step, and what follows from them."""
+    result: dict[str, Any] = {"build_peak_gib": peak_gib(task)}
+    tokens = task.tokens(dist.get_rank())
+    losses = [contender.step(tokens) for _ in range(arguments.warmup)]
+    peak_gib(task)
+    before = contender.sent()
+    times = timed_steps(task, contender, tokens, arguments.steps)
+    after = contender.sent()
+    tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(times) * 1e3
+    gpu = torch.cuda.get_device_name() if task.device == "cuda" else ""
+    result |= {
         "step_ms": statistics.median(times),
         "fastest_ms": min(times),
         "slowest_ms": max(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "tokens_per_s": tokens.numel() * dist.get_world_size() / statistics.median(times) * 1e3,
+        "peak_gib": peak_gib(task),
+        "tokens_per_s": tokens_per_s,
+        "utilization": utilization(task, tokens_per_s, gpu),
     }
-    if before is not None:
-        after = traffic(model)
-        figures["sent_mib_a_step"] = {
-            f"{kind} {hop}": (after[kind][hop] - before[kind][hop]) / arguments.steps / 2**20
-            for kind in after
-            for hop in after[kind]
-        }
-    del model, optimizer
+    if before is not None and after is not None:
+        result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / arguments.steps / 2**20 for hop in after}
+    losses.append(contender.step(tokens))
+    result["loss"] = [losses[0].item(), losses[-1].item()]
+    return result
+
+
+def profiled(arguments: argparse.Namespace, contender: Contender, tokens: torch.Tensor, name: str) -> dict[str, Any]:
+    """What further steps show of communication on rank 0, whose trace is written."""
+    if dist.get_rank() != 0:
+        for _ in range(PROFILED_STEPS):
+            contender.step(tokens)
+        return {}
+    cuda = arguments.device == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            contender.step(tokens)
+        if cuda:
+            torch.cuda.synchronize()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trace = arguments.out / f"{name.replace(':', '-')}.trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    return overlap(trace, PROFILED_STEPS)
+
+
+def generation(task: Task, contender: Contender) -> dict[str, Any]:
+    """Tokens a second of a greedy generation, the same on all ranks, and its peak memory in GiB."""
+    prompt = torch.arange(16, device=task.place)[None] + 100
+    if contender.generate(prompt, task.generate) is None:
+        return {}
+    dist.barrier()
+    synchronize(task)
+    peak_gib(task)
+    began = time.perf_counter()
+    tokens = contender.generate(prompt, task.generate)
+    synchronize(task)
+    seconds = time.perf_counter() - began
+    assert tokens is not None
+    gathered = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tokens)
+    return {
+        "generate_tokens_per_s": task.generate / seconds,
+        "generate_peak_gib": peak_gib(task),
+        "same_on_all_ranks": all(torch.equal(other, tokens) for other in gathered),
+    }
+
+
+def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
+    """All that is measured of one strategy."""
+    began = time.perf_counter()
+    contender = contend(task, name)
+    try:
+        dist.barrier()
+        result = {"build_s": time.perf_counter() - began, **figures(arguments, task, contender)}
+        if arguments.profile:
+            result |= profiled(arguments, contender, task.tokens(dist.get_rank()), name)
+        if task.generate:
+            result |= generation(task, contender)
+        return result
+    finally:
+        contender.close()
+
+
+def attempt(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
+    """What :func:`measure` finds, or how it fails, on any rank."""
+    result: dict[str, Any] = {}
+    failure: dict[str, Any] | None = None
+    try:
+        result = measure(arguments, task, name)
+    except torch.OutOfMemoryError as error:
+        failure = {"failed": "out of memory", "error": str(error).splitlines()[0]}
+        traceback.clear_frames(error.__traceback__)
+    except ModuleNotFoundError as error:
+        failure = {"failed": f"not installed: {error.name}"}
+    except Exception as error:
+        traceback.print_exc()
+        failure = {"failed": f"{type(error).__name__}: {error}".splitlines()[0].replace("|", "/")[:200]}
+        traceback.clear_frames(error.__traceback__)
     gc.collect()
-    torch.cuda.empty_cache()
-    return figures
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as Markdown."""
-    first = rows[0]["step_ms"]
-    lines = ["| strategy | step, ms (fastest to slowest) | against the first | peak, GiB | tokens/s |"]
-    lines += ["|---|---|---|---|---|"]
-    for row in rows:
-        spread = f"{row['step_ms']:.0f} ({row['fastest_ms']:.0f} to {row['slowest_ms']:.0f})"
-        speed = f"{first / row['step_ms']:.2f}x"
-        lines.append(f"| {row['strategy']} | {spread} | {speed} | {row['peak_gib']:.1f} | {row['tokens_per_s']:.0f} |")
-    return "\n".join(lines)
+    if task.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    # Ranks hold the same share, so they fail alike; one that does not fail waits for the others, until the timeout.
+    failures: list[dict[str, Any] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return {"strategy": name, **next((one for one in failures if one), result)}
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank: measure all strategies in turn; rank 0 writes."""
-    rows = []
+    """One rank: measure all strategies in turn; rank 0 writes after each."""
+    task, rows = Task.of(arguments), []
     for name in arguments.strategies.split(","):
-        rows.append(measure(arguments, name))
+        rows.append(attempt(arguments, task, name))
         if dist.get_rank() == 0:
             print(json.dumps(rows[-1]), flush=True)
+            write(arguments, rows)
     if dist.get_rank() == 0:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "layout": f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs",
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "python": platform.python_version(),
-        }
-        options = {name: value for name, value in vars(arguments).items() if name not in ("out", "worker")}
-        result = {"machine": machine, "arguments": options, "rows": rows}
-        (arguments.out / "step.json").write_text(json.dumps(result, indent=1))
-        (arguments.out / "step.md").write_text(table(rows) + "\n")
         print(table(rows))
 
 

@@ -1,0 +1,147 @@
+"""The models that benchmarks train: Llamas with random weights, made without ever holding more than one layer.
+
+With ``lora`` the base is frozen and in bf16, beside trainable adapters on q, k, v and o.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+VOCABULARY = 32000
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
+    "1.35B": {
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+    },
+    "6.7B": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all strategies of a run train, and on what.
+
+    Attributes:
+        nodes: Number of nodes.
+        gpus_per_node: Ranks of each.
+        size: One of ``SIZES``.
+        lora: Rank of the adapters; 0 trains the whole model.
+        micro_batch: Sequences a rank in a micro-batch.
+        micro_batches: Micro-batches a step, all but the last without synchronization.
+        sequence: Tokens a sequence.
+        checkpointing: Whether the activations of each layer are recomputed.
+        generate: Tokens to generate after training.
+        device: ``cuda``, or ``cpu`` to try things out.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    size: str
+    lora: int = 0
+    micro_batch: int = 1
+    micro_batches: int = 1
+    sequence: int = 1024
+    checkpointing: bool = False
+    generate: int = 0
+    device: str = "cuda"
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Task:
+        """The task that a command line describes; what it lacks has its default."""
+        options = vars(arguments)
+        return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
+
+    @property
+    def place(self) -> torch.device:
+        """This rank's device."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    def tokens(self, rank: int) -> torch.Tensor:
+        """What ``rank`` trains on, [micro-batches, sequences, tokens], the same for every strategy."""
+        shape = (self.micro_batches, self.micro_batch, self.sequence)
+        return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(rank)).to(self.place)
+
+
+def network(task: Task, one_dtype: bool = False) -> nn.Module:
+    """The model without values, on the meta device.
+
+    Args:
+        task: What is trained.
+        one_dtype: With LoRA, have the adapters in bf16 as the base is, not in fp32.
+
+    Returns:
+        A LlamaForCausalLM in fp32, or a PEFT model around one in bf16.
+    """
+    config = LlamaConfig(
+        **SIZES[task.size], vocab_size=VOCABULARY, max_position_embeddings=task.sequence + task.generate
+    )
+    config.use_cache = False
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(config)
+        model: nn.Module = adapted(llama.to(torch.bfloat16), task.lora) if task.lora else llama
+        if task.lora and one_dtype:
+            model.to(torch.bfloat16)
+    return model
+
+
+def adapted(llama: nn.Module, rank: int) -> nn.Module:
+    """``llama``, frozen, with adapters of ``rank`` on the projections of attention."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return get_peft_model(llama, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+
+
+def llama_of(model: nn.Module) -> LlamaForCausalLM:
+    """The Llama inside of ``model``, which may be PEFT's."""
+    return model if isinstance(model, LlamaForCausalLM) else model.get_base_model()
+
+
+def materialize(module: nn.Module, device: torch.device) -> nn.Module:
+    """Give values to what of ``module`` has none, the same on every rank that has the same seed."""
+    for inner in module.modules():
+        if isinstance(inner, LlamaRotaryEmbedding) and inner.inv_freq.is_meta:
+            # Its buffers are computed from the configuration, which the meta device has skipped.
+            inner.__init__(inner.config)
+            inner.to(device)
+        for name, parameter in list(inner._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            values = torch.empty_like(parameter, device=device)
+            nn.init.ones_(values) if isinstance(inner, LlamaRMSNorm) else nn.init.normal_(values, std=0.02)
+            inner._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    return module
+
+
+def recompute(layers: nn.ModuleList, index: int) -> None:
+    """Wrap one layer so that backward recomputes its activations."""
+    layer = layers[index]
+    apply_activation_checkpointing(layers, check_fn=lambda module: module is layer)
+
+
+def whole(task: Task) -> nn.Module:
+    """The model in bf16 with values on this rank's device, for those that shard it themselves."""
+    torch.manual_seed(0)
+    return materialize(network(task, one_dtype=True).to(torch.bfloat16), task.place)

@@ -1,0 +1,127 @@
+"""Training under torch's FSDPs, with torch's strategies or ours.
+
+[Note: What is alike]
+bf16 computation and communication; fp32 master weights in full training; one unit for each decoder layer and one for
+the rest; fused AdamW. With LoRA the base is in bf16 and the adapters in fp32, but for torch's own FSDP1, which flattens
+frozen and trainable parameters together and so wants one dtype. Layers are made and sharded one by one, so that no rank
+ever holds the model.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import INT_RESHARD, STRATEGIES, Contender
+from models import Task, llama_of, materialize, network, recompute
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard as torch_fully_shard,
+    register_fsdp_forward_method,
+)
+
+from fsdp_zpp import Int8, Strategy, fully_shard, quantize_frozen_params, traffic
+
+
+class TorchFSDP(Contender):
+    """FullyShardedDataParallel, or fully_shard for a name with ``fsdp2:``.
+
+    Attributes:
+        model: The sharded model.
+        optimizer: AdamW over what is trainable.
+    """
+
+    def __init__(self, task: Task, name: str):
+        torch.manual_seed(0)
+        self._task, self._fsdp2 = task, name.startswith("fsdp2:")
+        self._int_reshard = name == f"fsdp2:{INT_RESHARD}"
+        self._strategy = None if self._int_reshard else STRATEGIES[name.removeprefix("fsdp2:")]
+        self._ours = isinstance(self._strategy, Strategy)
+        self._quantizes_base = "frozen-" in name
+        self._mesh = self._make_mesh()
+        self.model = self._build()
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=task.device == "cuda")
+
+    def _make_mesh(self) -> DeviceMesh | None:
+        """What the strategy shards over, if it does not find that out by itself."""
+        task = self._task
+        if self._strategy is ShardingStrategy.HYBRID_SHARD:
+            shape = (task.nodes, task.gpus_per_node)
+            return init_device_mesh(task.device, shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(task.device, (dist.get_world_size(),)) if self._fsdp2 else None
+
+    def _build(self) -> nn.Module:
+        """The model, layer by layer."""
+        model = network(self._task, one_dtype=not self._fsdp2 and not self._ours)
+        layers = llama_of(model).model.layers
+        for index, layer in enumerate(layers):
+            materialize(layer, self._task.place)
+            if self._task.checkpointing:
+                recompute(layers, index)
+            if self._quantizes_base:
+                quantize_frozen_params(layer, Int8(256))
+            layers[index] = self._shard(layers[index], is_root=False)
+        materialize(model, self._task.place)
+        if self._quantizes_base:
+            quantize_frozen_params(model, Int8(256))
+        return self._shard(model, is_root=True)
+
+    def _shard(self, module: nn.Module, is_root: bool) -> nn.Module:
+        """One unit, ours for a Strategy and torch's for torch's."""
+        half = torch.bfloat16
+        if not self._fsdp2:
+            return FullyShardedDataParallel(
+                module,
+                sharding_strategy=self._strategy,
+                mixed_precision=MixedPrecision(half, half, half),
+                device_id=self._task.place,
+                device_mesh=self._mesh,
+                use_orig_params=True,
+            )
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+        if isinstance(self._strategy, Strategy):
+            return fully_shard(module, strategy=self._strategy, mesh=self._mesh, mp_policy=policy)
+        # torch never reshards the root after forward unless told to: its backward comes first.
+        reshard = self._task.gpus_per_node if self._int_reshard and not is_root else None
+        return torch_fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    def accumulating(self, accumulates: bool) -> AbstractContextManager[Any]:
+        """Keeps gradients local in the context, if ``accumulates``."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return self.model.no_sync() if accumulates else nullcontext()
+        self.model.set_requires_gradient_sync(not accumulates)
+        return nullcontext()
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        for index, micro_batch in enumerate(tokens):
+            with self.accumulating(index < len(tokens) - 1):
+                loss = self.model(input_ids=micro_batch, labels=micro_batch).loss
+                loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def sent(self) -> dict[str, int] | None:
+        if not self._ours:
+            return None
+        return {f"{kind} {hop}": sent for kind, hops in traffic(self.model).items() for hop, sent in hops.items()}
+
+    def generate(self, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
+        context: AbstractContextManager[Any] = nullcontext()
+        # generate() calls the model past what FSDP wraps, which holds the root's own parameters.
+        if isinstance(self.model, FullyShardedDataParallel):
+            context = FullyShardedDataParallel.summon_full_params(self.model, recurse=False, writeback=False)
+        else:
+            register_fsdp_forward_method(self.model, "generate")
+        options = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
+        self.model.eval()
+        with torch.no_grad(), context:
+            return self.model.generate(input_ids=prompt, min_new_tokens=tokens, max_new_tokens=tokens, **options)
