@@ -1,0 +1,152 @@
+"""Other libraries' hybrid and quantized sharding, each its own way: DeepSpeed (0.19.8) and Megatron-FSDP (0.6.1).
+
+Both get the model whole, in bf16 on the rank's GPU, and keep fp32 main weights beside it; adapters of LoRA are in bf16,
+too. Both accumulate micro-batches in bf16, their default. They leave state in the process, so name them last.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Contender
+from models import Task, llama_of, recompute, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+
+def peer(task: Task, name: str) -> Contender:
+    """The peer of this name. Collective.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+    """
+    return MegatronHFSDP(task) if name == "megatron-hfsdp" else DeepSpeed(task, name)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer is for."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def deepspeed_config(task: Task, name: str, unit: int) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Args:
+        task: What is trained.
+        name: ``deepspeed-zero3``; ``deepspeed-zeropp`` for qwZ, hpZ over the GPUs of a node, and qgZ;
+            ``deepspeed-mixzpp`` for hpZ and a quantized frozen base.
+        unit: Parameters of a decoder layer: what is prefetched, and reduced, at a time. Its default of 5e8 for the
+            latter would leave most of these models' gradients to the end of backward.
+    """
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": unit,
+        "stage3_prefetch_bucket_size": unit,
+    }
+    if name != "deepspeed-zero3":
+        zero["zero_hpz_partition_size"] = task.gpus_per_node
+    if name == "deepspeed-zeropp":
+        zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    if name == "deepspeed-mixzpp":
+        zero["zero_quantized_nontrainable_weights"] = True
+    return {
+        "train_micro_batch_size_per_gpu": task.micro_batch,
+        "gradient_accumulation_steps": task.micro_batches,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+    }
+
+
+class DeepSpeed(Contender):
+    """A DeepSpeed engine with torch's AdamW, in the process group that is there."""
+
+    def __init__(self, task: Task, name: str):
+        import deepspeed
+        from deepspeed.utils import groups
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # ZeRO-3 puts a function of its own in this place, for all of the process and for good.
+        self._linear = nn.functional.linear
+        # Another engine's group for hpZ would be an error.
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        model: Any = whole(task)
+        if task.checkpointing:
+            # Other kinds of checkpoints compare shapes, which ZeRO-3 changes when it frees a parameter.
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+            model.enable_input_require_grads()
+        unit = sum(p.numel() for p in llama_of(model).model.layers[0].parameters())
+        optimizer = torch.optim.AdamW(trainable(model), lr=1e-4, fused=task.device == "cuda")
+        self._engine: Any = None
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=deepspeed_config(task, name, unit)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        for micro_batch in tokens:
+            loss = self._engine(input_ids=micro_batch, labels=micro_batch).loss
+            self._engine.backward(loss)
+            # Counts micro-batches itself, and does nothing until the last.
+            self._engine.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        nn.functional.linear = self._linear
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = None
+
+
+class MegatronHFSDP(Contender):
+    """Megatron-FSDP: parameters and gradients sharded inside a node, optimizer state over all ranks (``IGG``)."""
+
+    def __init__(self, task: Task):
+        from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
+        # It looks for tensor parallelism in any case.
+        shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
+        mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
+        model = whole(task)
+        if task.checkpointing:
+            for index in range(len(layers := llama_of(model).model.layers)):
+                recompute(layers, index)
+        self._model = fully_shard_model(
+            model,
+            device_mesh=mesh,
+            dp_shard_dim="inner",
+            dp_outer_dim="outer",
+            tp_dim="tensor",
+            hybrid_fsdp_group=dist.group.WORLD,
+            fsdp_unit_modules=[LlamaDecoderLayer],
+            zero_dp_strategy="optim_grads_params",
+            outer_dp_sharding_strategy="optim",
+            device=task.place,
+            mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+            # Otherwise each micro-batch would wait for its reduction, and go between nodes.
+            sync_model_each_microbatch=False,
+            preproc_state_dict_for_dcp_ckpt=False,
+        )
+        optimizer = torch.optim.AdamW(trainable(self._model), lr=1e-4, fused=task.device == "cuda")
+        self._optimizer = fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        for index, micro_batch in enumerate(tokens):
+            # What its no_sync() sets, but that leaves it unset where there is one micro-batch alone.
+            self._model.is_last_microbatch = index == len(tokens) - 1
+            loss = self._model(input_ids=micro_batch, labels=micro_batch).loss
+            loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
