@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=120)
+SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"
+"""The environment variable by which workers share GPUs where there are too few: slow, since NCCL's kernels spin."""
 
 
 class WorkerError(AssertionError):
@@ -43,8 +45,12 @@ def _init_process_group(rank: int, world: int, port: int) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     if device_type() == "cuda":
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", rank))
+        host, gpu = divmod(rank, torch.cuda.device_count())
+        if SHARE_GPUS in os.environ:
+            # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
+            os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
