@@ -9,10 +9,16 @@ An int8 code is one two's-complement byte. Two int4 codes share a byte: value ``
 the high one. So code ``i`` of a little-endian word sits at bit ``i * bits``, whatever the width.
 The padding is zero because ranks compare payloads byte by byte.
 
-The numbers: ``scale = max(absmax / qmax, MIN_SCALE)``, ``code = round_half_even(value * (1 / scale))``, and back
-``code * scale``, each operation rounded to fp32. Codes need no clamping: three roundings take ``absmax * (1 / scale)``
-past ``qmax`` by less than one part in 2**22, which rounds back to it. An all-zero block has scale 0 and codes 0. A
-block that holds an Inf or a NaN has scale Inf and codes 0, so that all of it decodes to NaN.
+The numbers: ``scale = truncated(max(absmax * ((1 + SCALE_RAISE) / qmax), MIN_SCALE))``,
+``code = round_half_even(value * (1 / scale))``, and back ``code * scale``, each operation rounded to fp32. An all-zero
+block has scale 0 and codes 0. A block that holds an Inf or a NaN has scale Inf and codes 0, so that all of it decodes
+to NaN.
+
+Scales are truncated to 16 significant bits, so that ``code * scale`` is exact in fp32: a sum over peers comes out the
+same to the bit whether a processor fuses products into it or not, and GPUs fuse. Truncation takes a scale down by less
+than one part in 2**15 and so ``absmax * (1 / scale)`` past ``qmax`` by less than 0.004, which rounds back to it: codes
+need no clamping. SCALE_RAISE makes up for the roundings before, so that ``absmax = qmax * scale`` finds its scale
+again: what was decoded is quantized to what it was decoded from.
 """
 
 from dataclasses import dataclass
@@ -26,6 +32,12 @@ MAX_BLOCK = 4096
 
 MIN_SCALE = 2.0**-126
 """The smallest normal fp32: keeps ``1 / scale`` finite for blocks of tiny values."""
+
+SCALE_MASK = -0x100
+"""The bits of an fp32 that a scale has, as an int32: the lowest 8 are 0."""
+
+SCALE_RAISE = 2.0**-22
+"""More than the roundings of ``1 / qmax`` and of a product with it, which are 2**-24 each."""
 
 
 @dataclass(frozen=True)

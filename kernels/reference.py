@@ -6,7 +6,7 @@ Arguments are taken as checked by ``ops.py``. Each function here has a twin of t
 import torch
 from torch import Tensor
 
-from .payload import MIN_SCALE, PayloadLayout
+from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE, PayloadLayout
 
 
 def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
@@ -119,8 +119,9 @@ def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
     absmax = blocks.abs().amax(-1)
     finite = absmax.isfinite()
     live = finite & (absmax > 0)
-    # Divided by a tensor, because CUDA turns division by a number into multiplication by its rounded reciprocal.
-    scales = (absmax / torch.full_like(absmax, qmax)).clamp_min_(MIN_SCALE)
+    # Multiplied by a tensor: a number might be taken as the fp64 that it is.
+    reciprocal = torch.full_like(absmax, (1 + SCALE_RAISE) / qmax)
+    scales = ((absmax * reciprocal).clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
     inverse = torch.where(live, 1 / scales, 0)
     # Finite in a live block, 0 in a zero one; what a non-finite block holds here is thrown away below.
     codes = (blocks * inverse.unsqueeze(-1)).round_()

@@ -9,7 +9,7 @@ from torch import Tensor
 from .blockwise import _MIN_THREADS, _PER_THREAD, _align, _group, _zero
 from .payload import ALIGNMENT, PayloadLayout
 from .programs import _store_groups
-from .tiles import _codes_words, _decode, source_chunk, tile_index
+from .tiles import _codes_words, _load_codes, source_chunk, tile_index
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def _rows_tile(
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS)
     scales_ptr += tile * (TILE // BLOCK)
     words_ptr += tile * (TILE * BITS // 32)
-    values = _decode(words_ptr, scales_ptr, numel - tile * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-    _store_groups(tl.reshape(values, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
+    codes, scales = _load_codes(words_ptr, scales_ptr, numel - tile * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    _store_groups(tl.reshape(codes * scales, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
 
 
 @triton.jit(do_not_specialize=["numel_units", "stride_units", "zero"])

@@ -13,9 +13,11 @@ partial tile at the end of a chunk: all others run without masks.
 import triton
 import triton.language as tl
 
-from .payload import MIN_SCALE
+from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
+_SCALE_RAISE = tl.constexpr(SCALE_RAISE)
+_SCALE_MASK = tl.constexpr(SCALE_MASK)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ONE_BITS = tl.constexpr(0x3F800000)
@@ -71,7 +73,7 @@ def _word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.cons
 
 
 @triton.jit
-def _decode(
+def _load_codes(
     words_ptr,
     scales_ptr,
     left,
@@ -82,31 +84,35 @@ def _decode(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Decode the tile whose first word and scale are pointed to: fp32 [TILE // GROUP, words a group, codes a word].
+    """The tile whose first word and scale are pointed to: codes, fp32 [TILE // GROUP, words a group, codes a word], and
+    what they are to be multiplied with.
 
-    Half the codes of a word are made floats where they stand. The exponent of ``zeros`` gives their lowest bit the
-    weight 1, and flipping their sign bit turns two's complement into an offset, so code 0 makes ``zeros`` itself.
+    Half the codes of a word are made floats where they stand, the other half after one shift of the word. The exponent
+    of ``zeros`` gives their lowest bit the weight 1, and flipping their sign bit turns two's complement into an offset,
+    so code 0 makes ``zeros`` itself. The shift is not one by 16 bits because ptxas would replace it by two instructions
+    for the codes that come to lie lowest.
     """
-    group = tl.arange(0, TILE // GROUP)[:, None, None]
     words_ptrs = _word_ptrs(words_ptr, BITS, TILE, GROUP)
-    scales_ptrs = scales_ptr + group // (BLOCK // GROUP)
+    # One pointer a block, so that the scales of a thread's groups are a constant apart.
+    block = tl.arange(0, TILE // BLOCK)[:, None]
     if MASKED:
         # A group that starts inside the chunk ends inside its padded codes.
-        inside = group * GROUP < left
-        words = tl.load(words_ptrs, mask=inside, other=0)
-        scales = tl.load(scales_ptrs, mask=inside, other=0.0)
+        words = tl.load(words_ptrs, mask=tl.arange(0, TILE // GROUP)[:, None, None] * GROUP < left, other=0)
+        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
     else:
         words = tl.load(words_ptrs)
-        scales = tl.load(scales_ptrs)
+        scales = tl.load(scales_ptr + block)
+    scales = tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
 
     HALF: tl.constexpr = 16 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
+    LIFT: tl.constexpr = 4 if BITS == 4 else 1
     code = tl.arange(0, 2 * HALF)[None, None, :]
-    position = code % HALF * BITS
+    position = code % HALF * BITS + code // HALF * LIFT
     zeros = zero + ((OFFSET << position) - OFFSET - (position << 23))
     mask = ((1 << BITS) - 1) << position
-    biased = ((words >> (code // HALF * 16)) & mask) ^ zeros
-    return (biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True)) * scales
+    biased = ((words >> (code // HALF * (16 - LIFT))) & mask) ^ zeros
+    return biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True), scales
 
 
 @triton.jit
@@ -138,19 +144,39 @@ def decode_sum(
     )
     words_ptr += tile * (TILE * BITS // 32)
     left = numel - tile * TILE
-    total = _decode(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = codes * scales
     if PEERS <= 8:
         # Unrolled, so that the loads of all peers are in flight at once.
         for _ in tl.static_range(1, PEERS):
             words_ptr += peer_words
             scales_ptr += peer_words
-            total += _decode(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+            codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+            # The product is exact (payload.py), so this rounds as a product and a sum do.
+            total = tl.fma(codes, scales, total)
     else:
         for _ in range(1, PEERS):
             words_ptr += peer_words
             scales_ptr += peer_words
-            total += _decode(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+            codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+            total = tl.fma(codes, scales, total)
     return total * scale
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """The bits of the largest magnitude of each block: of an Inf or a NaN if it holds one.
+
+    As floats among a thread's values, where that takes one instruction a value. As integers between threads, where one
+    instruction does it for a warp: magnitudes order alike as either, with NaN above Inf.
+    """
+    values = tl.reshape(tl.abs(values), [TILE // BLOCK, BLOCK // GROUP, GROUP])
+    return tl.max(tl.reduce(values, 2, _larger).to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
 
 
 @triton.jit
@@ -172,12 +198,12 @@ def encode(
         What the payload leaves out of the values, and whether a value's block is finite; without that there is no
         telling. Who ignores them does not pay for them.
     """
-    # As integers, magnitudes order like floats, with NaN above Inf: the maximum loses neither.
-    magnitude = tl.max(values.to(tl.int32, bitcast=True) & _ABS_MASK, axis=1)
+    magnitude = _magnitude(values, BLOCK, TILE, GROUP)
     live = (magnitude > 0) & (magnitude < _INF_BITS)
     absmax = tl.where(live, magnitude, _ONE_BITS).to(tl.float32, bitcast=True)
-    QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
-    scales = tl.maximum(tl.math.div_rn(absmax, tl.full([TILE // BLOCK], QMAX, tl.float32)), _MIN_SCALE)
+    RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
+    scales = tl.maximum(absmax * RECIPROCAL, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK
+    scales = scales.to(tl.float32, bitcast=True)
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), scales)
     scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("inf")))
 

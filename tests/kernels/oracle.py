@@ -1,5 +1,6 @@
 """The payload format once more, one value at a time and sharing no code with the package: what the tests compare to."""
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -12,13 +13,19 @@ def _pad16(row: bytearray) -> None:
     row.extend(bytes(-len(row) % 16))
 
 
+def truncated(value: np.float32) -> np.float32:
+    """To 16 significant bits."""
+    mantissa, exponent = math.frexp(float(value))
+    return f32(math.ldexp(math.floor(mantissa * 2**16), exponent - 16))
+
+
 def _encode_block(values: Sequence[np.float32], qmax: int) -> tuple[list[int], np.float32]:
     absmax = f32(0)
     for value in values:
         absmax = max(absmax, f32(np.inf) if np.isnan(value) else abs(value))
     if absmax == 0 or np.isinf(absmax):
         return [0] * len(values), absmax
-    scale = max(absmax / f32(qmax), f32(2.0**-126))
+    scale = truncated(max(absmax * f32((1 + 2.0**-22) / qmax), f32(2.0**-126)))
     inverse = f32(1) / scale
     return [int(np.clip(np.rint(value * inverse), -qmax, qmax)) for value in values], scale
 

@@ -47,9 +47,28 @@ def test_nothing_clips(numel: int, bits: int, block: int, dtype: torch.dtype, se
     largest = (values.double().abs() == absmax) & (absmax > PayloadLayout(bits, block).qmax * TINY)
     out, values = round_trip(values, bits, block)[largest], values[largest]
     if dtype == torch.float32:
-        torch.testing.assert_close(out, values, rtol=2**-22, atol=0)
+        torch.testing.assert_close(out, values, rtol=2**-15, atol=0)  # scales have 16 bits
     else:
         assert torch.equal(out, values)
+
+
+@given(NUMEL, BITS, BLOCK, SEED)
+def test_what_was_decoded_is_quantized_to_what_it_came_from(numel: int, bits: int, block: int, seed: int) -> None:
+    payload = quantize(normal(numel, torch.float32, seed), 1, 1, bits, block)
+    values = torch.empty(numel)
+    dequantize(payload, values, 1, 1, bits, block)
+    assert torch.equal(quantize(values, 1, 1, bits, block), payload)
+
+
+@given(NUMEL, BITS, BLOCK, SEED)
+def test_products_are_exact(numel: int, bits: int, block: int, seed: int) -> None:
+    """So that sums do not depend on whether a processor fuses products into them."""
+    payload = quantize(spread(numel, torch.float32, seed), 1, 1, bits, block)
+    layout = PayloadLayout(bits, block)
+    start = layout.scales_offset(numel)
+    scales = payload[0, start : start + 4 * layout.blocks(numel)].view(torch.float32)
+    codes = torch.arange(-layout.qmax, layout.qmax + 1)[:, None]
+    assert torch.equal((codes * scales).double(), codes.double() * scales.double())
 
 
 @given(NUMEL, BITS, BLOCK, DTYPE, SEED, st.sampled_from([torch.inf, -torch.inf, torch.nan]))
