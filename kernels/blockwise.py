@@ -13,8 +13,9 @@ from .feedback import quantize_corrected_kernel, sum_quantize_corrected_kernel
 from .payload import PayloadLayout
 from .programs import quantize_kernel, sum_kernel, sum_quantize_kernel
 
-# Values a thread takes. 32 spread the cost of finding the place thin and put four 16-byte loads of bf16 in flight. A
-# sum has a load in flight for every peer anyhow; with 16 it stays at about 64 registers for 8 peers on sm_90.
+# Values a thread takes. 32 spread the cost of finding the place, and of a block's scale, thin and put four 16-byte
+# loads of bf16 in flight. A sum has a load in flight for every peer anyhow; with 16 it stays at about 64 registers for
+# 8 peers on sm_90.
 _PER_THREAD = 32
 _PER_THREAD_SUM = 16
 _MIN_THREADS = 128
@@ -82,7 +83,7 @@ def dequantize_sum_quantize(
     out = payload.new_empty((rows * cols, out_layout.nbytes(numel)))
     if numel == 0:
         return out
-    tile = max(_PER_THREAD_SUM * _MIN_THREADS, layout.block, out_layout.block)
+    tile = max(_PER_THREAD * _MIN_THREADS, layout.block, out_layout.block)
     with torch.cuda.device_of(payload):
         sum_quantize_kernel[triton.cdiv(numel, tile), cols, rows](
             payload.view(torch.int32),
@@ -96,8 +97,8 @@ def dequantize_sum_quantize(
             OUT_BITS=out_layout.bits,
             OUT_BLOCK=out_layout.block,
             TILE=tile,
-            GROUP=16,  # int8 codes in a 16-byte access
-            num_warps=tile // _PER_THREAD_SUM // 32,
+            GROUP=128 // layout.bits,  # codes of a peer in a 16-byte access
+            num_warps=tile // _PER_THREAD // 32,
             enable_fp_fusion=False,
         )
     return out
