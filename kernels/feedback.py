@@ -14,7 +14,14 @@ from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
 
 @triton.jit
 def _load_errors(
-    errors_ptr, numel, zero, BLOCK: tl.constexpr, ERROR_BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+    errors_ptr,
+    numel,
+    zero,
+    BLOCK: tl.constexpr,
+    ERROR_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The tile of the errors, fp32 [TILE // BLOCK, BLOCK]; they are in the order of the payload's rows."""
     if ERROR_BLOCK == 0:
@@ -26,13 +33,20 @@ def _load_errors(
         else:
             return tl.load(errors_ptr + offsets)
     else:
-        errors = decode_sum(errors_ptr, numel, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, 16, MASKED)
+        errors = decode_sum(errors_ptr, numel, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
         return tl.reshape(errors, [TILE // BLOCK, BLOCK])
 
 
 @triton.jit
 def _store_errors(
-    errors, errors_ptr, numel, BLOCK: tl.constexpr, ERROR_BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+    errors,
+    errors_ptr,
+    numel,
+    BLOCK: tl.constexpr,
+    ERROR_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     if ERROR_BLOCK == 0:
         start = tile_index() * TILE
@@ -44,7 +58,7 @@ def _store_errors(
             tl.store(errors_ptr + offsets, errors)
     else:
         errors = tl.reshape(errors, [TILE // ERROR_BLOCK, ERROR_BLOCK])
-        encode(errors, errors_ptr, numel, 8, ERROR_BLOCK, TILE, 16, MASKED)
+        encode(errors, errors_ptr, numel, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
@@ -63,11 +77,14 @@ def _encode_corrected(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``."""
-    errors = _load_errors(errors_ptr, numel, zero, BLOCK, ERROR_BLOCK, TILE, MASKED)
+    """Quantize values plus errors into the payload, and update the errors. ``rest`` is 1 - ``beta``.
+
+    Errors come in the values' groups: in others, they would have to pass through shared memory on both ways.
+    """
+    errors = _load_errors(errors_ptr, numel, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
     left_out, finite = encode(values + errors, words_ptr, numel, BITS, BLOCK, TILE, GROUP, MASKED)
     errors = tl.where(finite, beta * errors + rest * left_out, errors)
-    _store_errors(errors, errors_ptr, numel, BLOCK, ERROR_BLOCK, TILE, MASKED)
+    _store_errors(errors, errors_ptr, numel, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
