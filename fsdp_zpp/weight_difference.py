@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
+
+from fsdp_zpp.kernels.difference import add_difference, quantize_difference
 
 from .codecs import Codec, Int4, Int8
 
@@ -77,9 +78,10 @@ class Int4Delta(Codec):
         Returns:
             The new ``held``.
         """
-        ranks, numel = held.shape[0], shard.numel()
-        values, changes = torch.empty((2, ranks * numel), device=shard.device)
-        self.decode(held, values, 1, ranks)
-        change = shard.float() - values.view(ranks, numel)[own]
-        self.changes.decode(all_gather(self.changes.encode(change, 1, 1)), changes, 1, ranks)
-        return self.encode(values.add_(changes), 1, ranks)
+        resident, changes = self.resident, self.changes
+        change = quantize_difference(
+            shard, held[own : own + 1], resident.bits, resident.block, changes.bits, changes.block
+        )
+        return add_difference(
+            held, all_gather(change), shard.numel(), resident.bits, resident.block, changes.bits, changes.block
+        )

@@ -68,6 +68,25 @@ def dequantize_sum_quantize_corrected(
     return _encode_corrected(sums, errors, out_layout, error_layout, beta)
 
 
+def quantize_difference(values: Tensor, held: Tensor, held_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+    """See ``difference.quantize_difference``."""
+    chunks = held.shape[0]
+    if values.numel() == 0:
+        return held.new_empty((chunks, 0))
+    grid = values.view(chunks, -1)
+    return _encode(grid.float() - _decode(held, grid.shape[1], held_layout), 1, chunks, layout)
+
+
+def add_difference(
+    held: Tensor, difference: Tensor, numel: int, held_layout: PayloadLayout, layout: PayloadLayout
+) -> Tensor:
+    """See ``difference.add_difference``."""
+    if numel == 0:
+        return torch.empty_like(held)
+    values = _decode(held, numel, held_layout) + _decode(difference, numel, layout)
+    return _encode(values, 1, held.shape[0], held_layout)
+
+
 def _encode_corrected(
     values: Tensor, errors: Tensor, layout: PayloadLayout, error_layout: PayloadLayout | None, beta: float
 ) -> Tensor:
