@@ -25,6 +25,7 @@ import kernels_elsewhere
 import torch
 import triton
 from fsdp_zpp.kernels import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_corrected
+from fsdp_zpp.kernels.difference import add_difference, quantize_difference
 from kernels_timing import Case, Prepared, measure, tensors_nbytes
 
 CHUNKS = 8
@@ -115,6 +116,21 @@ def requantize_case(numel: int, bits: int, block: int, peers: int, out_bits: int
     return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits}", prepare)
 
 
+def difference_cases(numel: int, block: int) -> Iterator[Case]:
+    """Weights as changes: int4 against int8."""
+    layouts = (8, block, 4, block)
+
+    def prepare(add: bool) -> Prepared:
+        x, rows = _values(numel), (1, CHUNKS)
+        held, change = quantize(x, *rows, 8, block), quantize(x, *rows, 4, block)
+        if add:
+            return lambda: add_difference(held, change, numel // CHUNKS, *layouts), tensors_nbytes(held, change, held)
+        return lambda: quantize_difference(x, held, *layouts), tensors_nbytes(x, held, change)
+
+    yield Case("quantize int4 difference from int8", lambda: prepare(False))
+    yield Case("add int4 difference to int8", lambda: prepare(True))
+
+
 def own_cases(numel: int, block: int) -> Iterator[Case]:
     """All of this project's kernels."""
     for bits in (8, 4):
@@ -127,6 +143,7 @@ def own_cases(numel: int, block: int) -> Iterator[Case]:
                 yield requantize_case(numel, bits, block, peers, out_bits)
         for error_block in (0, ERROR_BLOCK):
             yield corrected_case(numel, bits, block, error_block)
+    yield from difference_cases(numel, block)
 
 
 def wanted(case: Case, only: str) -> bool:
