@@ -80,6 +80,8 @@ _Subgroup = dist.ProcessGroup | _Whole | None
 # The subgroups of a group live and die with it, and are made once however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
+# By the launcher's node size. To look at all ranks of a group is not for every unit of a model.
+_layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
 
 
 def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> ProcessMesh:
@@ -131,6 +133,18 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
             f"the nodes are of different sizes: {launched} ranks on {nodes_launched} nodes, {local_world} of them on "
             "this one; a Strategy needs as many on each, or gpus_per_node to say how to split them"
         )
+    found = _layouts.setdefault(group, {})
+    if local_world not in found:
+        found[local_world] = Topology(world, _ranks_on_each_node(group, local_world))
+    return found[local_world]
+
+
+def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:
+    """How many ranks of ``group`` are on each node, where the launcher has started ``local_world`` on each.
+
+    Raises:
+        ValueError: If they do not lie on nodes in equal, consecutive shares.
+    """
     nodes = [rank // local_world for rank in dist.get_process_group_ranks(group)]
     sizes = set(Counter(nodes).values())
     if nodes != sorted(nodes) or len(sizes) != 1:
@@ -138,7 +152,7 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
             f"the ranks {dist.get_process_group_ranks(group)} do not lie on nodes of {local_world} "
             "(LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node to say how they lie"
         )
-    return Topology(world, sizes.pop())
+    return sizes.pop()
 
 
 def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:

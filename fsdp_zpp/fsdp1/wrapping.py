@@ -48,6 +48,7 @@ def install() -> None:
     _torch.after_root_is_known(_watch)
     _torch_backward.reduce_in_turns()
     _torch_backward.reduce_in_every_backward()
+    _torch_backward.shard_gradients_in_constant_time()
     _torch_backward.after_synchronizing_backward(_gradients_synchronized)
     _torch_handle.announce_writebacks()
     _torch.after_zero_grad(gradients_cleared)
