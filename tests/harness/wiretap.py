@@ -1,4 +1,4 @@
-"""Counts bytes on torch.distributed's collectives themselves, knowing nothing of fsdp_zpp's own counter."""
+"""Counts bytes and calls of torch.distributed's collectives themselves, knowing nothing of fsdp_zpp's own counter."""
 
 from __future__ import annotations
 
