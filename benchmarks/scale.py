@@ -5,14 +5,14 @@
 One rank runs in torch's fake process group, whose collectives send nothing, so what is left is what every rank's CPU
 must do for a step. A unit has the same number of values on every world, and they divide evenly, so the work on tensors
 is the same. Codecs (on GPUs, kernel launches; here, the PyTorch reference) and collectives (here, copies that the fake
-group makes for every rank) are timed apart: what is left is Python's and torch's own time around them. Each case has a
-process of its own. Writes a Markdown table and JSON with machine and versions to ``--out``.
+group makes for every rank) are timed apart: what is left is Python's and torch's own time around them, and how many
+functions are called, which a busy machine does not change. Each case has a process of its own. Writes a Markdown table
+and JSON with machine and versions to ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which torch would import in the midst of what is timed
 import torch.distributed as dist
+from clock import Clock
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -60,7 +60,8 @@ HEADINGS = (
     "strategy",
     "ranks",
     "collectives a unit and step",
-    "around them and codecs, ms a unit (fastest step)",
+    "calls of functions around them and codecs, a unit",
+    "their CPU time, ms a unit (fastest step)",
     "codecs, ms a unit",
     "fake collectives, ms a unit",
     "sent between nodes, kB a unit",
@@ -88,39 +89,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = sum(matrix(x) for matrix in self.matrices)  # type: ignore[assignment]
         return x + mixed.unflatten(-1, (-1, WIDTH)).mean(-2)
-
-
-class Clock:
-    """CPU time and calls of the functions that it wraps, what they call of each other counted once."""
-
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self._inside = False
-
-    def reset(self) -> None:
-        """Start from zero."""
-        self.seconds.clear()
-        self.calls.clear()
-
-    def wrap(self, owner: Any, name: str, kind: str) -> None:
-        """Replace ``owner.name`` by itself, timed as a part of ``kind``."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return original(*args, **kwargs)
-            self._inside = True
-            self.calls[kind] += 1
-            start = time.thread_time()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.seconds[kind] += time.thread_time() - start
-                self._inside = False
-
-        setattr(owner, name, timed)
 
 
 def watch() -> Clock:
@@ -207,11 +175,13 @@ def measure(
         times.append({"step": whole * 1e3, "around": around(whole, clock), **parts})
         collectives.append(clock.calls["collectives"])
     after: Any = traffic(model) if ours else {}
+    calls = clock.calls_outside(lambda: step(model, optimizer, x))
     return {
         "adapter": adapter,
         "strategy": strategy,
         "world": world,
         "collectives_a_step": collectives,
+        "calls_around_a_unit": calls / blocks,
         "ms_a_unit": {kind: statistics.median(t[kind] for t in times) / blocks for kind in times[0]},
         "fastest_around_ms_a_unit": min(t["around"] for t in times) / blocks,
         "sent_a_unit_and_step": {
@@ -247,6 +217,7 @@ def table(rows: list[dict[str, Any]], blocks: int) -> str:
         cells = [
             *(str(row[name]) for name in ("adapter", "strategy", "world")),
             " to ".join(f"{n / blocks:g}" for n in sorted(set(row["collectives_a_step"]))),
+            f"{row['calls_around_a_unit']:.0f}",
             f"{times['around']:.2f} ({row['fastest_around_ms_a_unit']:.2f})",
             *(f"{times[kind]:.2f}" for kind in ("codecs", "collectives")),
             *(f"{kb[hop]:.0f}" if sent else "" for hop in ("inter", "intra")),
