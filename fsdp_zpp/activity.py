@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from .at_work import at_work
 from .codecs import Codec
 from .error_feedback import LoCo, senders
 from .strategy import Strategy
 from .strategy_unit import levels_on
 from .topology import ProcessMesh, Topology
-from .weight_difference import Int4Delta
 
 logger = logging.getLogger("fsdp_zpp")
 
 _ALONE = "one rank: nothing is sent"
+_FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Activity:
 
 def activity(strategy: Strategy, topology: Topology, error_nbytes: int = 0) -> Activity:
     """What of ``strategy`` works on ``topology``, where error feedback takes ``error_nbytes``."""
-    parts = _weights(strategy, topology) + _reduction(*strategy.gradient_codecs, topology)
-    levels = levels_on(strategy, topology)
-    parts += _feedback(strategy.error_feedback, strategy.gradient_codecs, levels.optimizer, topology, error_nbytes)
+    codecs, levels = at_work(strategy, topology).gradient_codecs, levels_on(strategy, topology)
+    parts = _weights(strategy, topology) + _reduction(*codecs, topology)
+    if strategy.gradients is not None and codecs[1] is None:
+        parts.append((f"gradients reduced as {strategy.gradients}", _FAST_LINKS))
+    parts += _feedback(strategy.error_feedback, codecs, levels.optimizer, topology, error_nbytes)
     waiting = {"N": "on each rank", "I": "inside nodes", "G": None}[levels.gradients]
     if topology.world > 1 and waiting is not None:
         parts.append((f"micro-batches accumulated {waiting}", None))
@@ -47,14 +50,14 @@ def _weights(strategy: Strategy, topology: Topology) -> list[tuple[str, str | No
     why_not = _ALONE if topology.world == 1 else None
     if levels.optimizer == "N" and why_not is None:
         why_not = "every rank has all of them"
+    codec = at_work(strategy, topology).weights
     if strategy.weights is not None:
-        parts.append((f"weights gathered as {strategy.weights}", why_not))
-    elif why_not is None:
+        left_off = _FAST_LINKS if codec is None else None
+        parts.append((f"weights gathered as {strategy.weights}", why_not or left_off))
+    if codec is None and why_not is None:
         parts.append(("weights gathered in full precision", None))
     if levels.parameters == "N" and why_not is None:
         parts.append(("weights kept gathered until they change", None))
-    if isinstance(strategy.weights, Int4Delta) and (one_node := _no_hop_between(topology)) is not None:
-        parts.append(("changes of the weights sent by themselves", one_node))
     if strategy.keeps_secondary:
         parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
     return parts
@@ -62,8 +65,11 @@ def _weights(strategy: Strategy, topology: Topology) -> list[tuple[str, str | No
 
 def _activity(parts: list[tuple[str, str | None]]) -> Activity:
     """From texts, each with the reason why it is not active, if it isn't."""
-    active = tuple(text for text, why_not in parts if why_not is None)
-    return Activity(active, tuple(f"{text} ({why_not})" for text, why_not in parts if why_not is not None))
+    by_reason: dict[str | None, list[str]] = {None: []}
+    for text, why_not in parts:
+        by_reason.setdefault(why_not, []).append(text)
+    active = tuple(by_reason.pop(None))
+    return Activity(active, tuple(f"{', '.join(texts)} ({why_not})" for why_not, texts in by_reason.items()))
 
 
 def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:

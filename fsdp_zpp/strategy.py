@@ -48,14 +48,16 @@ class Strategy:
             secondary shard of the weights inside each node (ZeRO++'s hpZ).
         weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
             full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the hop between
-            nodes carries only what has changed, in 4 bits.
+            nodes carries only what has changed, in 4 bits. On one node alone, weights and gradients travel in full
+            precision: see [Note: One node] in at_work.py.
         gradients: Codec of the gradient reduction between nodes (ZeRO++'s qgZ).
-        intra_gradients: Codec of the gradient reduction inside a node. ``"auto"`` is one notch finer than
-            ``gradients``: ``Int8`` with the same block if ``gradients`` is set, else full precision.
+        intra_gradients: Codec of the gradient reduction inside a node, on one node alone, too. ``"auto"`` is one
+            notch finer than ``gradients``: ``Int8`` with the same block if ``gradients`` is set, else full precision;
+            and nothing on one node.
         error_feedback: Error feedback on the gradient codec.
         frozen: Codec of frozen parameters, which are quantized once.
         gpus_per_node: Ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
-            many as torchrun started on each node (``LOCAL_WORLD_SIZE``).
+            many as torchrun started on each node (``LOCAL_WORLD_SIZE``). 1 where all links are slow (PCIe).
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, or error feedback has no

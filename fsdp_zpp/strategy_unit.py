@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .at_work import at_work
 from .error_feedback import senders
 from .gradient_reduce import GradientReduce
 from .hop import Traffic
@@ -26,7 +27,7 @@ class StrategyUnit:
     """A group of parameters that is gathered together and whose gradients are reduced together.
 
     Args:
-        strategy: Its strategy.
+        strategy: Its strategy. What of it does nothing on the mesh is left off; see [Note: One node] in at_work.py.
         mesh: Its ranks.
 
     Attributes:
@@ -42,6 +43,7 @@ class StrategyUnit:
     def __init__(self, strategy: Strategy, mesh: ProcessMesh) -> None:
         self.strategy = strategy
         self.mesh = mesh
+        self._at_work = at_work(strategy, mesh.topology)
         self.levels = levels_on(strategy, mesh.topology)
         self.traffic = Traffic()
         self.when_stale: Callable[[], None] = lambda: None
@@ -55,13 +57,13 @@ class StrategyUnit:
             return None
         within_node = self.levels.optimizer == "I"
         mesh = self.mesh.own_node() if within_node else self.mesh
-        ours_on_one_level = self.strategy.weights is not None or self.levels.parameters == "N" or within_node
+        ours_on_one_level = self._at_work.weights is not None or self.levels.parameters == "N" or within_node
         if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
             return None
-        return WeightGather(mesh, self.strategy.weights, self.levels.parameters == "I", self.traffic)
+        return WeightGather(mesh, self._at_work.weights, self.levels.parameters == "I", self.traffic)
 
     def _make_reduce(self) -> GradientReduce | None:
-        intra, inter = self.strategy.gradient_codecs
+        intra, inter = self._at_work.gradient_codecs
         if self.mesh.intra is None and self.mesh.inter is None:
             return None
         everything_at_once = (self.levels.gradients, self.levels.optimizer) == ("G", "G")
@@ -74,7 +76,7 @@ class StrategyUnit:
             self.traffic,
             accumulate=self.levels.gradients,
             keep=self.levels.optimizer,
-            error_feedback=self.strategy.error_feedback,
+            error_feedback=self._at_work.error_feedback,
         )
 
     @property
@@ -123,7 +125,8 @@ def levels_on(strategy: Strategy, topology: Topology) -> Levels:
     elif topology.gpus_per_node == 1:
         on = Levels(*levels.replace("I", "N"))
         on = on._replace(parameters="I") if levels[0] == "I" and levels[2] == "G" else on
-    fed_back = senders(strategy.error_feedback, strategy.gradient_codecs, on.optimizer, topology, 0)
+    working = at_work(strategy, topology)
+    fed_back = senders(working.error_feedback, working.gradient_codecs, on.optimizer, topology, 0)
     if "intra" in fed_back or ("inter" in fed_back and topology.gpus_per_node == 1):
         return on._replace(gradients="N")
     if "inter" in fed_back and on.gradients == "G":

@@ -83,7 +83,7 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
     """Bytes that this rank has sent for ``model`` so far, by kind and hop.
 
     Counts what strategies, hooks and frozen bases of fsdp_zpp send. Not counted is what torch's own collectives do:
-    gathers in full precision for state dicts and ``summon_full_params``, and, on one node, whatever has no codec. An
+    gathers in full precision for state dicts and ``summon_full_params``, and, on one node, what is not encoded. An
     all-gather of a payload of b bytes over n ranks counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
 
     Args:

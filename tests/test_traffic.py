@@ -25,6 +25,7 @@ CASE = Case(model=LARGE, precision=Precision(torch.bfloat16, torch.bfloat16), st
 STRATEGIES = {levels: Strategy(levels) for levels in LEVELS} | {
     "qwZ": Strategy("GGG", weights=Int8(64)),
     "qgZ": Strategy("GGG", gradients=Int4(32)),
+    "inside": Strategy("GGG", intra_gradients=Int8(64)),
     "qgZ full inside": Strategy("GGG", gradients=Int8(256), intra_gradients=None),
     "zeropp": Strategy.zeropp(),
 }
@@ -65,9 +66,9 @@ def test_traffic_agrees_with_the_wire(
 ) -> None:
     strategy = replace(strategy, gpus_per_node=gpus_per_node)
     case = Case(steps=1, clip=None, micro_batches=2, synced=True)
-    # On one node without a codec, torch's own collectives do it all, unless something is to be kept.
-    gathers = gpus_per_node < world or strategy.weights is not None or strategy.parameters == "N"
-    reduces = gpus_per_node < world or strategy.gradient_codecs[0] is not None or strategy.levels[1] == "N"
+    # On one node torch's own collectives do it all, unless something is to be kept or to be encoded even there.
+    gathers = gpus_per_node < world or strategy.parameters == "N"
+    reduces = gpus_per_node < world or strategy.intra_gradients == Int8(64) or strategy.levels[1] == "N"
     for tap, own in pool(world).run(bytes_sent, adapter, case, strategy, gpus_per_node):
         for level in ("inter", "intra"):
             # An all-reduce ends in an all-gather, where a rank's optimizer needs more than its own chunk.

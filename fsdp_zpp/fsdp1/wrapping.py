@@ -95,7 +95,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     handle = _torch_handle.adopt_handle(
         module,
         unit.gather,
-        lossy=strategy.weights is not None,
+        lossy=unit.gather is not None and unit.gather.codec is not None,
         keep_unsharded=unit.keep_unsharded,
         reduce=unit.reduce,
         written_back=unit.invalidate,
