@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,14 +16,16 @@ from harness.pool import Pool
 from harness.training import largest_distance, train
 from harness.wiretap import Wiretap, wiretap
 
-from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LoCo, Strategy, plan
 from fsdp_zpp.activity import activity
 from fsdp_zpp.at_work import at_work
+from fsdp_zpp.planner.as_json import plan_to_json
 from fsdp_zpp.strategy_unit import levels_on
 from fsdp_zpp.topology import Topology
 
 ONE, ALONE = Topology(4, 4), Topology(1, 1)
 CODECS = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
+JOB = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2}
 PRESETS = {
     "zeropp": Strategy.zeropp(),
     "loco": Strategy.loco(),
@@ -137,3 +140,26 @@ def test_log_line_of_parts() -> None:
     assert "error feedback between nodes (one node: no inter-node hop)" in inside.inactive
     assert activity(Strategy("GGG", intra_gradients=Int8(64)), ONE).inactive == ()
     assert all("one rank: nothing is sent" in text for text in activity(Strategy.loco(), ALONE).inactive)
+
+
+def test_plan_is_that_of_full_precision() -> None:
+    plain, made = plan(1e9, **JOB), plan(1e9, **JOB, **CODECS)
+    for ours, expected in zip(made.estimates, plain.estimates, strict=True):
+        assert (ours.volume, ours.memory, ours.time) == (expected.volume, expected.memory, expected.time)
+    assert "has nothing to do" not in " ".join(plain.notes)
+    assert "slow" not in " ".join(plain.notes)
+    notes = " ".join(made.notes)
+    for said in ("weights=int8(64)", "gradients=int4(32)"):
+        assert f"{said} has nothing to do" in notes
+    assert notes.count("error_feedback has nothing to do") == 2
+    assert "plan nodes of one GPU" in notes
+    assert "weights unencoded, gradients unencoded between nodes and unencoded inside\n" in str(made)
+    assert set(json.loads(plan_to_json(made))["codecs"].values()) == {None}
+
+
+def test_plan_of_a_codec_for_the_hop_inside() -> None:
+    plain, made = plan(1e9, **JOB), plan(1e9, **JOB, **CODECS, intra_gradients=Int8(64))
+    assert made["GGG"].memory.errors > 3e9
+    assert made["GGG"].volume.intra < 0.9 * plain["GGG"].volume.intra
+    assert "as int8(64) inside, error feedback" in str(made)
+    assert "intra_gradients" not in " ".join(made.notes)

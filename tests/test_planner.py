@@ -146,7 +146,10 @@ def played_out(
     def chunk(parts: int) -> int:
         return (numel + parts - 1) // parts
 
-    codec = strategy.frozen if strategy.frozen is not None and not trainable else strategy.weights
+    weights, (intra, inter) = strategy.weights, strategy.gradient_codecs
+    if nodes == 1:  # codecs are for the slow network, but for that which was asked for inside a node by name
+        weights, intra, inter = None, None if strategy.intra_gradients == "auto" else intra, None
+    codec = strategy.frozen if strategy.frozen is not None and not trainable else weights
     on_node = on_rank = not trainable
     for micro_batch in range(micro_batches):
         for _ in range(2 if reshard else 1):
@@ -160,7 +163,6 @@ def played_out(
             on_node = on_rank = True
         if trainable:
             last = micro_batch == micro_batches - 1
-            intra, inter = strategy.gradient_codecs
             share = nodes * size(intra, chunk(nodes * gpus), itemsizes[1]) if o == "G" else 0
             if g != "N" or last:
                 sent["intra"] += (share or size(intra, chunk(gpus), itemsizes[1])) * (gpus - 1)

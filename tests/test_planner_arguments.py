@@ -56,9 +56,9 @@ def test_bad_values_say_what_was_given_and_what_is_allowed(
 
 
 def test_what_has_nothing_to_do_is_said() -> None:
-    asked = {"gradients": Int4(128), "frozen": Int8(256)}
+    asked = {"weights": Int8(256), "gradients": Int4(128), "frozen": Int8(256)}
     notes = " ".join(plan(1e9, nodes=1, gpus_per_node=1, **asked).notes)
-    for said in ("gradients=int4(128)", "intra_gradients=int8(128)", "frozen=int8(256)"):
+    for said in ("weights=int8(256)", "gradients=int4(128)", "intra_gradients=int8(128)", "frozen=int8(256)"):
         assert f"{said} has nothing to do" in notes
     assert "No memory limit" in notes
     assert "nothing to do" not in " ".join(plan(1e9, trainable=1e6, **PARO, **asked).notes)

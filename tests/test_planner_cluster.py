@@ -33,6 +33,7 @@ from fsdp_zpp.strategy import LEGAL_LEVELS
 from fsdp_zpp.topology import Topology
 
 ROOT = Path(__file__).parents[1]
+ENCODED = {"weights": Int8(64), "gradients": Int4(32)}
 MEASURE = ["-m", "fsdp_zpp", "plan", "--params", "7e6", "--measure", "0.5", "--gpus-per-node", "2"]
 
 
@@ -100,12 +101,14 @@ def _auto_by_measuring(arguments: dict[str, Any]) -> tuple[Strategy, Bandwidth]:
     return strategy, *measured
 
 
-def _sent_and_planned(codecs: dict[str, Any], micro_batches: int) -> dict[str, tuple[Volume, Volume]]:
-    """What the second of two steps sends on 2 x 2, by letters: counted on the collectives, and planned."""
+def _sent_and_planned(
+    gpus_per_node: int, codecs: dict[str, Any], micro_batches: int
+) -> dict[str, tuple[Volume, Volume]]:
+    """What the second of two steps sends on 4 ranks, by letters: counted on the collectives, and planned."""
     device = torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
     found = {}
     for levels in LEGAL_LEVELS:
-        strategy = Strategy(levels, gpus_per_node=2, **codecs)
+        strategy = Strategy(levels, gpus_per_node=gpus_per_node, **codecs)
         blocks = _model()
         blocks["layers"][2:].requires_grad_(True)
         size = module_size(blocks)
@@ -118,7 +121,7 @@ def _sent_and_planned(codecs: dict[str, Any], micro_batches: int) -> dict[str, t
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            with wiretap(2) as tap:
+            with wiretap(gpus_per_node) as tap:
                 for micro_batch in range(micro_batches):
                     with model.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
                         model(torch.ones(2, 64, device=device, requires_grad=True)).sum().backward()
@@ -127,7 +130,7 @@ def _sent_and_planned(codecs: dict[str, Any], micro_batches: int) -> dict[str, t
         precision = Precision(compute=torch.float32, reduce=torch.float32)
         found[levels] = (
             Volume(tap.total("inter"), tap.total("intra")),
-            step_volume(size, strategy, Topology(4, 2), micro_batches, precision),
+            step_volume(size, strategy, Topology(4, gpus_per_node), micro_batches, precision),
         )
     return found
 
@@ -142,11 +145,15 @@ def _wrap_policy(blocks: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5])
-@pytest.mark.parametrize("codecs", [{}, {"weights": Int8(64), "gradients": Int4(32)}], ids=["plain", "encoded"])
+@pytest.mark.parametrize(
+    ("gpus_per_node", "codecs"),
+    [(2, {}), (2, ENCODED), (4, ENCODED), (4, ENCODED | {"intra_gradients": Int8(64)})],
+    ids=["plain", "encoded", "one node", "one node encoded inside"],
+)
 def test_planned_bytes_are_those_that_are_sent(
-    codecs: dict[str, Any], micro_batches: int, pool: Callable[[int], Pool]
+    gpus_per_node: int, codecs: dict[str, Any], micro_batches: int, pool: Callable[[int], Pool]
 ) -> None:
-    for found in pool(4).run(_sent_and_planned, codecs, micro_batches):
+    for found in pool(4).run(_sent_and_planned, gpus_per_node, codecs, micro_batches):
         assert len(found) == 14
         assert {levels: counted for levels, (counted, _) in found.items()} == {
             levels: planned for levels, (_, planned) in found.items()

@@ -32,7 +32,7 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def _codecs(plan: Plan) -> dict[str, str | None]:
-    strategy = plan["IGG"].strategy  # with which any codec goes
+    strategy = plan.at_work
     intra, inter = strategy.gradient_codecs
     codecs: dict[str, object] = {
         "weights": strategy.weights,

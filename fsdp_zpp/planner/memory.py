@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import chain
 
+from ..at_work import at_work
 from ..error_feedback import error_nbytes
 from ..strategy import Strategy
 from ..strategy_unit import levels_on
@@ -66,6 +67,7 @@ def memory_per_gpu(
     budget: Budget,
 ) -> Memory:
     """What a training takes on each GPU."""
+    strategy = at_work(strategy, topology)
     total = Memory(
         working=working_memory(size, strategy, topology, precision),
         activations=round(budget.activations * GIB),

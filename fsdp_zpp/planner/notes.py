@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..at_work import at_work
 from ..error_feedback import senders
 from ..strategy import Strategy
 from .conditions import Budget, Cluster, Work
@@ -28,8 +29,11 @@ def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[st
     idle = []
     if codecs.frozen is not None and size.frozen == 0:
         idle.append(f"frozen={codecs.frozen} has nothing to do: all parameters are trainable.")
-    if codecs.gradients is not None and cluster.nodes == 1:
-        idle.append(f"gradients={codecs.gradients} has nothing to do: it encodes what goes between nodes.")
+    for name, codec in (("weights", codecs.weights), ("gradients", codecs.gradients)):
+        if codec is not None and cluster.nodes == 1:
+            idle.append(f"{name}={codec} has nothing to do: it encodes what goes between nodes.")
+    if at_work(codecs, cluster.topology) != codecs:
+        idle.append("If the links inside the node are slow (PCIe), plan nodes of one GPU: gpus_per_node=1 encodes.")
     intra = codecs.gradient_codecs[0]
     if intra is not None and cluster.gpus_per_node == 1:
         idle.append(f"intra_gradients={intra} has nothing to do: it encodes what goes inside a node.")
@@ -37,10 +41,10 @@ def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[st
     hops = {"inter": "between nodes", "intra": "inside a node"} if feedback is not None else {}
     if feedback is not None and feedback.hops == "inter":
         del hops["intra"]
-    at_work = senders(feedback, codecs.gradient_codecs, "G", cluster.topology, 0)
+    fed_back = senders(feedback, at_work(codecs, cluster.topology).gradient_codecs, "G", cluster.topology, 0)
     idle += [
         f"error_feedback has nothing to do {where}: nothing encoded is sent there."
         for hop, where in hops.items()
-        if hop not in at_work
+        if hop not in fed_back
     ]
     return idle

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ..at_work import at_work
 from ..codecs import Codec
 from ..error_feedback import LoCo
 from ..strategy import LEGAL_LEVELS, Strategy
@@ -57,6 +58,11 @@ class Plan:
             if estimate.levels == levels:
                 return estimate
         raise KeyError(f"{levels!r}; there are {', '.join(LEGAL_LEVELS)}")
+
+    @property
+    def at_work(self) -> Strategy:
+        """What the strategies encode on this cluster, with letters that go with any codec."""
+        return at_work(self["IGG"].strategy, self.cluster.topology)
 
     def __str__(self) -> str:
         from .table import format_plan

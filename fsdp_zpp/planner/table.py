@@ -55,7 +55,7 @@ def format_plan(plan: Plan) -> str:
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
     rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
-    if plan.estimates[0].strategy.error_feedback is None:
+    if plan.at_work.error_feedback is None:
         errors = _HEADER[1].index("errors")
         rows = [row[:errors] + row[errors + 1 :] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -75,7 +75,7 @@ def _title(plan: Plan) -> list[str]:
         networks.append(f"{cluster.inter_gbps:,.4g} Gbit/s out of a node")
     if cluster.intra_gbps is not None:
         networks.append(f"{cluster.intra_gbps:,.4g} Gbit/s a GPU inside")
-    strategy = plan["IGG"].strategy  # with which any codec goes
+    strategy = plan.at_work
     intra, inter = strategy.gradient_codecs
     trainable = "all trainable" if not size.frozen else f"{size.trainable:,} ({_percent(size)}) trainable"
     units, micro_batches = _count(size.count, "unit"), _count(work.micro_batches, "micro-batch", "es")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..at_work import at_work
 from ..codecs import Codec
 from ..strategy import Strategy
 from ..strategy_unit import levels_on
@@ -41,6 +42,7 @@ def step_volume(
     size: ModelSize, strategy: Strategy, topology: Topology, micro_batches: int, precision: Precision
 ) -> Volume:
     """Bytes that one rank sends in an optimizer step of ``micro_batches``, for the whole model."""
+    strategy = at_work(strategy, topology)
     total = Volume()
     for unit in size.units:
         one = Volume()
