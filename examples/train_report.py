@@ -57,6 +57,8 @@ def validation_difference(results: list[RunResult]) -> float:
 
 def _bytes(result: RunResult, hop: Hop) -> str:
     sent, reference = hop_bytes(result.traffic, hop), hop_bytes(result.full_shard_traffic, hop)
+    if reference and not sent:
+        return "torch's own, not counted"  # on one node
     share = f" ({sent / reference:.0%})" if reference else ""
     return f"{sent / 1e6:,.2f} MB{share}"
 
