@@ -95,7 +95,7 @@ def some_unused(device_shards: int) -> list[int]:
                 out = torch.empty(4 * device_shards, device=models.device())
                 gather(shard, out)
                 expected = torch.arange(4.0, device=models.device()).repeat_interleave(device_shards)
-                torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+                torch.testing.assert_close(out, expected, rtol=0.5 / 127, atol=0)  # half a step
         counts.append(tap.order.count(INTER))
         for gather in gathers:
             gather.invalidate()
