@@ -13,13 +13,15 @@ GPU gets to them at the same time, since its host is ahead of it by then.
 Ranks agree, for gathers and changes come in the same order on all of them. A unit whose hop was made and not used
 before its weights changed again waits for its own gathers from then on.
 
+A hop that carries little takes as long as the network's latency, so neighbours that are small go as one.
+
 Whatever read a secondary shard did so in one of the streams that have gathered; their work is waited for before memory
 of older ones is used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .weight_gather import WeightGather
+from .hop import all_gather_together
+from .weight_gather import FirstHop, WeightGather
+
+TOGETHER = 2**20
+"""A MiB: on a network that is slow it takes far longer than a hop's latency."""
 
 Source = Callable[[], tuple[Tensor, Hashable] | None]
 """Gives a unit's full-precision shard, on the device to gather on, and its version; None if it can't be had yet."""
@@ -44,12 +50,13 @@ class _Member:
         """Its weights have changed: if what was made ahead was of no use, make no more."""
         self.ahead, self.unused = self.ahead and not self.unused, False
 
-    def make(self) -> None:
-        """Make its first hop, in the current stream."""
+    def begin(self) -> FirstHop | None:
+        """What is to be sent for it, encoded in the current stream, if that can be told yet."""
         codec, held = self.gather.next_codec, self.source()
-        if codec is not None and held is not None:
-            self.gather.make_first_hop(held[0], codec, held[1])
-            self.unused = True
+        if codec is None or held is None:
+            return None
+        self.unused = True
+        return self.gather.begin_first_hop(held[0], codec, held[1])
 
 
 class FirstHopsAhead:
@@ -57,32 +64,44 @@ class FirstHopsAhead:
 
     Args:
         members: Units that keep what they gather, in the order in which a forward needs them, and their weights.
+        together: Bytes of payloads that are sent as one; one that is larger goes by itself.
     """
 
-    def __init__(self, members: Iterable[tuple[WeightGather, Source]]) -> None:
+    def __init__(self, members: Iterable[tuple[WeightGather, Source]], together: int = TOGETHER) -> None:
+        self._together = together
         self._members = {id(gather): _Member(gather, source) for gather, source in members}
         self._stream: Any = None
         self._readers: set[Any] = set()
         for member in self._members.values():
             member.gather.first_hops = self
 
-    def needed(self, gather: WeightGather, start: Callable[[], None], device: torch.device) -> None:
+    def needed(self, gather: WeightGather, begin: Callable[[], FirstHop], device: torch.device) -> None:
         """Make the first hop of ``gather``, and those of the stale units that are to come. Collective.
 
         Args:
             gather: A member.
-            start: Makes its first hop.
+            begin: Begins its first hop.
             device: On which.
         """
         own = self._members[id(gather)]
         own.forget_unused()
         with self._beside_computation(device):
-            start()
-            for member in self._members.values():
-                if member is not own and member.gather.stale:
-                    member.forget_unused()
-                    if member.ahead:
-                        member.make()
+            waiting: list[FirstHop] = []
+            for hop in self._hops(own, begin):
+                if waiting and (not _same_ranks(waiting[0], hop) or _nbytes([*waiting, hop]) > self._together):
+                    _make_together(waiting)
+                    waiting = []
+                waiting.append(hop)
+            _make_together(waiting)
+
+    def _hops(self, own: _Member, begin: Callable[[], FirstHop]) -> Iterator[FirstHop]:
+        yield begin()
+        for member in self._members.values():
+            if member is not own and member.gather.stale:
+                member.forget_unused()
+                hop = member.begin() if member.ahead else None
+                if hop is not None:
+                    yield hop
 
     def used(self, gather: WeightGather) -> None:
         """The secondary shard of ``gather`` is read in the current stream."""
@@ -100,3 +119,23 @@ class FirstHopsAhead:
         for stream in {current, *self._readers}:
             self._stream.wait_stream(stream)
         return torch.cuda.stream(self._stream)
+
+
+def _nbytes(hops: list[FirstHop]) -> int:
+    return sum(hop.payload.nbytes for hop in hops)
+
+
+def _same_ranks(one: FirstHop, other: FirstHop) -> bool:
+    return one.hop is not None and other.hop is not None and one.hop.group is other.hop.group
+
+
+def _make_together(hops: list[FirstHop]) -> None:
+    """Make hops over the same ranks, as one collective."""
+    if len(hops) == 1:
+        hops[0].make()
+        return
+    levels = [hop.hop for hop in hops if hop.hop is not None]
+    label = f"{hops[0].label} to {hops[-1].label}"
+    parts = all_gather_together(levels, [hop.payload for hop in hops], label)
+    for hop, part in zip(hops, parts, strict=True):
+        hop.complete(part)

@@ -53,8 +53,14 @@ class Hop:
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
-        gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
+        self._count_gather(payload)
+        return self._all_gather(payload, label, out)
+
+    def _count_gather(self, payload: Tensor) -> None:
         self.traffic.add(self.kind, self.level, payload.nbytes * (self.size - 1))
+
+    def _all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         with record_function(f"fsdp_zpp::{self.level}_all_gather ({label})"):
             _all_gather_single()(gathered, payload, group=self.group)
         return gathered
@@ -66,6 +72,14 @@ class Hop:
         with record_function(f"fsdp_zpp::{self.level}_all_to_all ({label})"):
             dist.all_to_all_single(received, payload, group=self.group)
         return received
+
+
+def all_gather_together(hops: list[Hop], payloads: list[Tensor], label: str) -> list[Tensor]:
+    """As :meth:`Hop.all_gather` of one payload [1, nbytes] for each hop, all over the same ranks, in one collective."""
+    for hop, payload in zip(hops, payloads, strict=True):
+        hop._count_gather(payload)
+    gathered = hops[0]._all_gather(torch.cat(payloads, dim=1), label)
+    return [part.contiguous() for part in gathered.split([payload.shape[1] for payload in payloads], dim=1)]
 
 
 def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic: Traffic) -> Hop | None:

@@ -12,7 +12,6 @@ is the first time. To go on exactly where a training was left, R belongs into it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -66,22 +65,28 @@ class Int4Delta(Codec):
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         self.resident.decode_sum(payload, out, rows, cols, scale)
 
-    def renew(self, held: Tensor, own: int, shard: Tensor, all_gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """Bring what all ranks of a hop hold up to date. Collective over them.
+    def difference(self, held: Tensor, own: int, shard: Tensor) -> Tensor:
+        """What brings the other ranks of a hop up to date on this one's row.
 
         Args:
             held: uint8 [ranks, nbytes(numel)], the same on all of them.
             own: This rank's row.
             shard: What this rank's row is to stand for, flat [numel].
-            all_gather: Gathers payloads [1, nbytes] of all ranks into [ranks, nbytes].
 
         Returns:
-            The new ``held``.
+            uint8 [1, changes.nbytes(numel)].
         """
         resident, changes = self.resident, self.changes
-        change = quantize_difference(
-            shard, held[own : own + 1], resident.bits, resident.block, changes.bits, changes.block
-        )
-        return add_difference(
-            held, all_gather(change), shard.numel(), resident.bits, resident.block, changes.bits, changes.block
-        )
+        row = held[own : own + 1]
+        return quantize_difference(shard, row, resident.bits, resident.block, changes.bits, changes.block)
+
+    def renewed(self, held: Tensor, differences: Tensor, numel: int) -> Tensor:
+        """``held`` with the :meth:`difference` of every rank in it.
+
+        Args:
+            held: As there.
+            differences: uint8 [ranks, changes.nbytes(numel)].
+            numel: Values of a row.
+        """
+        resident, changes = self.resident, self.changes
+        return add_difference(held, differences, numel, resident.bits, resident.block, changes.bits, changes.block)

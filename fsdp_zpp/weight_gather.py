@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .codecs import Codec, FullPrecision
-from .hop import Traffic, hop_over
+from .hop import Hop, Traffic, hop_over
 from .topology import ProcessMesh
 from .weight_difference import Int4Delta
 
@@ -44,10 +44,31 @@ class _Loaded:
     fresh: bool
 
 
+@dataclass(frozen=True)
+class FirstHop:
+    """What a unit sends between nodes.
+
+    Args:
+        hop: Over which; None if there is nothing to be sent.
+        payload: This rank's, uint8 [1, nbytes]; without a hop, what it would leave.
+        label: Names the unit in profiles.
+        complete: Takes what all have sent, uint8 [nodes, nbytes].
+    """
+
+    hop: Hop | None
+    payload: Tensor
+    label: str
+    complete: Callable[[Tensor], None]
+
+    def make(self) -> None:
+        """Send it. Collective."""
+        self.complete(self.payload if self.hop is None else self.hop.all_gather(self.payload, self.label))
+
+
 class FirstHops(Protocol):
     """Makes the first hops of several units; see [Note: First hops ahead] in first_hops.py."""
 
-    def needed(self, gather: WeightGather, start: Callable[[], None], device: torch.device) -> None: ...
+    def needed(self, gather: WeightGather, begin: Callable[[], FirstHop], device: torch.device) -> None: ...
 
     def used(self, gather: WeightGather) -> None: ...
 
@@ -183,9 +204,9 @@ class WeightGather:
         if self._secondary is not None and self._encoded is not None and self._encoded[0] == codec:
             self.check_unchanged(version)
         elif self.first_hops is not None:
-            self.first_hops.needed(self, lambda: self.make_first_hop(shard, codec, version), shard.device)
+            self.first_hops.needed(self, lambda: self.begin_first_hop(shard, codec, version), shard.device)
         else:
-            self.make_first_hop(shard, codec, version)
+            self.begin_first_hop(shard, codec, version).make()
         payload = self._secondary
         assert payload is not None
         if self._ready is not None:
@@ -197,39 +218,41 @@ class WeightGather:
         return payload
 
     @torch.no_grad()
-    def make_first_hop(self, shard: Tensor, codec: Codec, version: Hashable) -> None:
-        """Gather ``shard`` between nodes, in the current stream. Collective.
+    def begin_first_hop(self, shard: Tensor, codec: Codec, version: Hashable) -> FirstHop:
+        """Encode ``shard`` for the hop between nodes, in the current stream. Collective after a checkpoint was loaded.
 
         Args:
             shard: As in :meth:`__call__`.
             codec: What encodes it.
             version: As in :meth:`__call__`.
-        """
-        payload = self._from_what_is_held(shard)
-        if payload is None:
-            with record_function(f"fsdp_zpp::encode ({self.label})"):
-                payload = codec.encode(shard, 1, 1)
-            if self._inter is not None:
-                payload = self._inter.all_gather(payload, self.label)
-        self._encoded, self._secondary, self._last_codec = (codec, version), payload, codec
-        in_a_stream_of_its_own = self.first_hops is not None and payload.is_cuda
-        self._ready = torch.cuda.current_stream(payload.device).record_event() if in_a_stream_of_its_own else None
 
-    def _from_what_is_held(self, shard: Tensor) -> Tensor | None:
-        """The new secondary shard from an older one, or one of a checkpoint, if there is any."""
+        Returns:
+            What is to be sent, in the same stream.
+        """
+
+        def complete(secondary: Tensor) -> None:
+            self._encoded, self._secondary, self._last_codec = (codec, version), secondary, codec
+            in_another_stream = self.first_hops is not None and secondary.is_cuda
+            self._ready = torch.cuda.current_stream(secondary.device).record_event() if in_another_stream else None
+
+        before, up_to_date = self._take_what_is_held(shard.device)
+        if before is not None and up_to_date:
+            return FirstHop(None, before, self.label, complete)
+        with record_function(f"fsdp_zpp::encode ({self.label})"):
+            if before is None or not isinstance(codec, Int4Delta):
+                return FirstHop(self._inter, codec.encode(shard, 1, 1), self.label, complete)
+            held, change = before, codec.difference(before, self._own_node, shard)
+        return FirstHop(
+            self._inter, change, self.label, lambda all_: complete(codec.renewed(held, all_, shard.numel()))
+        )
+
+    def _take_what_is_held(self, device: torch.device) -> tuple[Tensor | None, bool]:
+        """An older secondary shard to send a difference to, if there is one, and whether it is of the weights as is."""
         before, loaded = self._before, self._loaded
         self._before = self._loaded = None
-        inter, codec = self._inter, self.codec
-        if inter is None or not isinstance(codec, Int4Delta):
-            return None
-        if loaded is not None:
-            before = inter.all_gather(loaded.row.to(shard.device), self.label)
-            if loaded.fresh:
-                return before
-        if before is None:
-            return None
-        with record_function(f"fsdp_zpp::renew ({self.label})"):
-            return codec.renew(before, self._own_node, shard, lambda payload: inter.all_gather(payload, self.label))
+        if loaded is None or self._inter is None or not self.sends_differences:
+            return before, False
+        return self._inter.all_gather(loaded.row.to(device), self.label), loaded.fresh
 
     # ---- in checkpoints
 

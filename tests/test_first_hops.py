@@ -48,7 +48,7 @@ def test_the_slow_network_does_not_wait_for_the_forward(
     pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy
 ) -> None:
     for order in pool(4).run(order_of_forward, adapter, strategy):
-        assert order == [INTER] * UNITS + [INTRA] * UNITS
+        assert order == [INTER] + [INTRA] * UNITS  # units as small as these go as one
 
 
 @pytest.mark.parametrize("strategy", NOT_KEPT.values(), ids=NOT_KEPT)
@@ -82,11 +82,12 @@ def test_what_is_written_after_a_step_is_in_the_next_forward(
     assert all(torch.equal(a, b) for a, b in zip(told, untold, strict=True))
 
 
-def some_unused(device_shards: int) -> list[int]:
-    """In a worker: the first hops of a forward that leaves out the last of three units, of the first one and later."""
+def some_unused(device_shards: int, together: int) -> list[int]:
+    """In a worker: the first hops of forwards that leave out the last of three units."""
     gathers = [WeightGather(process_mesh(dist.group.WORLD, 2), Int8(), True, Traffic()) for _ in range(3)]
     shards = [torch.full((device_shards,), float(dist.get_rank()), device=models.device()) for _ in gathers]
-    ahead = FirstHopsAhead((gather, lambda s=shard: (s, None)) for gather, shard in zip(gathers, shards, strict=True))
+    members = ((gather, lambda s=shard: (s, None)) for gather, shard in zip(gathers, shards, strict=True))
+    ahead = FirstHopsAhead(members, together)
     assert all(gather.first_hops is ahead for gather in gathers)
     counts = []
     for _ in range(3):
@@ -103,11 +104,18 @@ def some_unused(device_shards: int) -> list[int]:
 
 
 def test_a_unit_that_is_not_used_is_gathered_in_vain_once(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(some_unused, 64) == [[3, 2, 2]] * 4
+    assert pool(4).run(some_unused, 64, 0) == [[3, 2, 2]] * 4
+
+
+def test_small_neighbours_go_as_one(pool: Callable[[int], Pool]) -> None:
+    nbytes = Int8().nbytes(64)
+    assert pool(4).run(some_unused, 64, 2 * nbytes - 1) == [[3, 2, 2]] * 4
+    assert pool(4).run(some_unused, 64, 2 * nbytes) == [[2, 1, 1]] * 4
+    assert pool(4).run(some_unused, 64, 3 * nbytes) == [[1, 1, 1]] * 4
 
 
 def skipped_later(adapter: Adapter) -> list[int]:
-    """In a worker: the first hops of each step, of which some leave out a block."""
+    """In a worker: bytes of the first hops of each step, of which some leave out a block."""
     model = adapter.make(Case(), KEPT["IGG int8"])
     inner = next(module for module in model.modules() if isinstance(module, models.Net))
     counts = []
@@ -115,10 +123,11 @@ def skipped_later(adapter: Adapter) -> list[int]:
         inner.skipped = skipped
         with wiretap(2) as tap:
             train(adapter, model, Case(steps=1, clip=None))
-        counts.append(tap.order.count(INTER))
+        counts.append(tap.total("inter", "all_gather"))
     return counts
 
 
 @over_adapters
 def test_a_unit_that_is_left_out_once_is_gathered_when_used(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(skipped_later, adapter) == [[4, 4, 3, 4, 4]] * 4
+    for all_units, in_vain, without, again, at_last in pool(4).run(skipped_later, adapter):
+        assert all_units == in_vain == again == at_last > without
