@@ -158,7 +158,7 @@ def stale_gather() -> str:
     except StaleSecondaryError as error:
         weights.invalidate()
         weights(shard, out, shard._version)
-        assert (out == 2).all()
+        torch.testing.assert_close(out, torch.full_like(out, 2.0), rtol=0.5 / 127, atol=0)  # half a step
         return str(error)
     return "no error"
 
