@@ -11,6 +11,7 @@ differentiable. All math is fp32.
 from torch import Tensor
 
 from . import ops
+from .dispatch import is_plain
 from .payload import PayloadLayout
 
 __all__ = [
@@ -44,7 +45,8 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Ten
         ValueError: ``values`` is not flat and contiguous or does not divide into the grid, or another argument is out
             of its range.
     """
-    return ops.quantize(values, rows, cols, bits, block)
+    run = ops.quantize if is_plain(values) else ops.quantize_op
+    return run(values, rows, cols, bits, block)
 
 
 def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int) -> None:
@@ -67,7 +69,8 @@ def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, bl
         ValueError: a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
             argument is out of its range.
     """
-    ops.dequantize(payload, out, rows, cols, bits, block)
+    run = ops.dequantize if is_plain(payload, out) else ops.dequantize_op
+    run(payload, out, rows, cols, bits, block)
 
 
 def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float) -> None:
@@ -87,7 +90,8 @@ def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int
         TypeError: ``payload`` or ``out`` has another dtype.
         ValueError: as for ``dequantize``, or there is no peer.
     """
-    ops.dequantize_sum(payload, out, rows, cols, bits, block, scale)
+    run = ops.dequantize_sum if is_plain(payload, out) else ops.dequantize_sum_op
+    run(payload, out, rows, cols, bits, block, scale)
 
 
 def dequantize_sum_quantize(
@@ -122,7 +126,8 @@ def dequantize_sum_quantize(
         TypeError: ``payload`` is not uint8.
         ValueError: as for ``dequantize_sum``, or ``numel`` is negative.
     """
-    return ops.dequantize_sum_quantize(payload, numel, rows, cols, bits, block, out_bits, out_block, scale)
+    run = ops.dequantize_sum_quantize if is_plain(payload) else ops.dequantize_sum_quantize_op
+    return run(payload, numel, rows, cols, bits, block, out_bits, out_block, scale)
 
 
 def quantize_corrected(
@@ -151,7 +156,8 @@ def quantize_corrected(
         TypeError: ``values`` or ``errors`` has another dtype.
         ValueError: a shape or a stride is not as above, or the tensors are on different devices.
     """
-    return ops.quantize_corrected(values, errors, rows, cols, bits, block, error_block, beta)
+    run = ops.quantize_corrected if is_plain(values, errors) else ops.quantize_corrected_op
+    return run(values, errors, rows, cols, bits, block, error_block, beta)
 
 
 def dequantize_sum_quantize_corrected(
@@ -187,6 +193,7 @@ def dequantize_sum_quantize_corrected(
         TypeError: ``payload`` or ``errors`` has another dtype.
         ValueError: as for ``dequantize_sum_quantize`` and ``quantize_corrected``.
     """
-    return ops.dequantize_sum_quantize_corrected(
-        payload, errors, numel, bits, block, out_bits, out_block, scale, error_block, beta
+    run = (
+        ops.dequantize_sum_quantize_corrected if is_plain(payload, errors) else ops.dequantize_sum_quantize_corrected_op
     )
+    return run(payload, errors, numel, bits, block, out_bits, out_block, scale, error_block, beta)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import reference
 from .checks import check_device, check_values
+from .dispatch import is_plain
 from .payload import ALIGNMENT, PayloadLayout
 
 
@@ -30,8 +31,8 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None
         ValueError: a shape or a stride is not as above, the two are on different devices, or another argument is out
             of its range.
     """
-    if type(payload) is Tensor and not torch.compiler.is_compiling():
-        _run(payload, out, bits, block)  # it runs for every layer, and an op's dispatch takes longer than the launch
+    if is_plain(payload, out):
+        _run(payload, out, bits, block)
     else:
         _dequantize_rows(payload, out, bits, block)
 
@@ -42,7 +43,17 @@ def _dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Non
 
 
 def _run(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
-    layout = _check(payload, out, bits, block)
+    decode_checked_rows(payload, out, _check(payload, out, bits, block))
+
+
+def decode_checked_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+    """:func:`dequantize_rows` for who knows its arguments to be right: to check them takes as long as the launch.
+
+    Args:
+        payload: As there.
+        out: As there.
+        layout: Of its rows.
+    """
     if payload.is_cuda:
         from .strided_blockwise import decode_rows  # on use: the package must not need Triton where no GPU does
 

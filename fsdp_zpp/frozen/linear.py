@@ -35,15 +35,14 @@ class _FrozenLinear(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(x.device.type)
         ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        dense = weight.dequantize(dtype, x.device)
-        return F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype))
+        return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
         for_x = for_bias = None
         if ctx.needs_input_grad[0]:
-            dense = ctx.weight.dequantize(ctx.dtype, gradient.device)
+            dense = ctx.weight.dense(ctx.dtype, gradient.device)
             for_x = torch.matmul(gradient.to(ctx.dtype), dense).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .linear import frozen_linear
 from .tensor import FrozenTensor, refuse_training, refuse_writing
 from .weight import FrozenWeight
 
@@ -95,4 +96,12 @@ def plain_class(module: nn.Module) -> type:
 
 @functools.cache
 def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Frozen{cls.__name__}", (FrozenModule, cls), {"__module__": cls.__module__})
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    if cls.forward is nn.Linear.forward:
+        members["forward"] = _linear_forward
+    return type(f"Frozen{cls.__name__}", (FrozenModule, cls), members)
+
+
+def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    """What nn.Linear's comes to, without a tensor that stands for the weight."""
+    return frozen_linear(x, frozen_weight_of(self), self.bias)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_zpp.kernels.strided import dequantize_rows
+from fsdp_zpp.kernels import PayloadLayout
+from fsdp_zpp.kernels.dispatch import is_plain
+from fsdp_zpp.kernels.strided import decode_checked_rows, dequantize_rows
 
 from ..codecs import Blockwise, Codec
 from .placement import Placement
@@ -55,6 +57,7 @@ class FrozenWeight:
         self.name, self.shape, self.dtype, self.codec, self.placement = name, shape, dtype, codec, placement
         self.chunk_numel = placement.chunk_numel(shape.numel(), codec)
         self.row_nbytes = codec.nbytes(self.chunk_numel)
+        self._layout = PayloadLayout(codec.bits, codec.block) if isinstance(codec, Blockwise) else None
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(f"{self.name} is a shard of a frozen weight and can't be copied; copy its module instead")
@@ -88,10 +91,17 @@ class FrozenWeight:
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         """The whole weight, in ``dtype`` or its own, for the computation on ``device``. Collective over its unit."""
-        rows = self.held.rows_of(self, device or self.device)
-        out = torch.empty(len(rows) * self.chunk_numel, dtype=dtype or self.dtype, device=rows.device)
-        if isinstance(self.codec, Blockwise):
-            dequantize_rows(rows, out, self.codec.bits, self.codec.block)
-        else:
+        return self.dense(dtype or self.dtype, device or self.device)
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """:meth:`dequantize` where autograd does not look, for a linear's forward and backward, which are many."""
+        rows = self.held.rows_of(self, device)
+        out = torch.empty(rows.shape[0] * self.chunk_numel, dtype=dtype, device=rows.device)
+        if self._layout is None:
             self.codec.decode(rows.contiguous(), out, len(rows), 1)
-        return out[: self.shape.numel()].view(self.shape)
+        elif is_plain(rows):
+            decode_checked_rows(rows, out, self._layout)
+        else:
+            dequantize_rows(rows, out, self._layout.bits, self._layout.block)
+        numel = self.shape.numel()
+        return (out if numel == out.numel() else out[:numel]).view(self.shape)
