@@ -18,12 +18,14 @@ Sharding = Strategy | ShardingStrategy
 FAMILIES = {
     "int4": "int4(128) between nodes, int8(128) inside",
     "int4x2": "int4(2048) on both hops; error feedback and Hadamard on both, too",
+    "int4c": "int4(2048) between nodes, int8(128) inside",
     "int2": "2 bits, blocks of 128, between nodes, int8(128) inside",
 }
 """The plain configurations whose gap is to be closed, and what they are."""
 
 _INT4: dict[str, Any] = {"gradients": Int4(128), "intra_gradients": Int8(128)}
 _INT4X2: dict[str, Any] = {"gradients": Int4(2048), "intra_gradients": Int4(2048)}
+_INT4C: dict[str, Any] = {"gradients": Int4(2048), "intra_gradients": Int8(128)}
 _INT2: dict[str, Any] = {"gradients": Int2(128), "intra_gradients": Int8(128)}
 
 _GRADIENTS: dict[str, dict[str, Any]] = {
@@ -39,6 +41,8 @@ _GRADIENTS: dict[str, dict[str, Any]] = {
     "int4x2+loco": _INT4X2 | {"error_feedback": LoCo(beta=0.8, hops="both")},
     "int4x2+loco-beta0": _INT4X2 | {"error_feedback": LoCo(beta=0.0, hops="both")},
     "int4x2+hadamard": {"gradients": Hadamard(Int4(2048)), "intra_gradients": Hadamard(Int4(2048))},
+    "int4c": _INT4C,
+    "int4c+loco": _INT4C | {"error_feedback": LoCo(beta=0.8)},
     "int2": _INT2,
     "int2+loco": _INT2 | {"error_feedback": LoCo(beta=0.8)},
     "int2+loco-beta0": _INT2 | {"error_feedback": LoCo(beta=0.0)},
@@ -51,7 +55,7 @@ NAMES = (
     "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int2+loco-beta0 int4x2+hadamard int2+hadamard IGG "
     "w8:int4+loco-beta0 w8:int4+hadamard w8:int8 int4+loco-both int4+loco-int8state int4+stochastic "
     "w8:int4x2 w8:int4x2+loco w8:int2 w8:int2+loco w8:int4x2+loco-beta0 w8:int2+loco-beta0 w8:int4x2+hadamard "
-    "w8:int2+hadamard w8:int4+loco-both w8:int4+loco-int8state w8:int4+stochastic"
+    "w8:int2+hadamard w8:int4+loco-both w8:int4+loco-int8state w8:int4+stochastic int4c int4c+loco"
 ).split()
 """All names, in the order in which they are trained."""
 
