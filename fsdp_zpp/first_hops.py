@@ -6,9 +6,9 @@ hop leaves is kept anyway, so that all of them can be under way from the first u
 own, each beside the second hops and the computation of the units before it, and the computation waits for a hop only
 when it comes to its unit.
 
-They start with the first gather after a change, not with the change: what is written after a step (averages, clipped
-weights) is to be in them, and a step that another one follows, of a second optimizer, is not to send weights twice. A
-GPU gets to them at the same time, since its host is ahead of it by then.
+They start with the first gather after a change, not with the change: what is written between a step and the forward
+(averages, clipped weights) is to be in them, and a step that another one follows, of a second optimizer, is not to send
+weights twice. A GPU gets to them at the same time, since its host is ahead of it by then.
 
 Ranks agree, for gathers and changes come in the same order on all of them. A unit whose hop was made and not used
 before its weights changed again waits for its own gathers from then on.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,15 @@ from .weight_gather import FirstHop, WeightGather
 TOGETHER = 2**20
 """A MiB: on a network that is slow it takes far longer than a hop's latency."""
 
-Source = Callable[[], tuple[Tensor, Hashable] | None]
-"""Gives a unit's full-precision shard, on the device to gather on, and its version; None if it can't be had yet."""
+
+class Source(Protocol):
+    """Where a unit's weights are to be had from ahead of their gather."""
+
+    def write_back(self) -> None:
+        """Have the shard contain what its parameters were replaced by, in the stream that gathers."""
+
+    def shard_ahead(self) -> tuple[Tensor, Hashable] | None:
+        """The full-precision shard, on the device to gather on, and its version; None if it can't be had now."""
 
 
 @dataclass
@@ -52,7 +59,7 @@ class _Member:
 
     def begin(self) -> FirstHop | None:
         """What is to be sent for it, encoded in the current stream, if that can be told yet."""
-        codec, held = self.gather.next_codec, self.source()
+        codec, held = self.gather.next_codec, self.source.shard_ahead()
         if codec is None or held is None:
             return None
         self.unused = True
@@ -85,23 +92,24 @@ class FirstHopsAhead:
         """
         own = self._members[id(gather)]
         own.forget_unused()
+        ahead = self._stale_others(own)
+        for member in ahead:
+            member.source.write_back()
         with self._beside_computation(device):
             waiting: list[FirstHop] = []
-            for hop in self._hops(own, begin):
+            for hop in _hops(begin, ahead):
                 if waiting and (not _same_ranks(waiting[0], hop) or _nbytes([*waiting, hop]) > self._together):
                     _make_together(waiting)
                     waiting = []
                 waiting.append(hop)
             _make_together(waiting)
 
-    def _hops(self, own: _Member, begin: Callable[[], FirstHop]) -> Iterator[FirstHop]:
-        yield begin()
-        for member in self._members.values():
-            if member is not own and member.gather.stale:
-                member.forget_unused()
-                hop = member.begin() if member.ahead else None
-                if hop is not None:
-                    yield hop
+    def _stale_others(self, own: _Member) -> list[_Member]:
+        """The members whose first hops are to be made besides."""
+        stale = [member for member in self._members.values() if member is not own and member.gather.stale]
+        for member in stale:
+            member.forget_unused()
+        return [member for member in stale if member.ahead]
 
     def used(self, gather: WeightGather) -> None:
         """The secondary shard of ``gather`` is read in the current stream."""
@@ -119,6 +127,14 @@ class FirstHopsAhead:
         for stream in {current, *self._readers}:
             self._stream.wait_stream(stream)
         return torch.cuda.stream(self._stream)
+
+
+def _hops(begin: Callable[[], FirstHop], ahead: list[_Member]) -> Iterator[FirstHop]:
+    yield begin()
+    for member in ahead:
+        hop = member.begin()
+        if hop is not None:
+            yield hop
 
 
 def _nbytes(hops: list[FirstHop]) -> int:

@@ -187,7 +187,7 @@ def watch(
         units: Its units by name.
         parameters: For each unit, its parameters as an optimizer may hold them.
         shards: For each unit, what this rank holds of it.
-        sources: For each unit, where its weights are to be had from ahead of their gather.
+        sources: For each unit that has weights, where they are to be had from ahead of their gather.
 
     Raises:
         ValueError: If ranks that hold the same part of the model hold different values.
@@ -201,7 +201,7 @@ def watch(
         log_activity(strategy, mesh, model, len(members), errors)
         held = (shard for name in members for shard in shards[name])
         check_replicas(held, mesh, units[members[0]].levels.optimizer, model)
-    kept = [(unit.gather, sources[name]) for name, unit in units.items() if unit.keeps_first_hop]
+    kept = [(unit.gather, sources[name]) for name, unit in units.items() if unit.keeps_first_hop and name in sources]
     FirstHopsAhead((gather, source) for gather, source in kept if gather is not None)
     return ModelEvents(units, parameters)
 

@@ -67,7 +67,8 @@ def invalidate(model: nn.Module) -> None:
     Gradient-synchronizing backwards, steps of torch's optimizers, ``load_state_dict`` and
     ``summon_full_params(writeback=True)`` announce themselves. Any other write to the weights (clipping them,
     ``p.data.copy_()``, an average) must be followed by this before the next forward, so that they are gathered between
-    nodes again.
+    nodes again. A forward sends all units' weights as soon as it needs the first, so a write within a forward (by a
+    hook, say) must be followed by this before the unit that it is in is used.
 
     Args:
         model: A model wrapped with a :class:`Strategy`, or a part of one.

@@ -170,8 +170,8 @@ class WeightGather:
         if self._encoded is not None and self._encoded[1] != version:
             raise StaleSecondaryError(
                 f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
-                "summon_full_params(writeback=True), so what other ranks have of them is out of date; after such a "
-                "change, call fsdp_zpp.invalidate(model) on every rank"
+                "summon_full_params(writeback=True), or in a forward that had begun to send them, so what other ranks "
+                "have of them is out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
             )
 
     @torch.no_grad()
@@ -215,6 +215,7 @@ class WeightGather:
             self.first_hops.used(self)
         if not self.keep_secondary:
             self._secondary = None
+            _read_here(payload)
         return payload
 
     @torch.no_grad()
@@ -250,6 +251,8 @@ class WeightGather:
         """An older secondary shard to send a difference to, if there is one, and whether it is of the weights as is."""
         before, loaded = self._before, self._loaded
         self._before = self._loaded = None
+        if before is not None:
+            _read_here(before)
         if loaded is None or self._inter is None or not self.sends_differences:
             return before, False
         return self._inter.all_gather(loaded.row.to(device), self.label), loaded.fresh
@@ -275,3 +278,9 @@ class WeightGather:
         """Go on with what :meth:`state_dict` gave, be the weights loaded before or after."""
         self.reset()
         self._loaded = None if state["row"] is None else _Loaded(state["row"], state["fresh"])
+
+
+def _read_here(payload: Tensor) -> None:
+    """Keep memory that nobody holds from now on until the current stream has read it; another one may have made it."""
+    if payload.is_cuda:
+        payload.record_stream(torch.cuda.current_stream(payload.device))

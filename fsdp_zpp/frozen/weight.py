@@ -99,7 +99,7 @@ class FrozenWeight:
         out = torch.empty(rows.shape[0] * self.chunk_numel, dtype=dtype, device=rows.device)
         if self._layout is None:
             self.codec.decode(rows.contiguous(), out, len(rows), 1)
-        elif is_plain(rows):
+        elif is_plain(rows, out):
             decode_checked_rows(rows, out, self._layout)
         else:
             dequantize_rows(rows, out, self._layout.bits, self._layout.block)

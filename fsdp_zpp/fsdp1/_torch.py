@@ -69,6 +69,7 @@ __all__ = [
     "after_root_is_known",
     "after_zero_grad",
     "frozen_apart",
+    "in_backward",
     "intercept_construction",
     "intercept_hook_registration",
     "no_dispatch_record_stream",
@@ -161,6 +162,11 @@ def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
     group = module.process_group
     assert group is not None
     return group
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def intercept_construction(

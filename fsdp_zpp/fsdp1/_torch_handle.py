@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ._torch import FlatParamHandle, HandleTrainingState, no_dispatch_record_stream, unshard_param_utils
+from ._torch import FlatParamHandle, HandleTrainingState, in_backward, no_dispatch_record_stream, unshard_param_utils
 
 
 class Gather(Protocol):
@@ -144,12 +143,18 @@ class StrategyHandle(FlatParamHandle):
         if hasattr(self.flat_param, "_saved_grad_shard"):
             del self.flat_param._saved_grad_shard
 
+    def write_back(self) -> None:
+        """What FSDP does before it gathers: copy parameters that have other storage by now to the shard."""
+        # In a backward, FSDP keeps gradients where a writeback does not look for them.
+        if in_backward() or not self._use_orig_params or self._skip_writeback_check:
+            return
+        if self._writeback_orig_params():
+            self._use_sharded_views()  # or FSDP would do it again, which counts as a write
+
     def shard_ahead(self) -> tuple[Tensor, Hashable] | None:
         """What a gather will be given, before FSDP asks for it: the shard and its version, if that can be told."""
-        if torch._C._current_graph_task_id() != -1:
-            return None  # in a backward, FSDP keeps gradients where a writeback does not look for them
-        if self._use_orig_params and not self._skip_writeback_check:
-            self._writeback_orig_params()  # which FSDP does before it gathers
+        if in_backward():
+            return None
         shard = self.flat_param._local_shard
         return shard.to(self.device, non_blocking=True), self._shard_version()
 
@@ -222,10 +227,10 @@ def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
     return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
 
 
-def source_of(module: FullyShardedDataParallel) -> Callable[[], tuple[Tensor, Hashable] | None]:
+def source_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
     """Where ``module``'s weights are to be had from ahead of their gather."""
     handle = module._handle
-    return handle.shard_ahead if isinstance(handle, StrategyHandle) else lambda: None
+    return handle if isinstance(handle, StrategyHandle) else None
 
 
 def announce_writebacks() -> None:

@@ -118,7 +118,9 @@ def _watch(root: nn.Module) -> None:
         if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
             name = _name_of(path)
             found[name], parameters[name] = unit, list(_torch_handle.parameters_of(module))
-            shards[name], sources[name] = _torch_handle.shard_of(module), _torch_handle.source_of(module)
+            shards[name] = _torch_handle.shard_of(module)
+            if (source := _torch_handle.source_of(module)) is not None:
+                sources[name] = source
     _check_one_group(found)
     if found:
         wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root

@@ -25,6 +25,7 @@ try:
     _USED = (
         FSDPModule._get_fsdp_state,
         FSDPModule.set_all_reduce_hook,
+        torch._C._current_graph_task_id,
         FSDPParam.__annotations__["_sharded_param_data"],
         FSDPParam.unsharded_param,
         FSDPParamGroup.lazy_init,
@@ -212,9 +213,13 @@ class StrategyGroup(FSDPParamGroup):
         shards = [param._sharded_param_data.to(device, non_blocking=True) for param in self.fsdp_params]
         return shards[0] if len(shards) == 1 else torch.cat(shards)
 
+    def write_back(self) -> None:
+        """The parameters are the shard."""
+
     def shard_ahead(self) -> tuple[Tensor, Hashable] | None:
         """What a gather will be given, before torch asks for it: the shard and its version, if that can be told."""
-        if self._self_encoding() is not None:
+        # An optimizer in the backward would make of no use what is gathered ahead there.
+        if torch._C._current_graph_task_id() != -1 or self._self_encoding() is not None:
             return None
         return self.full_precision_shard(self.device), self.shard_version()
 

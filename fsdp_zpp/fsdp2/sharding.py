@@ -169,7 +169,7 @@ def _watch(root: nn.Module) -> None:
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
             found[group.name], parameters[group.name] = unit, group.parameters()
-            shards[group.name], sources[group.name] = group.shards(), group.shard_ahead
+            shards[group.name], sources[group.name] = group.shards(), group
     model = type(root).__name__.removeprefix("FSDP")
     events = watch(model, found, parameters, shards, sources)
     warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
