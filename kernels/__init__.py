@@ -11,7 +11,6 @@ differentiable. All math is fp32.
 from torch import Tensor
 
 from . import ops
-from .dispatch import is_plain
 from .payload import PayloadLayout
 
 __all__ = [
@@ -45,8 +44,7 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Ten
         ValueError: ``values`` is not flat and contiguous or does not divide into the grid, or another argument is out
             of its range.
     """
-    run = ops.quantize if is_plain(values) else ops.quantize_op
-    return run(values, rows, cols, bits, block)
+    return ops.quantize(values, rows, cols, bits, block)
 
 
 def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int) -> None:
@@ -69,8 +67,7 @@ def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, bl
         ValueError: a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
             argument is out of its range.
     """
-    run = ops.dequantize if is_plain(payload, out) else ops.dequantize_op
-    run(payload, out, rows, cols, bits, block)
+    ops.dequantize(payload, out, rows, cols, bits, block)
 
 
 def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float) -> None:
@@ -90,8 +87,7 @@ def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int
         TypeError: ``payload`` or ``out`` has another dtype.
         ValueError: as for ``dequantize``, or there is no peer.
     """
-    run = ops.dequantize_sum if is_plain(payload, out) else ops.dequantize_sum_op
-    run(payload, out, rows, cols, bits, block, scale)
+    ops.dequantize_sum(payload, out, rows, cols, bits, block, scale)
 
 
 def dequantize_sum_quantize(
@@ -126,8 +122,7 @@ def dequantize_sum_quantize(
         TypeError: ``payload`` is not uint8.
         ValueError: as for ``dequantize_sum``, or ``numel`` is negative.
     """
-    run = ops.dequantize_sum_quantize if is_plain(payload) else ops.dequantize_sum_quantize_op
-    return run(payload, numel, rows, cols, bits, block, out_bits, out_block, scale)
+    return ops.dequantize_sum_quantize(payload, numel, rows, cols, bits, block, out_bits, out_block, scale)
 
 
 def quantize_corrected(
@@ -156,8 +151,7 @@ def quantize_corrected(
         TypeError: ``values`` or ``errors`` has another dtype.
         ValueError: a shape or a stride is not as above, or the tensors are on different devices.
     """
-    run = ops.quantize_corrected if is_plain(values, errors) else ops.quantize_corrected_op
-    return run(values, errors, rows, cols, bits, block, error_block, beta)
+    return ops.quantize_corrected(values, errors, rows, cols, bits, block, error_block, beta)
 
 
 def dequantize_sum_quantize_corrected(
@@ -193,7 +187,6 @@ def dequantize_sum_quantize_corrected(
         TypeError: ``payload`` or ``errors`` has another dtype.
         ValueError: as for ``dequantize_sum_quantize`` and ``quantize_corrected``.
     """
-    run = (
-        ops.dequantize_sum_quantize_corrected if is_plain(payload, errors) else ops.dequantize_sum_quantize_corrected_op
+    return ops.dequantize_sum_quantize_corrected(
+        payload, errors, numel, bits, block, out_bits, out_block, scale, error_block, beta
     )
-    return run(payload, errors, numel, bits, block, out_bits, out_block, scale, error_block, beta)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_device, check_payload, check_values
-from .ops import _DEVICES
+from .dispatch import op
 from .payload import PayloadLayout
 
 
@@ -73,7 +73,7 @@ def _check_difference(
     return *layouts, numel
 
 
-@torch.library.custom_op("fsdp_zpp::quantize_difference", mutates_args=(), device_types=_DEVICES)
+@op("quantize_difference")
 def _quantize_difference(
     values: Tensor, held: Tensor, held_bits: int, held_block: int, bits: int, block: int
 ) -> Tensor:
@@ -106,7 +106,7 @@ def _check_sum(
     return layouts
 
 
-@torch.library.custom_op("fsdp_zpp::add_difference", mutates_args=(), device_types=_DEVICES)
+@op("add_difference")
 def _add_difference(
     held: Tensor, difference: Tensor, numel: int, held_bits: int, held_block: int, bits: int, block: int
 ) -> Tensor:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .checks import check_device, check_grid, check_payload, check_values
+from .dispatch import op
 from .payload import PayloadLayout
-
-_DEVICES = ("cpu", "cuda")
 
 
 def _backend(tensor: Tensor) -> ModuleType:
@@ -24,15 +23,13 @@ def _backend(tensor: Tensor) -> ModuleType:
     return backend
 
 
+@op("quantize")
 def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Tensor:
     check_values("values", values, rows, cols)
     return _backend(values).quantize(values, rows, cols, PayloadLayout(bits, block))
 
 
-quantize_op = torch.library.custom_op("fsdp_zpp::quantize", quantize, mutates_args=(), device_types=_DEVICES)
-
-
-@quantize_op.register_fake
+@quantize.register_fake
 def _(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Tensor:
     numel = check_values("values", values, rows, cols)
     return values.new_empty((rows * cols, PayloadLayout(bits, block).nbytes(numel)), dtype=torch.uint8)
@@ -46,32 +43,24 @@ def _check_sum(payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bi
     return layout
 
 
+@op("dequantize", ("out",))
 def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int) -> None:
     layout = _check_sum(payload, "", out, rows, cols, bits, block)
     _backend(payload).dequantize_sum(payload.unsqueeze(0), out, rows, cols, layout, 1.0)
 
 
-dequantize_op = torch.library.custom_op(
-    "fsdp_zpp::dequantize", dequantize, mutates_args=("out",), device_types=_DEVICES
-)
-
-
-@dequantize_op.register_fake
+@dequantize.register_fake
 def _(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int) -> None:
     _check_sum(payload, "", out, rows, cols, bits, block)
 
 
+@op("dequantize_sum", ("out",))
 def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float) -> None:
     layout = _check_sum(payload, "peers", out, rows, cols, bits, block)
     _backend(payload).dequantize_sum(payload, out, rows, cols, layout, scale)
 
 
-dequantize_sum_op = torch.library.custom_op(
-    "fsdp_zpp::dequantize_sum", dequantize_sum, mutates_args=("out",), device_types=_DEVICES
-)
-
-
-@dequantize_sum_op.register_fake
+@dequantize_sum.register_fake
 def _(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float) -> None:
     _check_sum(payload, "peers", out, rows, cols, bits, block)
 
@@ -87,6 +76,7 @@ def _check_requantize(
     return layout, out_layout
 
 
+@op("dequantize_sum_quantize")
 def dequantize_sum_quantize(
     payload: Tensor,
     numel: int,
@@ -102,12 +92,7 @@ def dequantize_sum_quantize(
     return _backend(payload).dequantize_sum_quantize(payload, numel, rows, cols, *layouts, scale)
 
 
-dequantize_sum_quantize_op = torch.library.custom_op(
-    "fsdp_zpp::dequantize_sum_quantize", dequantize_sum_quantize, mutates_args=(), device_types=_DEVICES
-)
-
-
-@dequantize_sum_quantize_op.register_fake
+@dequantize_sum_quantize.register_fake
 def _(
     payload: Tensor,
     numel: int,
@@ -139,6 +124,7 @@ def _check_errors(errors: Tensor, chunks: int, numel: int, error_block: int) -> 
     return None
 
 
+@op("quantize_corrected", ("errors",))
 def quantize_corrected(
     values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
 ) -> Tensor:
@@ -149,12 +135,7 @@ def quantize_corrected(
     return _backend(values).quantize_corrected(values, errors, rows, cols, layout, error_layout, beta)
 
 
-quantize_corrected_op = torch.library.custom_op(
-    "fsdp_zpp::quantize_corrected", quantize_corrected, mutates_args=("errors",), device_types=_DEVICES
-)
-
-
-@quantize_corrected_op.register_fake
+@quantize_corrected.register_fake
 def _(
     values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
 ) -> Tensor:
@@ -163,6 +144,7 @@ def _(
     return values.new_empty((rows * cols, PayloadLayout(bits, block).nbytes(numel)), dtype=torch.uint8)
 
 
+@op("dequantize_sum_quantize_corrected", ("errors",))
 def dequantize_sum_quantize_corrected(
     payload: Tensor,
     errors: Tensor,
@@ -184,15 +166,7 @@ def dequantize_sum_quantize_corrected(
     )
 
 
-dequantize_sum_quantize_corrected_op = torch.library.custom_op(
-    "fsdp_zpp::dequantize_sum_quantize_corrected",
-    dequantize_sum_quantize_corrected,
-    mutates_args=("errors",),
-    device_types=_DEVICES,
-)
-
-
-@dequantize_sum_quantize_corrected_op.register_fake
+@dequantize_sum_quantize_corrected.register_fake
 def _(
     payload: Tensor,
     errors: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import reference
 from .checks import check_device, check_values
-from .dispatch import is_plain
+from .dispatch import op
 from .payload import ALIGNMENT, PayloadLayout
 
 
@@ -31,18 +31,11 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None
         ValueError: a shape or a stride is not as above, the two are on different devices, or another argument is out
             of its range.
     """
-    if is_plain(payload, out):
-        _run(payload, out, bits, block)
-    else:
-        _dequantize_rows(payload, out, bits, block)
+    _dequantize_rows(payload, out, bits, block)
 
 
-@torch.library.custom_op("fsdp_zpp::dequantize_rows", mutates_args=("out",), device_types=("cpu", "cuda"))
+@op("dequantize_rows", ("out",))
 def _dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
-    _run(payload, out, bits, block)
-
-
-def _run(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
     decode_checked_rows(payload, out, _check(payload, out, bits, block))
 
 

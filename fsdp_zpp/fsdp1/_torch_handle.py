@@ -234,7 +234,7 @@ def source_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
 
 
 def announce_writebacks() -> None:
-    """Have ``written_back()`` of :func:`use_gather` called after each of FSDP's writebacks."""
+    """Have ``written_back()`` of :func:`adopt_handle` called after each of FSDP's writebacks."""
     original = unshard_param_utils._writeback_to_local_shard
 
     @functools.wraps(original)
