@@ -3,10 +3,11 @@
     python benchmarks/convergence.py --nodes 2 --gpus-per-node 2 --seeds 0,1,2 --tokens 50e6 --out runs/convergence
 
 Same initial weights and same data for a seed, whatever the configuration (convergence_configs.py). Strategies are told
-of nodes, but nothing is emulated, since only losses are measured. A job is a torchrun over all GPUs that trains many
-configurations, one after the other, for its share of the seeds; jobs run side by side, since a small model leaves a GPU
-waiting. Each finished run is a line in ``convergence.jsonl`` in ``--out``, and is not repeated by a later call with the
-same settings. From these lines come convergence.md, convergence.json and the figures, with ``--report-only`` too.
+of nodes, but none is emulated, since only losses are measured (unless nodes share GPUs, with ``--gpus``). A job is a
+torchrun over all GPUs that trains many configurations, one after the other, for its share of the seeds; jobs run side
+by side, since a small model leaves a GPU waiting. Each finished run is a line in ``convergence.jsonl`` in ``--out``, and
+is not repeated by a later call with the same settings. From these lines come convergence.md, convergence.json and the
+figures, with ``--report-only`` too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="GPUs that there are, if fewer: nodes then share them (nodes.py)")
     parser.add_argument("--configs", default=",".join(NAMES), help="in this order; default: all")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--jobs", type=int, default=3, help="jobs side by side on the same GPUs; seeds are shared out")
@@ -83,6 +85,9 @@ def run_jobs(arguments: argparse.Namespace) -> bool:
     print("text:", load_corpus(arguments.text).summary(), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     jobs = min(arguments.jobs, len(arguments.seeds))
+    layout = (arguments.nodes, arguments.gpus_per_node)
+    if arguments.gpus is None:
+        layout = (1, arguments.nodes * arguments.gpus_per_node)
 
     def job(index: int) -> bool:
         # argparse lets the last of an option decide.
@@ -90,7 +95,7 @@ def run_jobs(arguments: argparse.Namespace) -> bool:
         if arguments.time_limit is not None:
             command += ["--deadline", str(began + arguments.time_limit)]
         try:
-            run_on_emulated_nodes(1, arguments.nodes * arguments.gpus_per_node, command, arguments.port + index)
+            run_on_emulated_nodes(*layout, command, arguments.port + index, gpus=arguments.gpus)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return False

@@ -20,8 +20,8 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
         work: What a rank does, with its GPU and the process group at hand.
     """
     if not arguments.worker:
-        slow = not getattr(arguments, "fast_network", False)
-        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], slow=slow)
+        options = {"slow": not getattr(arguments, "fast_network", False), "gpus": getattr(arguments, "gpus", None)}
+        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], **options)
         return
     if getattr(arguments, "device", "cuda") == "cpu":
         dist.init_process_group("gloo")
@@ -34,11 +34,13 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
 
 
 def run_on_emulated_nodes(
-    nodes: int, gpus_per_node: int, command: list[str], port: int = 29511, slow: bool = True
+    nodes: int, gpus_per_node: int, command: list[str], port: int = 29511, slow: bool = True, gpus: int | None = None
 ) -> None:
     """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
 
-    ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated.
+    ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated. Nodes that share
+    GPUs also share their speed, so what computes longest loses most; run NVIDIA's MPS (``nvidia-cuda-mps-control -d``)
+    before, or kernels that wait for other ranks hold up those they wait for.
 
     Args:
         nodes: Number of nodes.
@@ -46,15 +48,22 @@ def run_on_emulated_nodes(
         command: A Python script and its arguments.
         port: Rendezvous port on localhost.
         slow: Whether NCCL is to take them for different hosts.
+        gpus: GPUs that there are, if fewer than all nodes need: nodes then share them.
 
     Raises:
+        ValueError: If there are too few GPUs for one node, or nodes that share them are not to be different hosts.
         RuntimeError: If any node fails; the others are ended.
     """
+    gpus = nodes * gpus_per_node if gpus is None else gpus
+    if gpus < gpus_per_node or (gpus < nodes * gpus_per_node and not slow):
+        raise ValueError(
+            f"{nodes} nodes of {gpus_per_node} on {gpus} GPUs: ranks of one host need GPUs of their own, as NCCL has it"
+        )
     processes = []
     for node in range(nodes):
         environment = dict(os.environ)
         first = node * gpus_per_node
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in range(gpus_per_node))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + gpu) % gpus) for gpu in range(gpus_per_node))
         if nodes > 1 and slow:
             environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         environment.setdefault("OMP_NUM_THREADS", "4")

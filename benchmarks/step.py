@@ -38,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
     parser.add_argument("--size", choices=SIZES, default="1.35B")
     parser.add_argument("--strategies", default="full_shard,hybrid_shard,zeropp", help=f"of {names()}")
     parser.add_argument(

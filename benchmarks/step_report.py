@@ -17,9 +17,10 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "deepspeed", "megatron-fs
 def machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """The machine and the versions of what matters; None for what is not installed."""
     cuda = arguments.device == "cuda"
+    shared = f", sharing {arguments.gpus}" if arguments.gpus else ""
     return {
         "gpu": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "layout": f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs",
+        "layout": f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs{shared}",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
