@@ -32,10 +32,13 @@ STRATEGIES: dict[str, Any] = {
     "mixzpp": Strategy.mixzpp(),
     "mixzpp-int4": Strategy.mixzpp(frozen=Int4(128)),
     **{f"frozen-{levels}": Strategy(levels) for levels in ADAPTERS_ONLY},
+    **{f"once-{levels}": Strategy(levels) for levels in ADAPTERS_ONLY},
+    "once-zeropp": Strategy.zeropp(),
 }
 """For FullyShardedDataParallel, and with ``fsdp2:`` before the name for fully_shard.
 
-``frozen-...``: the base in int8, sharded inside nodes; adapters by these letters, in full precision.
+``frozen-...``: the base in int8, sharded inside nodes; adapters by these letters, in full precision. ``once-...``: the
+same, with the model wrapped once, not layer by layer, so that all adapters are one unit.
 """
 
 FSDP2_ONLY = (f"fsdp2:{INT_RESHARD}",)

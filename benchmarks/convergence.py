@@ -5,8 +5,8 @@
 Same initial weights and same data for a seed, whatever the configuration (convergence_configs.py). Strategies are told
 of nodes, but none is emulated, since only losses are measured (unless nodes share GPUs, with ``--gpus``). A job is a
 torchrun over all GPUs that trains many configurations, one after the other, for its share of the seeds; jobs run side
-by side, since a small model leaves a GPU waiting. Each finished run is a line in ``convergence.jsonl`` in ``--out``, and
-is not repeated by a later call with the same settings. From these lines come convergence.md, convergence.json and the
+by side, since a small model leaves a GPU waiting. Each finished run is a line in ``convergence.jsonl`` in ``--out``; a
+later call with the same settings does not repeat it. From these lines come convergence.md, convergence.json and the
 figures, with ``--report-only`` too.
 """
 

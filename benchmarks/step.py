@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 import traceback
 from pathlib import Path
@@ -23,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender, contend, is_known, names
+from interleaved import interleaved
 from models import SIZES, Task
 from nodes import start
 from overlap import overlap
 from step_report import table, write
+from step_timing import peak_gib, rates, synchronize, timed_steps
 from torch.profiler import ProfilerActivity, profile
-from utilization import utilization
 
 PROFILED_STEPS = 2
 
@@ -53,6 +53,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--generate", type=int, default=0, help="tokens to generate after training, on all ranks alike")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--interleave",
+        action="store_true",
+        help="build all, then take a step of each in turn: what differs by a few percent on a machine that drifts",
+    )
     parser.add_argument("--profile", action="store_true", help="also trace rank 0: what communication is not hidden")
     parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder for step.{md,json,png} and traces")
     parser.add_argument(
@@ -61,39 +66,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     arguments = parser.parse_args()
+    if arguments.interleave and (arguments.profile or arguments.generate):
+        parser.error("--interleave times steps and nothing else: no --profile, no --generate")
     unknown = [name for name in arguments.strategies.split(",") if not is_known(name)]
     if unknown:
         parser.error(f"unknown strategies {unknown}; known are {names()}")
     return arguments
-
-
-def synchronize(task: Task) -> None:
-    """Wait for this rank's GPU."""
-    if task.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def peak_gib(task: Task) -> float | None:
-    """The largest peak of any rank since the last call; None on the CPU."""
-    if task.device != "cuda":
-        return None
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    torch.cuda.reset_peak_memory_stats()
-    return peak.item()
-
-
-def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[float]:
-    """Milliseconds of each step, as this rank sees them; all ranks start together."""
-    times = []
-    for _ in range(steps):
-        dist.barrier()
-        synchronize(task)
-        began = time.perf_counter()
-        contender.step(tokens)
-        synchronize(task)
-        times.append((time.perf_counter() - began) * 1e3)
-    return times
 
 
 def figures(arguments: argparse.Namespace, task: Task, contender: Contender) -> dict[str, Any]:
@@ -105,16 +83,7 @@ def figures(arguments: argparse.Namespace, task: Task, contender: Contender) -> 
     before = contender.sent()
     times = timed_steps(task, contender, tokens, arguments.steps)
     after = contender.sent()
-    tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(times) * 1e3
-    gpu = torch.cuda.get_device_name() if task.device == "cuda" else ""
-    result |= {
-        "step_ms": statistics.median(times),
-        "fastest_ms": min(times),
-        "slowest_ms": max(times),
-        "peak_gib": peak_gib(task),
-        "tokens_per_s": tokens_per_s,
-        "utilization": utilization(task, tokens_per_s, gpu),
-    }
+    result |= rates(task, times, tokens) | {"peak_gib": peak_gib(task)}
     if before is not None and after is not None:
         result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / arguments.steps / 2**20 for hop in after}
     losses.append(contender.step(tokens))
@@ -206,6 +175,12 @@ def attempt(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, A
 def work(arguments: argparse.Namespace) -> None:
     """One rank: measure all strategies in turn; rank 0 writes after each."""
     task, rows = Task.of(arguments), []
+    if arguments.interleave:
+        rows = interleaved(task, arguments.strategies.split(","), arguments.warmup, arguments.steps)
+        if dist.get_rank() == 0:
+            write(arguments, rows)
+            print(table(rows))
+        return
     for name in arguments.strategies.split(","):
         rows.append(attempt(arguments, task, name))
         if dist.get_rank() == 0:

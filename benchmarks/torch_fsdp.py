@@ -2,9 +2,9 @@
 
 [Note: What is alike]
 bf16 computation and communication; fp32 master weights in full training; one unit for each decoder layer and one for
-the rest; fused AdamW. With LoRA the base is in bf16 and the adapters in fp32, but for torch's own FSDP1, which flattens
-frozen and trainable parameters together and so wants one dtype. Layers are made and sharded one by one, so that no rank
-ever holds the model.
+the rest, or one for all (``once-...``); fused AdamW. With LoRA the base is in bf16 and the adapters in fp32, but for
+torch's own FSDP1, which flattens frozen and trainable parameters together and so wants one dtype. Layers are made and
+sharded one by one, so that no rank ever holds the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class TorchFSDP(Contender):
         self._int_reshard = name == f"fsdp2:{INT_RESHARD}"
         self._strategy = None if self._int_reshard else STRATEGIES[name.removeprefix("fsdp2:")]
         self._ours = isinstance(self._strategy, Strategy)
-        self._quantizes_base = "frozen-" in name
+        self._in_one_unit = "once-" in name
+        self._quantizes_base = self._in_one_unit or "frozen-" in name
         self._mesh = self._make_mesh()
         self.model = self._build()
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -68,7 +69,8 @@ class TorchFSDP(Contender):
                 recompute(layers, index)
             if self._quantizes_base:
                 quantize_frozen_params(layer, Int8(256))
-            layers[index] = self._shard(layers[index], is_root=False)
+            if not self._in_one_unit:
+                layers[index] = self._shard(layers[index], is_root=False)
         materialize(model, self._task.place)
         if self._quantizes_base:
             quantize_frozen_params(model, Int8(256))

@@ -29,14 +29,16 @@ def oracle(adapters: dict[str, str], **options: Any) -> PeftModel:
     return llama.adapt(llama.rounded_base(CODEC, **options), adapters)
 
 
-def sharded(adapter: Adapter, adapters: dict[str, str], strategy: Any = MIXZPP, **options: Any) -> Any:
+def sharded(
+    adapter: Adapter, adapters: dict[str, str], strategy: Any = MIXZPP, by_layer: bool = True, **options: Any
+) -> Any:
     """In a worker: the model under a strategy that implies quantizing."""
     base = llama.make_base(**options)
     if set(adapters.values()) & {"dora", "head trained"}:
         # PEFT computes the magnitudes that it starts with from the weights, and copies what it is to train.
         base.requires_grad_(False)
         quantize_frozen_params(base, CODEC, placement=strategy.parameters, gpus_per_node=2)
-    return llama.shard(adapter, llama.adapt(base, adapters), strategy)
+    return llama.shard(adapter, llama.adapt(base, adapters), strategy, by_layer)
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
@@ -117,9 +119,10 @@ def test_several_adapters(pool: Callable[[int], Pool], adapter: Adapter, tmp_pat
         assert same == [True] * 6
 
 
-def generated(adapter: Adapter, tied: bool, strategy: Any) -> tuple[list[int], list[int]]:
+def generated(adapter: Adapter, tied: bool, strategy: Any, by_layer: bool) -> tuple[list[int], list[int]]:
     """In a worker: greedy tokens, and those of the dequantized model on one device."""
-    model, alone = sharded(adapter, {"default": "lora"}, strategy, tied=tied), oracle({"default": "lora"}, tied=tied)
+    model = sharded(adapter, {"default": "lora"}, strategy, by_layer, tied=tied)
+    alone = oracle({"default": "lora"}, tied=tied)
     steps(model, alone=False, count=1)
     steps(alone, alone=True, count=1)
     prompt = torch.arange(5, 11, device=models.device())[None]
@@ -136,10 +139,11 @@ def generated(adapter: Adapter, tied: bool, strategy: Any) -> tuple[list[int], l
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("letter", ["I", "G"])
+@pytest.mark.parametrize("wrapped", ["by layer", "once"])
 @over_adapters
-def test_generation(pool: Callable[[int], Pool], adapter: Adapter, letter: str, tied: bool) -> None:
+def test_generation(pool: Callable[[int], Pool], adapter: Adapter, wrapped: str, letter: str, tied: bool) -> None:
     strategy = Strategy(f"{letter}GG", frozen=CODEC, gpus_per_node=2)
-    for ours, expected in pool(4).run(generated, adapter, tied, strategy):
+    for ours, expected in pool(4).run(generated, adapter, tied, strategy, wrapped == "by layer"):
         assert ours == expected
         assert len(set(ours)) > 4
 

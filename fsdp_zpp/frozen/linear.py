@@ -19,7 +19,10 @@ def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tenso
         weight: [out, in].
         bias: [out] or None.
     """
-    return _FrozenLinear.apply(x, bias, weight)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _FrozenLinear.apply(x, bias, weight, dtype)
+    return _linear(x, bias, weight, dtype)
 
 
 def frozen_embedding(tokens: Tensor, weight: FrozenWeight) -> Tensor:
@@ -27,18 +30,19 @@ def frozen_embedding(tokens: Tensor, weight: FrozenWeight) -> Tensor:
     return F.embedding(tokens, weight.dequantize(device=tokens.device))
 
 
+def _linear(x: Tensor, bias: Tensor | None, weight: FrozenWeight, dtype: torch.dtype) -> Tensor:
+    return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight) -> Tensor:
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight, dtype: torch.dtype) -> Tensor:
         ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
+        return _linear(x, bias, weight, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         for_x = for_bias = None
         if ctx.needs_input_grad[0]:
@@ -46,4 +50,4 @@ class _FrozenLinear(torch.autograd.Function):
             for_x = torch.matmul(gradient.to(ctx.dtype), dense).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return for_x, for_bias, None
+        return for_x, for_bias, None, None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ try:
         _init_utils._init_param_handle_from_params,
         _init_utils._sync_module_params_and_buffers,
         _wrapper._init_process_group_state,
+        _wrapper._unshard_params,
         runtime_utils._share_state_and_init_handle_attrs,
         runtime_utils._accumulate_sharded_grad,
         runtime_utils._get_reduce_scatter_tensors,
@@ -76,6 +78,7 @@ __all__ = [
     "process_group_of",
     "runtime_utils",
     "sharding_over",
+    "summon_frozen_too",
     "unshard_param_utils",
 ]
 
@@ -152,9 +155,30 @@ def frozen_apart(
     finally:
         _init_utils._init_param_handle_from_params = init_handle
     if frozen_unit is not None:
+        _TAKEN_OUT.add(frozen_unit)
         module._fsdp_wrapped_module = frozen_unit
         frozen_unit._ignored_modules = module._ignored_modules
         frozen_unit._ignored_buffer_names = module._ignored_buffer_names
+
+
+_TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
+"""The instances that :func:`frozen_apart` has made."""
+
+
+def summon_frozen_too() -> None:
+    """Have ``summon_full_params`` of an instance alone, without recursion, also summon what was taken out of it."""
+    original: Any = _wrapper._unshard_params
+
+    @contextmanager
+    def unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(original(module, recurse, *args, **kwargs))
+            frozen_unit = getattr(module, "_fsdp_wrapped_module", None)
+            if not recurse and frozen_unit in _TAKEN_OUT:
+                stack.enter_context(original(frozen_unit, recurse, *args, **kwargs))
+            yield
+
+    _wrapper._unshard_params = unshard_params
 
 
 def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:

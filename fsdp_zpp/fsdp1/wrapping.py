@@ -52,6 +52,7 @@ def install() -> None:
     _torch_backward.after_synchronizing_backward(_gradients_synchronized)
     _torch_handle.announce_writebacks()
     _torch.after_zero_grad(gradients_cleared)
+    _torch.summon_frozen_too()
 
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:

@@ -77,13 +77,13 @@ def adapt(base: nn.Module, adapters: dict[str, str]) -> PeftModel:
     return model
 
 
-def shard(adapter: Adapter, model: nn.Module, strategy: Any, **arguments: Any) -> Any:
-    """Shard it, one unit a layer."""
+def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = True, **arguments: Any) -> Any:
+    """Shard it, one unit a layer, or all of it one."""
     if adapter.torch_name == "fully_shard":
-        for layer in [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]:
+        for layer in [module for module in model.modules() if by_layer and isinstance(module, LlamaDecoderLayer)]:
             adapter.apply(layer, strategy, **arguments)
         return adapter.apply(model, strategy, **arguments)
-    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_layer else None
     fixed: dict[str, Any] = {"use_orig_params": True, "device_id": models.device(), "auto_wrap_policy": policy}
     return adapter.apply(model, strategy, **fixed | arguments)
 
