@@ -27,7 +27,7 @@ from models import SIZES, Task
 from nodes import start
 from overlap import overlap
 from step_report import table, write
-from step_timing import peak_gib, rates, synchronize, timed_steps
+from step_timing import in_use_gib, peak_gib, rates, synchronize, timed_steps
 from torch.profiler import ProfilerActivity, profile
 
 PROFILED_STEPS = 2
@@ -133,6 +133,7 @@ def generation(task: Task, contender: Contender) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
     """All that is measured of one strategy."""
+    left = in_use_gib(task)
     began = time.perf_counter()
     contender = contend(task, name)
     try:
@@ -142,7 +143,8 @@ def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, A
             result |= profiled(arguments, contender, task.tokens(dist.get_rank()), name)
         if task.generate:
             result |= generation(task, contender)
-        return result
+        own = {name: gib - left for name, gib in result.items() if name.endswith("peak_gib") and gib is not None}
+        return result | own | {"left_by_others_gib": left}
     finally:
         contender.close()
 

@@ -19,6 +19,11 @@ def synchronize(task: Task) -> None:
         torch.cuda.synchronize()
 
 
+def in_use_gib(task: Task) -> float:
+    """What is allocated on this rank now. Not all libraries let go of all that a contender of theirs has held."""
+    return torch.cuda.memory_allocated() / 2**30 if task.device == "cuda" else 0.0
+
+
 def peak_gib(task: Task) -> float | None:
     """The largest peak of any rank since the last call; None on the CPU."""
     if task.device != "cuda":
