@@ -325,7 +325,9 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
         "meta by strategy": (lambda: adapter.apply(on_meta(), mixzpp), ValueError, "is on the meta device"),
         "no such file": (quantized(checkpoint="nowhere.safetensors"), ValueError, "there is no nowhere.safetensors"),
         "wrapped": (
-            quantized(net=lambda: adapter.shard(lora.make_net(), Case(), Strategy(gpus_per_node=2))),
+            quantized(
+                net=lambda: adapter.shard(lora.make_net(), Case(), Strategy(gpus_per_node=2)), sync_module_states=True
+            ),
             ValueError,
             "is sharded by FSDP already; call quantize_frozen_params(model, Int8(block=256)) before you wrap",
         ),

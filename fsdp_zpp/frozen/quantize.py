@@ -66,7 +66,8 @@ def quantize_frozen_params(
     (:func:`save_frozen_params` saves them), and no gradient is ever allocated for them. Called again, it takes what
     was frozen since.
 
-    Call it before wrapping, or let ``Strategy(frozen=...)`` do so.
+    Call it before wrapping, or let ``Strategy(frozen=...)`` do so, or call it on a model that ``fully_shard`` has
+    sharded, ours or torch's, before its first forward: weights are then gathered one by one, and taken from it.
 
     Args:
         model: Any model with frozen parameters, a PEFT model for one. On the meta device, with a ``checkpoint``.
@@ -82,7 +83,8 @@ def quantize_frozen_params(
         device: Where the codes are kept. Default: this process's accelerator, if ranks talk through it; else where
             the weights are.
         dtype: What the weights pass for, which embeddings come out in: your mixed precision's ``param_dtype``. Linear
-            layers compute in the dtype of their input, or autocast's. Default: each weight's own.
+            layers compute in the dtype of their input, or autocast's. Default: each weight's own, or, of weights that
+            are sharded, their mixed precision's.
         ignored_params: Parameters to be left as they are.
         sync_module_states: Whether the first rank's weights are broadcast, one at a time, as FSDP's option does.
 
@@ -91,7 +93,9 @@ def quantize_frozen_params(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, weights have no values, or the model is sharded already.
+        ValueError: If an argument is out of range, weights have no values, or weights are sharded already: by
+            FullyShardedDataParallel, by ``fully_shard`` in a model that had a forward, over ranks that are not
+            data-parallel, or with ``checkpoint`` or ``sync_module_states``, which are for weights that are not.
 
     Example:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -115,7 +119,12 @@ def quantize_frozen_params(
         group if sync_module_states else None,
     )
     selection = select(model, min_numel, ignored_params)
-    refuse_sharded(selection, f"call quantize_frozen_params(model, {codec!r}) before you wrap the model")
+    from_elsewhere = checkpoint is not None or sync_module_states
+    refuse_sharded(
+        selection,
+        f"call quantize_frozen_params(model, {codec!r}) before you wrap the model",
+        where_it_is=not from_elsewhere,
+    )
     source = None if checkpoint is None else source_from(checkpoint)
     if source is not None:
         source.check(candidate.name for candidate in selection.chosen)
@@ -126,15 +135,23 @@ def quantize_frozen_params(
     return report
 
 
-def refuse_sharded(selection: Selection, remedy: str) -> None:
+def refuse_sharded(selection: Selection, remedy: str, where_it_is: bool = False) -> None:
     """Raise if FSDP owns weights already.
+
+    Args:
+        selection: What is to be quantized.
+        remedy: What to do instead.
+        where_it_is: Whether a weight that is given up may be sharded, for its values are taken from its shards.
 
     Raises:
         ValueError: Naming one.
     """
-    if sharded := selection.left.get(SHARDED):
+    sharded = [name for name, _ in selection.left.get(SHARDED, [])]
+    if not where_it_is:
+        sharded += [candidate.name for candidate in selection.chosen if candidate.owner is not None]
+    if sharded:
         raise ValueError(
-            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
+            f"{sharded[0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
             "quantizes what it wraps"
         )
 
@@ -173,9 +190,8 @@ def quantize_selected(
 def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, source: AnySource | None) -> int:
     """Quantize one weight, put it in its modules' place, and return the bytes that this rank keeps."""
     parameter = candidate.parameter
-    weight = FrozenWeight(
-        candidate.name, parameter.shape, options.dtype or parameter.dtype, options.codec, options.placement
-    )
+    own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
+    weight = FrozenWeight(candidate.name, parameter.shape, options.dtype or own_dtype, options.codec, options.placement)
     device = options.device if options.device is not None else parameter.device
     read = _reader(candidate, options, source, device)
     with torch.no_grad():
@@ -186,6 +202,8 @@ def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, so
 
 def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
     """Replace a parameter by a frozen weight, of which this rank holds ``row``."""
+    if candidate.owner is not None:
+        candidate.owner.release()
     weight.base, weight.held = base, Unsettled(row)
     base.weights.append(weight)
     for _, module in candidate.sites:
@@ -197,6 +215,9 @@ def _reader(candidate: Candidate, options: FrozenOptions, source: AnySource | No
     parameter = candidate.parameter
     if source is not None:
         return source.reader(candidate.name, parameter.shape)
+    if candidate.owner is not None:
+        whole = candidate.owner.whole()
+        return lambda first, last: whole[first:last]
     if options.broadcast is None:
         return lambda first, last: parameter[first:last]
     group = options.broadcast

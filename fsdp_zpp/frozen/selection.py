@@ -10,16 +10,24 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..support import DTYPES
+from .owners import Owner, owners_in
 
 SHARDED = "sharded by FSDP already"
 
 
 @dataclass
 class Candidate:
-    """A weight and all modules that use it, with their paths."""
+    """A weight and all modules that use it, with their paths.
+
+    Attributes:
+        parameter: The weight.
+        sites: Its modules.
+        owner: What has sharded it and will give it up; None if it is plain.
+    """
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module]]
+    owner: Owner | None = None
 
     @property
     def name(self) -> str:
@@ -51,26 +59,33 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = ()) -
     selection = Selection()
     ignored_ids = {id(tensor) for tensor in ignored}
     trainable_uses, seen = _sites_by_parameter(model), set()
-    adapters, sharded = _adapter_modules(model), _fsdp_modules(model)
+    adapters, flattened, owners = _adapter_modules(model), _fsdp_modules(model), owners_in(model)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            sites = trainable_uses[id(parameter)]
+            sites, owner = trainable_uses[id(parameter)], owners.get(id(parameter))
             if id(parameter) in ignored_ids:
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
                 reason = "an adapter's"
-            elif _fits(module, name) and (id(module) in sharded or isinstance(parameter, DTensor)):
+            elif _fits(module, name) and (id(module) in flattened or _is_kept_sharded(parameter, owner)):
                 reason = SHARDED  # and may be of another shape now, so this comes first
             else:
                 reason = _unfit(parameter, [(site, own) for _, own, site in sites], min_numel)
             if reason is None:
-                selection.chosen.append(Candidate(parameter, [(where, site) for where, _, site in sites]))
+                selection.chosen.append(Candidate(parameter, [(where, site) for where, _, site in sites], owner))
             else:
                 selection.left.setdefault(reason, []).append((f"{path}.{name}".removeprefix("."), parameter))
     return selection
+
+
+def _is_kept_sharded(parameter: nn.Parameter, owner: Owner | None) -> bool:
+    """Whether it is sharded in a way that it can't be taken from."""
+    if owner is None:
+        return isinstance(parameter, DTensor)
+    return owner.in_use or not owner.on_data_parallel_ranks
 
 
 def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_numel: int) -> str | None:
@@ -84,7 +99,7 @@ def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_nume
             return "parametrized"
         if getattr(module, "max_norm", None) is not None:
             return "an nn.Embedding with max_norm, which writes to it"
-    if type(parameter) is not nn.Parameter or parameter.dtype not in DTYPES:
+    if type(parameter) not in (nn.Parameter, DTensor) or parameter.dtype not in DTYPES:
         return f"a {type(parameter).__name__} of {parameter.dtype}"
     if parameter.numel() < min_numel:
         return f"smaller than {min_numel} values"

@@ -44,6 +44,7 @@ __all__ = [
     "adopt_group",
     "after_zero_grad",
     "factor_of",
+    "owned_parameters",
     "process_group_of",
     "state_of",
     "strategy_group_of",
@@ -283,6 +284,63 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
     group.kept, group.gradients, group.every_backward_reduces, group.more_micro_batches = None, None, False, False
     group.own_all_reduce, group.completion, group._received = None, None, set()
     return group
+
+
+class OwnedParameter:
+    """One parameter of a group, and how it is taken out; see frozen/owners.py.
+
+    Args:
+        state: The state of the group's modules.
+        group: The group.
+        param: The parameter.
+    """
+
+    def __init__(self, state: FSDPState, group: FSDPParamGroup, param: FSDPParam) -> None:
+        self._state, self._group, self._param = state, group, param
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The mixed precision's ``param_dtype``."""
+        return self._group.mp_policy.param_dtype
+
+    @property
+    def on_data_parallel_ranks(self) -> bool:
+        """Whether there is no other parallelism beside."""
+        parameter: Any = self._param.sharded_param
+        return parameter.device_mesh == self._group.mesh_info.mesh
+
+    @property
+    def in_use(self) -> bool:
+        """Whether torch has initialized the model lazily, which its first forward does, or holds it unsharded."""
+        return self._state._is_root is not None or not self._group.is_sharded
+
+    def whole(self) -> Tensor:
+        """All of its values, on the device that computes. Collective."""
+        parameter: Any = self._param.sharded_param.detach().to(self._group.device)  # from where it is offloaded to
+        return parameter.full_tensor()
+
+    def release(self) -> None:
+        """Take it out of its group; a group without parameters goes as well."""
+        self._group.fsdp_params.remove(self._param)
+        self._param._post_load_hook_handle.remove()  # it would look for the parameter on its module
+        if self._group.fsdp_params:
+            return
+        state: Any = self._state
+        if hasattr(state, "_fsdp_param_groups"):
+            state._fsdp_param_groups.remove(self._group)
+        else:
+            state._fsdp_param_group = None
+
+
+def owned_parameters(model: nn.Module) -> dict[int, OwnedParameter]:
+    """What has sharded the parameters below ``model``, by the ``id`` that they are registered with, gathered or not."""
+    states = {state_of(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    owned = [(state, group, param) for state in states for group in _groups_of(state) for param in group.fsdp_params]
+    infos = [param._module_info for _, _, param in owned]
+    return {
+        id(info.module._parameters[info.param_name]): OwnedParameter(*one)
+        for info, one in zip(infos, owned, strict=True)
+    }
 
 
 def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 from .. import units
 from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
+from ..frozen.owners import register_owners
 from ..staleness import gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
@@ -101,6 +102,7 @@ def fully_shard(
 
 
 _torch.after_zero_grad(gradients_cleared)
+register_owners(_torch.owned_parameters)
 
 # torch's function has its state under this name, and torch's users look it up there.
 fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
