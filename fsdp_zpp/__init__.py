@@ -15,12 +15,14 @@ from .frozen.loading import load_frozen_params
 from .frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from .frozen.saving import save_frozen_params
 from .fsdp2 import fully_shard
+from .nf4 import NF4
 from .planner.plan import plan
 from .strategy import Strategy
 from .units import invalidate, traffic
 from .weight_difference import Int4Delta
 
 __all__ = [
+    "NF4",
     "Codec",
     "CodecState",
     "Int4",

@@ -131,14 +131,18 @@ class Blockwise(Codec):
     def __str__(self) -> str:
         return f"int{self.bits}({self.block})"
 
+    @property
+    def layout(self) -> PayloadLayout:
+        """Where codes and scales are in a payload."""
+        return PayloadLayout(self.bits, self.block)
+
     def nbytes(self, numel: int) -> int:
-        return PayloadLayout(self.bits, self.block).nbytes(numel)
+        return self.layout.nbytes(numel)
 
     def scales(self, payload: Tensor, numel: int) -> Tensor:
         """The scales in a payload [chunks, nbytes(numel)], as a view: fp32 [chunks, blocks]."""
-        layout = PayloadLayout(self.bits, self.block)
-        start = layout.scales_offset(numel)
-        return payload[:, start : start + 4 * layout.blocks(numel)].view(torch.float32)
+        start = self.layout.scales_offset(numel)
+        return payload[:, start : start + 4 * self.layout.blocks(numel)].view(torch.float32)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         return quantize(values, rows, cols, self.bits, self.block)

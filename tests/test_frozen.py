@@ -13,10 +13,10 @@ from harness.adapters import ADAPTERS, over_adapters
 from harness.pool import Pool
 from torch import Tensor
 
-from fsdp_zpp import Int4, Int8, Strategy, quantize_frozen_params
+from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs import Codec
 
-CODECS = [Int8(256), Int8(64), Int4(32)]
+CODECS = [Int8(256), Int8(64), Int4(32), NF4(64)]
 
 
 def build(adapter: Adapter, strategy: Strategy | None, case: Case, before: Codec | None = None, **options: Any) -> Any:

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fsdp_zpp import Int4, Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
+from fsdp_zpp import NF4, Int4, Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen import source
 
-CODECS = [Int8(64), Int4(32)]
+CODECS = [Int8(64), Int4(32), NF4(128)]
 
 
 def write_checkpoint(folder: Path, files: int) -> Path:

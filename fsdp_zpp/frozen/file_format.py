@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_zpp.kernels import PayloadLayout
-
-from ..codecs import Blockwise, Int4, Int8
+from ..codecs import Int4, Int8
+from ..nf4 import NF4
 from .weight import FrozenWeight
 
 INDEX = "frozen_base.safetensors.index.json"
-CODECS: dict[str, type[Blockwise]] = {"Int8": Int8, "Int4": Int4}
+Storable = Int8 | Int4 | NF4
+CODECS: dict[str, type[Storable]] = {"Int8": Int8, "Int4": Int4, "NF4": NF4}
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class StoredWeight:
         kind = type(weight.codec).__name__
         if CODECS.get(kind) is not type(weight.codec):
             raise ValueError(f"{weight.name} is quantized as {weight.codec}, but only {', '.join(CODECS)} can be saved")
-        assert isinstance(weight.codec, Blockwise)
+        assert isinstance(weight.codec, Storable)
         return cls(tuple(weight.shape), str(weight.dtype).removeprefix("torch."), kind, weight.codec.block)
 
-    def make_codec(self) -> Blockwise:
+    def make_codec(self) -> Storable:
         """Its codec."""
         return CODECS[self.codec](self.block)
 
@@ -60,8 +60,8 @@ class StoredWeight:
 
 def whole_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
     """All codes, uint8, and scales, fp32, of a weight, on the CPU. Collective."""
-    assert isinstance(weight.codec, Blockwise)
-    layout = PayloadLayout(weight.codec.bits, weight.codec.block)
+    assert isinstance(weight.codec, Storable)
+    layout = weight.codec.layout
     rows, chunk = weight.held.rows_of(weight, weight.device), weight.chunk_numel
     start = layout.scales_offset(chunk)
     codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
@@ -73,8 +73,8 @@ def whole_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
 
 def row_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
     """This rank's chunk, uint8 [row_nbytes] on the CPU, of what :func:`whole_codes` returned, or slices of files."""
-    assert isinstance(weight.codec, Blockwise)
-    layout = PayloadLayout(weight.codec.bits, weight.codec.block)
+    assert isinstance(weight.codec, Storable)
+    layout = weight.codec.layout
     row = torch.zeros(weight.row_nbytes, dtype=torch.uint8)
     end_of_all = layout.blocks(weight.shape.numel())
     per_chunk = weight.chunk_numel // layout.block

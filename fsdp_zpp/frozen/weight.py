@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.kernels.dispatch import is_plain
 from fsdp_zpp.kernels.strided import decode_checked_rows, dequantize_rows
 
@@ -57,7 +56,7 @@ class FrozenWeight:
         self.name, self.shape, self.dtype, self.codec, self.placement = name, shape, dtype, codec, placement
         self.chunk_numel = placement.chunk_numel(shape.numel(), codec)
         self.row_nbytes = codec.nbytes(self.chunk_numel)
-        self._layout = PayloadLayout(codec.bits, codec.block) if isinstance(codec, Blockwise) else None
+        self._layout = codec.layout if isinstance(codec, Blockwise) else None
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(f"{self.name} is a shard of a frozen weight and can't be copied; copy its module instead")

@@ -10,13 +10,14 @@ import torch
 
 from ..codecs import Codec, Int4, Int8
 from ..error_feedback import LoCo
+from ..nf4 import NF4
 from ..weight_difference import Int4Delta
 from .bandwidth import DEFAULT_MIB
 from .conditions import DTYPES, Budget
 from .model_size import DEFAULT_UNITS
 
-_CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta}
-_CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta"
+_CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
+_CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta, for --frozen nf4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +133,7 @@ def codec(text: str) -> Codec | None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a codec; allowed are {_CODEC_HELP}")
     try:
         return _CODECS[name](int(block)) if colon else _CODECS[name]()  # type: ignore[call-arg]
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

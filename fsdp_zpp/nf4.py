@@ -1,0 +1,105 @@
+"""NF4, the 4-bit code for normally distributed weights that QLoRA introduced (arXiv 2305.14314, section 3), by
+bitsandbytes: in its bytes and with its kernels, so that a weight is rounded just as it rounds it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_zpp.kernels import PayloadLayout
+
+from .codecs import Codec
+
+MIN_BLOCK = 64
+"""The smallest block that bitsandbytes has kernels for everywhere."""
+
+
+@dataclass(frozen=True)
+class NF4(Codec):
+    """16 values from -1 to 1, dense around 0, times the largest of a block; 0.5 + 4 / block bytes a value.
+
+    For weights that are frozen. Codes and scales are laid out as those of :class:`Int4` are.
+
+    Args:
+        block: Values that share one fp32 scale; a power of two from 64 to 4096.
+
+    Raises:
+        TypeError: If ``block`` is not an int.
+        ValueError: If ``block`` is not a power of two in that range.
+        ModuleNotFoundError: If bitsandbytes is not installed.
+    """
+
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block, bool) or not isinstance(self.block, int):
+            raise TypeError(f"NF4's block must be an int, got {self.block!r}")
+        if self.block < MIN_BLOCK:
+            raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
+        _ = self.layout
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModuleNotFoundError("NF4 needs bitsandbytes: pip install 'fsdp_zpp[nf4]'", name="bitsandbytes")
+
+    def __str__(self) -> str:
+        return f"nf4({self.block})"
+
+    @property
+    def layout(self) -> PayloadLayout:
+        """Where codes and scales are."""
+        return PayloadLayout(4, self.block)
+
+    def nbytes(self, numel: int) -> int:
+        return self.layout.nbytes(self._padded(numel))
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        chunks, numel = rows * cols, values.numel() // (rows * cols)
+        padded, layout = self._padded(numel), self.layout
+        payload = values.new_zeros((chunks, self.nbytes(numel)), dtype=torch.uint8)
+        if numel == 0:
+            return payload
+        grid = values.view(rows, cols, numel).transpose(0, 1).reshape(chunks, numel)
+        flat = F.pad(grid, (0, padded - numel)).reshape(-1)
+        codes, state = _bitsandbytes().quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
+        payload[:, : layout.codes_nbytes(padded)] = codes.view(chunks, -1)
+        start, blocks = layout.scales_offset(padded), layout.blocks(padded)
+        payload[:, start : start + 4 * blocks] = state.absmax.view(chunks, blocks).view(torch.uint8)
+        return payload
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        if out.numel():
+            values = self._values(payload, out.numel() // (rows * cols), out.dtype)
+            out.view(cols, rows, -1).copy_(values.view(rows, cols, -1).transpose(0, 1))
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        if out.numel():
+            numel = out.numel() // (rows * cols)
+            sums = torch.stack([self._values(peer, numel, torch.float32) for peer in payload]).sum(0).mul_(scale)
+            out.view(cols, rows, -1).copy_(sums.view(rows, cols, -1).transpose(0, 1))
+
+    def _values(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """The chunks of a payload [chunks, nbytes], in order: [chunks, numel]."""
+        chunks, padded, layout = len(payload), self._padded(numel), self.layout
+        start, blocks = layout.scales_offset(padded), layout.blocks(padded)
+        codes = payload[:, : layout.codes_nbytes(padded)].reshape(-1, 1)
+        absmax = payload[:, start : start + 4 * blocks].contiguous().view(torch.float32).reshape(-1)
+        shape = torch.Size((chunks, padded))
+        functional = _bitsandbytes()
+        state = functional.QuantState(absmax, shape=shape, blocksize=self.block, quant_type="nf4", dtype=dtype)
+        return functional.dequantize_4bit(codes, state)[:, :numel]
+
+    def _padded(self, numel: int) -> int:
+        """Whole blocks: bitsandbytes takes all chunks at once, so that none may straddle two."""
+        return -(-numel // self.block) * self.block
+
+
+def _bitsandbytes() -> Any:
+    # On use: it takes seconds to import.
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional

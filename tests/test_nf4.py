@@ -1,0 +1,93 @@
+"""NF4 against bitsandbytes itself, on whole tensors."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from harness import models
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from fsdp_zpp import NF4
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rounded(values: Tensor, block: int) -> Tensor:
+    """What bitsandbytes makes of a flat tensor of whole blocks."""
+    codes, state = quantize_4bit(values, blocksize=block, quant_type="nf4")
+    return dequantize_4bit(codes, state).flatten()
+
+
+def random_values(numel: int, dtype: torch.dtype) -> Tensor:
+    """Normally distributed values, of a size that differs from block to block."""
+    values = torch.randn(numel) * torch.arange(numel).div(64, rounding_mode="floor").remainder(7).add(1)
+    return values.to(models.device(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=20)
+@given(
+    rows=st.integers(1, 3), cols=st.integers(1, 3), numel=st.integers(0, 300), block=st.sampled_from([64, 128, 4096])
+)
+def test_each_chunk_is_rounded_as_bitsandbytes_does(
+    rows: int, cols: int, numel: int, block: int, dtype: torch.dtype
+) -> None:
+    codec = NF4(block)
+    values = random_values(rows * cols * numel, dtype)
+    payload = codec.encode(values, rows, cols)
+    assert payload.shape == (cols * rows, codec.nbytes(numel))
+    assert codec.nbytes(numel) % 16 == 0
+    if numel == 0:
+        return
+    out = torch.full_like(values, torch.nan)
+    codec.decode(payload, out, cols, rows)
+    for chunk, decoded in zip(values.view(-1, numel), out.view(-1, numel), strict=True):
+        padded = torch.cat([chunk, chunk.new_zeros(-numel % block)])
+        assert torch.equal(decoded, rounded(padded, block)[:numel])
+    # Payload rows are in the transposed order.
+    first, *_ = payload.view(cols, rows, -1).transpose(0, 1).reshape(rows * cols, -1)
+    assert torch.equal(first, codec.encode(values[:numel].clone(), 1, 1)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum(dtype: torch.dtype) -> None:
+    codec, rows, cols, numel, peers = NF4(64), 2, 3, 100, 4
+    payload = torch.stack(
+        [codec.encode(random_values(rows * cols * numel, dtype), 1, rows * cols) for _ in range(peers)]
+    )
+    alone = torch.empty(peers, rows * cols * numel, device=payload.device)
+    for one, out in zip(payload, alone, strict=True):
+        codec.decode(one, out, rows, cols)
+    out = torch.empty(rows * cols * numel, dtype=dtype, device=payload.device)
+    codec.decode_sum(payload, out, rows, cols, 0.25)
+    assert torch.equal(out, (alone.sum(0) * 0.25).to(dtype))
+
+
+def test_size() -> None:
+    codec = NF4()
+    assert str(codec) == "nf4(64)"
+    assert codec.nbytes(2**20) == 2**19 + 4 * 2**20 // 64
+
+
+@pytest.mark.parametrize("block", [32, 100, 8192])
+def test_illegal_blocks(block: int) -> None:
+    with pytest.raises(ValueError, match="block"):
+        NF4(block)
+
+
+@pytest.mark.parametrize("block", [True, 64.0, "64"])
+def test_blocks_that_are_no_int(block: object) -> None:
+    with pytest.raises(TypeError, match="NF4's block must be an int, got"):
+        NF4(block)  # type: ignore[arg-type]
+
+
+def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    with pytest.raises(ModuleNotFoundError, match=r"NF4 needs bitsandbytes: pip install 'fsdp_zpp\[nf4\]'"):
+        NF4()
