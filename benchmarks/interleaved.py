@@ -6,6 +6,7 @@ strategy's time is divided by the first one's of the same round, and the median 
 
 from __future__ import annotations
 
+import random
 import statistics
 from typing import Any
 
@@ -22,7 +23,7 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
         task: What is trained.
         names: Strategies; a name may come twice, which shows how much two equal ones differ.
         warmup: Steps of each before.
-        rounds: Timed steps of each.
+        rounds: Timed steps of each, two or more.
 
     Returns:
         A row for each, with the median and the quartiles of its time over the first one's, round by round.
@@ -33,9 +34,10 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
         for _ in range(warmup):
             contender.step(tokens)
     times: list[list[float]] = [[] for _ in names]
-    for shift in range(rounds):
-        for turn in range(len(names)):
-            index = (turn + shift) % len(names)  # or one would always follow the same other
+    shuffled = random.Random(0)  # the same on all ranks
+    for _ in range(rounds):
+        # Or one would always follow the same other, and bear what that leaves behind.
+        for index in shuffled.sample(range(len(names)), len(names)):
             times[index] += timed_steps(task, contenders[index], tokens, 1)
     for contender in contenders:
         contender.close()

@@ -27,7 +27,7 @@ from models import SIZES, Task
 from nodes import start
 from overlap import overlap
 from step_report import table, write
-from step_timing import in_use_gib, peak_gib, rates, synchronize, timed_steps
+from step_timing import PeakMemory, rates, synchronize, timed_steps
 from torch.profiler import ProfilerActivity, profile
 
 PROFILED_STEPS = 2
@@ -68,22 +68,24 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.interleave and (arguments.profile or arguments.generate):
         parser.error("--interleave times steps and nothing else: no --profile, no --generate")
+    if arguments.interleave and arguments.steps < 2:
+        parser.error("--interleave needs two --steps or more")
     unknown = [name for name in arguments.strategies.split(",") if not is_known(name)]
     if unknown:
         parser.error(f"unknown strategies {unknown}; known are {names()}")
     return arguments
 
 
-def figures(arguments: argparse.Namespace, task: Task, contender: Contender) -> dict[str, Any]:
+def figures(arguments: argparse.Namespace, task: Task, contender: Contender, memory: PeakMemory) -> dict[str, Any]:
     """Step time in ms, peak memory in GiB, bytes sent in MiB a step, and what follows from them."""
-    result: dict[str, Any] = {"build_peak_gib": peak_gib(task)}
+    result: dict[str, Any] = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
     tokens = task.tokens(dist.get_rank())
     losses = [contender.step(tokens) for _ in range(arguments.warmup)]
-    peak_gib(task)
+    memory.since_last()
     before = contender.sent()
     times = timed_steps(task, contender, tokens, arguments.steps)
     after = contender.sent()
-    result |= rates(task, times, tokens) | {"peak_gib": peak_gib(task)}
+    result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
     if before is not None and after is not None:
         result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / arguments.steps / 2**20 for hop in after}
     losses.append(contender.step(tokens))
@@ -109,14 +111,14 @@ def profiled(arguments: argparse.Namespace, contender: Contender, tokens: torch.
     return overlap(trace, PROFILED_STEPS)
 
 
-def generation(task: Task, contender: Contender) -> dict[str, Any]:
+def generation(task: Task, contender: Contender, memory: PeakMemory) -> dict[str, Any]:
     """Tokens a second of a greedy generation, the same on all ranks, and its peak memory in GiB."""
     prompt = torch.arange(16, device=task.place)[None] + 100
     if contender.generate(prompt, task.generate) is None:
         return {}
     dist.barrier()
     synchronize(task)
-    peak_gib(task)
+    memory.since_last()
     began = time.perf_counter()
     tokens = contender.generate(prompt, task.generate)
     synchronize(task)
@@ -126,25 +128,24 @@ def generation(task: Task, contender: Contender) -> dict[str, Any]:
     dist.all_gather(gathered, tokens)
     return {
         "generate_tokens_per_s": task.generate / seconds,
-        "generate_peak_gib": peak_gib(task),
+        "generate_peak_gib": memory.since_last(),
         "same_on_all_ranks": all(torch.equal(other, tokens) for other in gathered),
     }
 
 
 def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
     """All that is measured of one strategy."""
-    left = in_use_gib(task)
+    memory = PeakMemory(task)
     began = time.perf_counter()
     contender = contend(task, name)
     try:
         dist.barrier()
-        result = {"build_s": time.perf_counter() - began, **figures(arguments, task, contender)}
+        result = {"build_s": time.perf_counter() - began, **figures(arguments, task, contender, memory)}
         if arguments.profile:
             result |= profiled(arguments, contender, task.tokens(dist.get_rank()), name)
         if task.generate:
-            result |= generation(task, contender)
-        own = {name: gib - left for name, gib in result.items() if name.endswith("peak_gib") and gib is not None}
-        return result | own | {"left_by_others_gib": left}
+            result |= generation(task, contender, memory)
+        return result
     finally:
         contender.close()
 

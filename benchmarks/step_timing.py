@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from typing import Any
@@ -19,19 +20,31 @@ def synchronize(task: Task) -> None:
         torch.cuda.synchronize()
 
 
-def in_use_gib(task: Task) -> float:
-    """What is allocated on this rank now. Not all libraries let go of all that a contender of theirs has held."""
-    return torch.cuda.memory_allocated() / 2**30 if task.device == "cuda" else 0.0
+class PeakMemory:
+    """Peaks of what a contender allocates, above what others before it have left.
 
+    Not all libraries let go of all that a contender of theirs has held.
 
-def peak_gib(task: Task) -> float | None:
-    """The largest peak of any rank since the last call; None on the CPU."""
-    if task.device != "cuda":
-        return None
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    torch.cuda.reset_peak_memory_stats()
-    return peak.item()
+    Args:
+        task: What is trained.
+
+    Attributes:
+        left_gib: What was allocated on this rank from the start.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._on_gpu = task.device == "cuda"
+        gc.collect()
+        self.left_gib = torch.cuda.memory_allocated() / 2**30 if self._on_gpu else 0.0
+
+    def since_last(self) -> float | None:
+        """The largest peak of any rank since the last call, in GiB; None on the CPU."""
+        if not self._on_gpu:
+            return None
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 - self.left_gib, device="cuda")
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats()
+        return peak.item()
 
 
 def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[float]:

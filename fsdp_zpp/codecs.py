@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 
 
 class Codec(ABC):
-    """How values travel. Subclass it to add a codec; instances are immutable and hashable."""
+    """How values travel. Subclass it to add a codec; instances are immutable and hashable.
+
+    Attributes:
+        for_frozen_only: Whether it is for weights that are quantized once, not for what is sent in every step.
+    """
+
+    for_frozen_only: ClassVar[bool] = False
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:

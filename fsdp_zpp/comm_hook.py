@@ -13,7 +13,7 @@ from .codecs import Codec
 from .error_feedback import LoCo
 from .gradient_reduce import GradientReduce
 from .hop import Traffic
-from .strategy import check_error_feedback, check_gpus_per_node, finer_inside
+from .strategy import check_error_feedback, check_gpus_per_node, check_hop_codec, finer_inside
 from .topology import process_mesh
 from .unit_errors import UnitErrors
 
@@ -55,6 +55,7 @@ class QuantizedReduceState:
         for name, value in (("codec", codec), ("intra_codec", intra)):
             if value is not None and not isinstance(value, Codec):
                 raise TypeError(f"{name} must be a codec such as Int4(128), or None, got {value!r}")
+            check_hop_codec(name, value)
         check_error_feedback(error_feedback, "codec", intra, codec)
         check_gpus_per_node(gpus_per_node)
         if not dist.is_initialized():

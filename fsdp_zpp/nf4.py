@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,8 @@ MIN_BLOCK = 64
 class NF4(Codec):
     """16 values from -1 to 1, dense around 0, times the largest of a block; 0.5 + 4 / block bytes a value.
 
-    For weights that are frozen. Codes and scales are laid out as those of :class:`Int4` are.
+    For weights that are frozen. A block with NaN or infinity comes back as NaN. Codes and scales are laid out as those
+    of :class:`Int4` are.
 
     Args:
         block: Values that share one fp32 scale; a power of two from 64 to 4096.
@@ -36,6 +37,7 @@ class NF4(Codec):
     """
 
     block: int = 64
+    for_frozen_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.block, bool) or not isinstance(self.block, int):
@@ -64,12 +66,23 @@ class NF4(Codec):
         if numel == 0:
             return payload
         grid = values.view(rows, cols, numel).transpose(0, 1).reshape(chunks, numel)
-        flat = F.pad(grid, (0, padded - numel)).reshape(-1)
-        codes, state = _bitsandbytes().quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
+        codes, scales = self._quantize(F.pad(grid, (0, padded - numel)).view(-1))
         payload[:, : layout.codes_nbytes(padded)] = codes.view(chunks, -1)
         start, blocks = layout.scales_offset(padded), layout.blocks(padded)
-        payload[:, start : start + 4 * blocks] = state.absmax.view(chunks, blocks).view(torch.uint8)
+        payload[:, start : start + 4 * blocks] = scales.view(chunks, blocks).view(torch.uint8)
         return payload
+
+    def _quantize(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of whole blocks; that of a block with a value that is not finite is NaN."""
+        # bitsandbytes quantizes in CUDA's default stream, whichever is current.
+        current = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        if current is not None:
+            torch.cuda.default_stream(flat.device).wait_stream(current)
+        codes, state = _bitsandbytes().quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
+        if current is not None:
+            current.wait_stream(torch.cuda.default_stream(flat.device))
+        finite = flat.view(-1, self.block).isfinite().all(dim=1)
+        return codes, state.absmax.masked_fill(~finite, torch.nan)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
         if out.numel():
@@ -77,10 +90,7 @@ class NF4(Codec):
             out.view(cols, rows, -1).copy_(values.view(rows, cols, -1).transpose(0, 1))
 
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
-        if out.numel():
-            numel = out.numel() // (rows * cols)
-            sums = torch.stack([self._values(peer, numel, torch.float32) for peer in payload]).sum(0).mul_(scale)
-            out.view(cols, rows, -1).copy_(sums.view(rows, cols, -1).transpose(0, 1))
+        raise NotImplementedError("NF4 is for frozen weights, which nobody sums")
 
     def _values(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """The chunks of a payload [chunks, nbytes], in order: [chunks, numel]."""

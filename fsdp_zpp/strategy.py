@@ -84,6 +84,8 @@ class Strategy:
         self._check_differences()
         if self.intra_gradients != "auto":
             _check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
+        for name in ("weights", "gradients", "intra_gradients"):
+            check_hop_codec(name, getattr(self, name))
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
 
@@ -251,6 +253,12 @@ def check_error_feedback(error_feedback: object, name: str, intra: Codec | None,
             f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
             f"give {name}=Int4(...) or Int8(...), or drop error_feedback"
         )
+
+
+def check_hop_codec(name: str, value: object) -> None:
+    """Raise if a codec is for frozen weights alone, which are encoded once."""
+    if isinstance(value, Codec) and value.for_frozen_only:
+        raise ValueError(f"{name} can't be {value!r}, which is for frozen weights alone; choose Int8(...) or Int4(...)")
 
 
 def check_gpus_per_node(gpus_per_node: int | None) -> None:

@@ -41,6 +41,11 @@ def attach(module: nn.Module, unit: Unit) -> None:
     setattr(module, _ATTRIBUTE, unit)
 
 
+def detach(module: nn.Module) -> None:
+    """Forget the unit attached to ``module``."""
+    delattr(module, _ATTRIBUTE)
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit attached to ``module`` itself."""
     return vars(module).get(_ATTRIBUTE)

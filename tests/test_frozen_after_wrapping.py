@@ -18,12 +18,24 @@ from harness.pool import Pool, device_type
 from harness.refusals import Refusal, Reply, assert_refused, attempt as attempt_refusal
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
-from fsdp_zpp import Int4, Int8, LoCo, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
+from fsdp_zpp import (
+    CodecState,
+    Int4,
+    Int8,
+    LoCo,
+    Strategy,
+    fully_shard as zeropp_shard,
+    load_frozen_params,
+    quantize_frozen_params,
+    save_frozen_params,
+)
 
 CODEC = Int8(64)
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -136,6 +148,195 @@ def test_peft(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(peft_after) == [True] * 4
 
 
+# ---- models that were changed after they were sharded, and other ways to shard
+
+
+class Pair(nn.Module):
+    """Two frozen layers and a trainable one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.first.requires_grad_(False)
+        self.second.requires_grad_(False)
+        self.to(models.device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.relu(self.first(x))))
+
+
+def apart(pair: Pair, **arguments: Any) -> Pair:
+    """Three units."""
+    for layer in (pair.first, pair.second):
+        fully_shard(layer, **arguments)
+    fully_shard(pair, **arguments)
+    return pair
+
+
+def by_group(pair: Pair) -> Pair:
+    """The frozen layers together, and the rest."""
+    fully_shard([pair.first, pair.second])
+    fully_shard(pair)
+    return pair
+
+
+def hybrid(pair: Pair) -> Pair:
+    """Sharded inside of nodes, replicated over them."""
+    return apart(pair, mesh=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def along_columns(pair: Pair) -> Pair:
+    """Sharded along the other dimension."""
+    return apart(pair, shard_placement_fn=lambda parameter: Shard(1))
+
+
+def tied_before(pair: Pair) -> Pair:
+    """Two layers that share a weight."""
+    pair.second.weight = pair.first.weight
+    fully_shard(pair)
+    return pair
+
+
+def tied_after(pair: Pair) -> Pair:
+    """The same, tied after they were sharded."""
+    pair = apart(pair)
+    pair.second.weight = pair.first.weight
+    return pair
+
+
+def replaced(pair: Pair) -> Pair:
+    """With another weight than it was sharded with."""
+    pair = apart(pair)
+    pair.second.weight = nn.Parameter(pair.second.weight.detach() * 2, requires_grad=False)
+    return pair
+
+
+def prefetching(pair: Pair) -> Pair:
+    """With units that are told to gather those of the frozen layers ahead."""
+    pair = apart(pair)
+    pair.set_modules_to_forward_prefetch([pair.first, pair.second])
+    pair.set_modules_to_backward_prefetch([pair.second, pair.first])
+    return pair
+
+
+def gathered_once(pair: Pair) -> Pair:
+    """With a secondary shard of weights that are about to be taken."""
+    strategy = Strategy("IGG", gpus_per_node=2)
+    zeropp_shard(pair, strategy=strategy)
+    pair.unshard()
+    pair.reshard()
+    return pair
+
+
+def in_part(pair: Pair) -> Pair:
+    """With one weight that is to be left."""
+    fully_shard(pair, ignored_params={pair.first.weight})
+    return pair
+
+
+WAYS = (by_group, hybrid, along_columns, tied_before, tied_after, replaced, prefetching, gathered_once, in_part)
+
+
+def as_rounded(way: Callable[[Pair], Pair]) -> bool:
+    """In a worker: whether a sharded pair, quantized, computes what one with rounded weights does, and loads itself."""
+    pair = way(Pair())
+    quantize(pair)
+    alone = Pair()
+    if way in (tied_before, tied_after):
+        alone.second.weight = alone.first.weight
+    if way is replaced:
+        alone.second.weight.data *= 2
+    for layer in {id(layer.weight): layer for layer in (alone.first, alone.second)}.values():
+        flat = layer.weight.data.view(-1)
+        CODEC.decode(CODEC.encode(flat.clone(), 1, 1), flat, 1, 1)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(models.device())
+    for _ in range(2):
+        out, expected = pair(x), alone(x)
+        assert torch.equal(out, expected)
+        out.sum().backward()
+        expected.sum().backward()
+        pair.load_state_dict(pair.state_dict())
+    found, wanted = pair.last.weight.grad.full_tensor(), alone.last.weight.grad
+    return models.distance({"": found}, {"": wanted}) <= 1e-6 and type(pair.first).__name__.startswith("Frozen")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_ways_to_shard(pool: Callable[[int], Pool], way: Callable[[Pair], Pair]) -> None:
+    assert pool(4).run(as_rounded, way) == [True] * 4
+
+
+class SelfEncoding(Tensor):
+    """A tensor that decides itself what is gathered of it."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> SelfEncoding:
+        """A stand-in for ``inner``."""
+        outer = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        outer.inner = inner
+        return outer
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(SelfEncoding, lambda outer: outer.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, SelfEncoding, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """Its values, as they are."""
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """All values, as they came."""
+        return outputs[0], outputs
+
+
+def left_alone() -> tuple[list[str], list[str], list[str]]:
+    """In a worker: what is chosen of models with layers that are not to be taken, by a strategy, and of a subclass."""
+    mixed = Pair()
+    fully_shard(mixed.first)
+    zeropp_shard(mixed, strategy=Strategy("GGG", frozen=CODEC, gpus_per_node=2))
+    replicated = Pair()
+    replicate(replicated.first)
+    report = quantize(replicated.second)
+    odd = Pair()
+    odd.first.weight = nn.Parameter(SelfEncoding(odd.first.weight.detach()), requires_grad=False)
+    apart(odd)
+    quantize(odd)
+
+    def frozen(pair: Pair) -> list[str]:
+        return [name for name, layer in pair.named_children() if "Frozen" in type(layer).__name__]
+
+    assert report.weights == 1
+    return frozen(mixed), frozen(replicated), frozen(odd)
+
+
+def test_left_alone(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(left_alone) == [(["second"], ["second"], ["second"])] * 4
+
+
+def names_in_checkpoints(quantize_first: bool) -> list[str]:
+    """In a worker: of which units errors are saved."""
+    pair, strategy = Pair(), Strategy.loco(gpus_per_node=2)
+    if quantize_first:
+        quantize(pair)
+    for module in (pair.first, pair.second, pair):
+        zeropp_shard(module, strategy=strategy)
+    if not quantize_first:
+        quantize(pair)
+    pair(torch.ones(2, 64, device=models.device())).sum().backward()
+    return list(CodecState(pair).state_dict())
+
+
+def test_the_same_checkpoints(pool: Callable[[int], Pool]) -> None:
+    first = pool(4).run(names_in_checkpoints, True)
+    assert first == pool(4).run(names_in_checkpoints, False)
+    assert first[0] != []
+
+
 # ---- errors
 
 
@@ -184,10 +385,12 @@ def refused_when_in_use(use: str, folder: str) -> bool:
         models.loss_of(model, models.batch(0, 0))
         with pytest.raises(ValueError, match="is sharded by FSDP already"):
             quantize(model)
-    elif use == "unsharded":
-        model.unshard()
+    elif use.startswith("unsharded"):
+        handle = model.unshard(async_op=use == "unsharded in the background")
         with pytest.raises(ValueError, match="is sharded by FSDP already"):
             quantize(model)
+        if handle is not None:
+            handle.wait()
     else:
         net = lora.make_net()
         quantize(net)
@@ -197,6 +400,6 @@ def refused_when_in_use(use: str, folder: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("use", ["after a forward", "unsharded", "files"])
+@pytest.mark.parametrize("use", ["after a forward", "unsharded", "unsharded in the background", "files"])
 def test_refused_when_in_use(pool: Callable[[int], Pool], use: str, tmp_path: Path) -> None:
     assert pool(4).run(refused_when_in_use, use, str(tmp_path)) == [True] * 4

@@ -123,6 +123,22 @@ def lora_parameters() -> int:
 # ---- collectives and memory
 
 
+def unit_labels(adapter: Adapter) -> list[tuple[str, int]]:
+    """In a worker: units, and how many weights each has, of a model that is wrapped once, inside of another."""
+    outer = nn.Sequential(lora.make_net())
+    quantize_frozen_params(outer, gpus_per_node=2)
+    outer[0] = adapter.shard(outer[0], Case(wrap_blocks=False), Strategy(gpus_per_node=2))
+    models.loss_of(outer[0], models.batch(0, 0))
+    base = next(iter(frozen_modules(outer)))[2].base
+    return [(unit.label, len(unit.weights)) for unit in base.units]
+
+
+@over_adapters
+def test_units_of_a_model_that_is_wrapped_once(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for labels in pool(4).run(unit_labels, adapter):
+        assert sorted(labels) == [("frozen 0", 2), *((f"frozen 0.blocks.{index}", 2) for index in range(3))]
+
+
 def gathers_in_a_step(adapter: Adapter, strategy: Strategy) -> tuple[int, int]:
     """In a worker: all-gathers of a warm step, of the frozen base and of everything."""
     model, optimizer = trained(adapter, strategy, LARGE)

@@ -11,7 +11,7 @@ from harness import models
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fsdp_zpp import NF4
+from fsdp_zpp import NF4, Strategy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,23 +48,27 @@ def test_each_chunk_is_rounded_as_bitsandbytes_does(
     for chunk, decoded in zip(values.view(-1, numel), out.view(-1, numel), strict=True):
         padded = torch.cat([chunk, chunk.new_zeros(-numel % block)])
         assert torch.equal(decoded, rounded(padded, block)[:numel])
-    # Payload rows are in the transposed order.
-    first, *_ = payload.view(cols, rows, -1).transpose(0, 1).reshape(rows * cols, -1)
-    assert torch.equal(first, codec.encode(values[:numel].clone(), 1, 1)[0])
+    for row in range(rows):
+        for col in range(cols):
+            alone = codec.encode(values.view(rows, cols, numel)[row, col].clone(), 1, 1)
+            assert torch.equal(payload[col * rows + row], alone[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sum(dtype: torch.dtype) -> None:
-    codec, rows, cols, numel, peers = NF4(64), 2, 3, 100, 4
-    payload = torch.stack(
-        [codec.encode(random_values(rows * cols * numel, dtype), 1, rows * cols) for _ in range(peers)]
-    )
-    alone = torch.empty(peers, rows * cols * numel, device=payload.device)
-    for one, out in zip(payload, alone, strict=True):
-        codec.decode(one, out, rows, cols)
-    out = torch.empty(rows * cols * numel, dtype=dtype, device=payload.device)
-    codec.decode_sum(payload, out, rows, cols, 0.25)
-    assert torch.equal(out, (alone.sum(0) * 0.25).to(dtype))
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    codec, values = NF4(64), random_values(192, torch.float32)
+    values[70] = bad
+    out = torch.empty_like(values)
+    codec.decode(codec.encode(values, 1, 1), out, 1, 1)
+    assert out.view(3, 64).isnan().all(dim=1).tolist() == [False, True, False]
+    assert out.view(3, 64)[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["weights", "gradients", "intra_gradients"])
+def test_refused_on_hops(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} can't be NF4\(block=64\), which is for frozen weights alone"):
+        Strategy("IGG", **{name: NF4()})
+    assert Strategy("IGG", frozen=NF4()).frozen == NF4(64)
 
 
 def test_size() -> None:

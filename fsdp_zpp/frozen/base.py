@@ -2,9 +2,10 @@
 
 [Note: Settling]
 Weights are quantized early, so that no full-precision copy lingers, but what is to be gathered together is known late:
-adapters and wrappers come afterwards. So units are made at the first use of a weight, from the model as it is then:
-what FSDP wraps is a unit, elsewhere an item of the outermost ``nn.ModuleList``, elsewhere a module alone. Until then,
-and for weights that are added later, a weight's codes are held by themselves.
+adapters and wrappers come afterwards. So units are made at the first use of a weight, from the model as it is then.
+What FSDP wraps is a unit, or an item of the outermost ``nn.ModuleList`` where that is smaller, so that a base is
+gathered block by block in a model that is wrapped once, too; elsewhere a module alone is one. Until then, and for
+weights that are added later, a weight's codes are held by themselves.
 """
 
 from __future__ import annotations
@@ -149,5 +150,5 @@ def _grouped(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
         ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
         wrapped = [a for a in ancestors if isinstance(kinds[a], (FullyShardedDataParallel, FSDPModule))]
         items = [a for a in ancestors if isinstance(kinds[a.rpartition(".")[0]], nn.ModuleList)]
-        found.append((path, original_path((wrapped[-1:] or items[:1] or [path])[0]), weight))
+        found.append((path, original_path(max(wrapped[-1:] + items[:1] or [path], key=len)), weight))
     return found

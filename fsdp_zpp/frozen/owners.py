@@ -21,12 +21,12 @@ class Owner(Protocol):
         """What it casts the parameter to for the computation; None is the parameter's own."""
 
     @property
-    def on_data_parallel_ranks(self) -> bool:
-        """Whether the parameter is sharded over data-parallel ranks alone, so that each computes with all of it."""
+    def kind(self) -> type:
+        """The class of what it shards: a plain tensor's, or one that decides itself what is gathered."""
 
     @property
-    def in_use(self) -> bool:
-        """Whether a forward has run, or the parameter is gathered: too late to take it."""
+    def can_release(self) -> bool:
+        """Whether the parameter is sharded over data-parallel ranks alone, not gathered, and had no forward yet."""
 
     def whole(self) -> Tensor:
         """The parameter's values. Collective."""

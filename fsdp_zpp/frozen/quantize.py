@@ -118,12 +118,12 @@ def quantize_frozen_params(
         dtype,
         group if sync_module_states else None,
     )
-    selection = select(model, min_numel, ignored_params)
-    from_elsewhere = checkpoint is not None or sync_module_states
+    in_the_model = checkpoint is None and not sync_module_states
+    selection = select(model, min_numel, ignored_params, take_sharded=in_the_model)
     refuse_sharded(
         selection,
-        f"call quantize_frozen_params(model, {codec!r}) before you wrap the model",
-        where_it_is=not from_elsewhere,
+        f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
+        "sync_module_states=, between fully_shard and its first forward",
     )
     source = None if checkpoint is None else source_from(checkpoint)
     if source is not None:
@@ -135,23 +135,15 @@ def quantize_frozen_params(
     return report
 
 
-def refuse_sharded(selection: Selection, remedy: str, where_it_is: bool = False) -> None:
-    """Raise if FSDP owns weights already.
-
-    Args:
-        selection: What is to be quantized.
-        remedy: What to do instead.
-        where_it_is: Whether a weight that is given up may be sharded, for its values are taken from its shards.
+def refuse_sharded(selection: Selection, remedy: str) -> None:
+    """Raise if weights stay with FSDP.
 
     Raises:
         ValueError: Naming one.
     """
-    sharded = [name for name, _ in selection.left.get(SHARDED, [])]
-    if not where_it_is:
-        sharded += [candidate.name for candidate in selection.chosen if candidate.owner is not None]
-    if sharded:
+    if sharded := selection.left.get(SHARDED):
         raise ValueError(
-            f"{sharded[0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
+            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
             "quantizes what it wraps"
         )
 
@@ -164,7 +156,7 @@ def quantize_selected(
     if on_meta and source is None and options.broadcast is None:
         raise ValueError(
             f"{on_meta[0]} is on the meta device and has no values; give quantize_frozen_params a checkpoint= to read "
-            "them from"
+            "them from, before you wrap the model, or load it first"
         )
     base = base_for(model) if selection.chosen or any(True for _ in frozen_modules(model)) else None
     before, after = 0, 0

@@ -48,13 +48,14 @@ class Selection:
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
 
 
-def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = ()) -> Selection:
+def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), take_sharded: bool = False) -> Selection:
     """Choose frozen weights of nn.Linear and nn.Embedding, tied ones once.
 
     Args:
         model: The model.
         min_numel: Smaller ones are left.
         ignored: Parameters that are left.
+        take_sharded: Whether to choose those that are sharded, too, where their owner gives them up.
     """
     selection = Selection()
     ignored_ids = {id(tensor) for tensor in ignored}
@@ -70,10 +71,11 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = ()) -
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
                 reason = "an adapter's"
-            elif _fits(module, name) and (id(module) in flattened or _is_kept_sharded(parameter, owner)):
+            elif _fits(module, name) and (id(module) in flattened or _stays(parameter, owner, take_sharded)):
                 reason = SHARDED  # and may be of another shape now, so this comes first
             else:
-                reason = _unfit(parameter, [(site, own) for _, own, site in sites], min_numel)
+                kind = type(parameter) if owner is None else owner.kind
+                reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel)
             if reason is None:
                 selection.chosen.append(Candidate(parameter, [(where, site) for where, _, site in sites], owner))
             else:
@@ -81,14 +83,14 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = ()) -
     return selection
 
 
-def _is_kept_sharded(parameter: nn.Parameter, owner: Owner | None) -> bool:
-    """Whether it is sharded in a way that it can't be taken from."""
+def _stays(parameter: nn.Parameter, owner: Owner | None, take_sharded: bool) -> bool:
+    """Whether it is sharded, and stays so."""
     if owner is None:
         return isinstance(parameter, DTensor)
-    return owner.in_use or not owner.on_data_parallel_ranks
+    return not (take_sharded and owner.can_release)
 
 
-def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_numel: int) -> str | None:
+def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str]], min_numel: int) -> str | None:
     """Why a parameter can't or should not be quantized; None if it should."""
     if parameter.dim() == 1:
         return "1-D"
@@ -99,8 +101,8 @@ def _unfit(parameter: nn.Parameter, sites: list[tuple[nn.Module, str]], min_nume
             return "parametrized"
         if getattr(module, "max_norm", None) is not None:
             return "an nn.Embedding with max_norm, which writes to it"
-    if type(parameter) not in (nn.Parameter, DTensor) or parameter.dtype not in DTYPES:
-        return f"a {type(parameter).__name__} of {parameter.dtype}"
+    if kind not in (nn.Parameter, Tensor) or parameter.dtype not in DTYPES:
+        return f"a {kind.__name__} of {parameter.dtype}"
     if parameter.numel() < min_numel:
         return f"smaller than {min_numel} values"
     return None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -287,60 +288,71 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
 
 
 class OwnedParameter:
-    """One parameter of a group, and how it is taken out; see frozen/owners.py.
+    """One parameter as it is registered on modules, and how it is taken from the groups; see frozen/owners.py.
 
     Args:
-        state: The state of the group's modules.
-        group: The group.
-        param: The parameter.
+        parameter: The parameter.
+        on_release: Called with each group that it has been taken from, and whether that has no parameters any more.
     """
 
-    def __init__(self, state: FSDPState, group: FSDPParamGroup, param: FSDPParam) -> None:
-        self._state, self._group, self._param = state, group, param
+    def __init__(self, parameter: nn.Parameter, on_release: Callable[[FSDPParamGroup, bool], None]) -> None:
+        self._parameter, self._on_release = parameter, on_release
+        self.members: list[tuple[FSDPState, FSDPParamGroup, FSDPParam]] = []  # several if it was tied after sharding
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The mixed precision's ``param_dtype``."""
-        return self._group.mp_policy.param_dtype
+        return self.members[0][1].mp_policy.param_dtype
 
     @property
-    def on_data_parallel_ranks(self) -> bool:
-        """Whether there is no other parallelism beside."""
-        parameter: Any = self._param.sharded_param
-        return parameter.device_mesh == self._group.mesh_info.mesh
+    def kind(self) -> type:
+        """The class of its shard."""
+        local: Any = self._parameter
+        return type(local._local_tensor if isinstance(local, DTensor) else local.data)
 
     @property
-    def in_use(self) -> bool:
-        """Whether torch has initialized the model lazily, which its first forward does, or holds it unsharded."""
-        return self._state._is_root is not None or not self._group.is_sharded
+    def can_release(self) -> bool:
+        """Whether it is sharded, by nothing else than this, in a model that torch has not initialized lazily yet."""
+        return isinstance(self._parameter, DTensor) and all(
+            group.is_sharded and group._all_gather_result is None and state._is_root is None and not param.is_dtensor
+            for state, group, param in self.members
+        )
 
     def whole(self) -> Tensor:
         """All of its values, on the device that computes. Collective."""
-        parameter: Any = self._param.sharded_param.detach().to(self._group.device)  # from where it is offloaded to
+        parameter: Any = self._parameter.detach().to(self.members[0][1].device)  # from where it is offloaded to
         return parameter.full_tensor()
 
     def release(self) -> None:
-        """Take it out of its group; a group without parameters goes as well."""
-        self._group.fsdp_params.remove(self._param)
-        self._param._post_load_hook_handle.remove()  # it would look for the parameter on its module
-        if self._group.fsdp_params:
-            return
-        state: Any = self._state
-        if hasattr(state, "_fsdp_param_groups"):
-            state._fsdp_param_groups.remove(self._group)
-        else:
-            state._fsdp_param_group = None
+        """Take it out of its groups; a group without parameters goes as well."""
+        for state, group, param in self.members:
+            group.fsdp_params.remove(param)
+            param._post_load_hook_handle.remove()  # it would look for the parameter on its module
+            if not group.fsdp_params:
+                _remove_group(state, group)
+            self._on_release(group, not group.fsdp_params)
 
 
-def owned_parameters(model: nn.Module) -> dict[int, OwnedParameter]:
+def _remove_group(state: Any, group: FSDPParamGroup) -> None:
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups.remove(group)
+    else:
+        state._fsdp_param_group = None
+
+
+def owned_parameters(model: nn.Module, on_release: Callable[[FSDPParamGroup, bool], None]) -> dict[int, OwnedParameter]:
     """What has sharded the parameters below ``model``, by the ``id`` that they are registered with, gathered or not."""
-    states = {state_of(module) for module in model.modules() if isinstance(module, FSDPModule)}
-    owned = [(state, group, param) for state in states for group in _groups_of(state) for param in group.fsdp_params]
-    infos = [param._module_info for _, _, param in owned]
-    return {
-        id(info.module._parameters[info.param_name]): OwnedParameter(*one)
-        for info, one in zip(infos, owned, strict=True)
-    }
+    found: dict[int, OwnedParameter] = {}
+    sharded = [state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    for state in dict.fromkeys(state for state in sharded if state is not None):  # replicate() has states elsewhere
+        for group in _groups_of(state):
+            for param in group.fsdp_params:
+                info = param._module_info
+                parameter = info.module._parameters.get(info.param_name)
+                if parameter is not None:
+                    owner = found.setdefault(id(parameter), OwnedParameter(parameter, on_release))
+                    owner.members.append((state, group, param))
+    return found
 
 
 def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:

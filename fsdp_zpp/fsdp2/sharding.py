@@ -102,7 +102,7 @@ def fully_shard(
 
 
 _torch.after_zero_grad(gradients_cleared)
-register_owners(_torch.owned_parameters)
+register_owners(lambda model: _torch.owned_parameters(model, _parameter_released))
 
 # torch's function has its state under this name, and torch's users look it up there.
 fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
@@ -158,6 +158,15 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
         owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
     for module in modules:
         units.attach(module, unit)
+
+
+def _parameter_released(group: _torch.FSDPParamGroup, empty: bool) -> None:
+    """What is left of ``group`` is to be gathered anew; if nothing is, its unit has nothing to do."""
+    for module in group.modules:
+        if isinstance(unit := units.unit_of(module), StrategyUnit):
+            unit.invalidate()
+            if empty:
+                units.detach(module)
 
 
 def _watch(root: nn.Module) -> None:
