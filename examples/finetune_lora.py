@@ -23,15 +23,18 @@ from torch import nn
 from train import introduce_text, run_once, start
 from train_loop import Trainer
 from train_model import build
-from train_options import CODECS, Options, Run, parse_options
+from train_options import Options, Run, parse_options
 from train_progress import make_console
 from train_report import plot, print_table, write_json
 from train_sharding import shard, unit_sizes
 from train_text import load_corpus
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_zpp import quantize_frozen_params, save_adapter, save_frozen_params
+from fsdp_zpp import NF4, Int4, Int8, quantize_frozen_params, save_adapter, save_frozen_params
 from fsdp_zpp.codecs import Codec
+
+FROZEN = {"int8": Int8, "int4": Int4, "nf4": NF4}
+_FROZEN = ", ".join(FROZEN)
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,15 @@ def parse() -> tuple[LoraOptions, Options]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", type=Path, help="folder of a model, or a config.json (default: a small Llama)")
-    parser.add_argument("--frozen", default="int8:256", help="codec of the base: int8, int4, or with a block, int8:256")
+    parser.add_argument("--frozen", default="int8:256", help=f"codec of the base: {_FROZEN}, or with a block, int8:256")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (default: 16)")
     parser.add_argument("--targets", default="all-linear", help="modules to adapt, by commas (default: all-linear)")
     parser.add_argument("--save-base", type=Path, help="folder to save the quantized base to")
     ours, others = parser.parse_known_args()
     kind, _, block = ours.frozen.partition(":")
-    if kind not in CODECS or (":" in ours.frozen and not block.isdecimal()):
-        parser.error(f"--frozen {ours.frozen} is none of: int8, int4, int8:BLOCK, int4:BLOCK")
-    frozen = CODECS[kind](int(block)) if block else CODECS[kind]()
+    if kind not in FROZEN or (":" in ours.frozen and not block.isdecimal()):
+        parser.error(f"--frozen {ours.frozen} is none of: {_FROZEN}, nor one of these with :BLOCK")
+    frozen = FROZEN[kind](int(block)) if block else FROZEN[kind]()
     # Adapters take a higher learning rate and fewer steps than whole models; what the user gives comes later and wins.
     options = parse_options(["--lr", "5e-3", "--steps", "150", "--output", "runs/finetune_lora", *others])
     if options.run.strategy is None:
@@ -83,8 +86,10 @@ class LoraTrainer(Trainer):
     def _make_model(self) -> nn.Module:
         model = self._base().requires_grad_(False)
         torch.manual_seed(self.options.seed)
-        sizes = unit_sizes(model)
         strategy = self.run.strategy
+        # A quantized base is gathered by block whatever is wrapped, and adapters are small: one unit has all of them.
+        by_layer = strategy is None
+        sizes = unit_sizes(model, by_layer=by_layer)
         if strategy is not None:
             quantize_frozen_params(
                 model,
@@ -99,9 +104,9 @@ class LoraTrainer(Trainer):
             r=self.lora.rank, lora_alpha=2 * self.lora.rank, target_modules=self.lora.targets, task_type="CAUSAL_LM"
         )
         adapted = get_peft_model(model, config)
-        self.trained_unit_sizes = unit_sizes(adapted, trained=True)
+        self.trained_unit_sizes = unit_sizes(adapted, trained=True, by_layer=by_layer)
         self.unit_sizes = [size + trained for size, trained in zip(sizes, self.trained_unit_sizes, strict=True)]
-        return shard(adapted, strategy, self.options, self.device)
+        return shard(adapted, strategy, self.options, self.device, by_layer)
 
     def _base(self) -> nn.Module:
         """The base: without values if they are to come from files and to be quantized."""

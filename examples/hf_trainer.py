@@ -69,6 +69,7 @@ def main() -> None:
     model = LlamaForCausalLM(config).to(device)
     layers, strategy = list(model.model.layers), Strategy.zeropp(gpus_per_node=options.gpus_per_node)
     if options.lora:
+        layers = []  # the quantized base is gathered by block anyway, and all adapters are as small as one unit
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model, strategy = get_peft_model(model, config), Strategy.mixzpp(gpus_per_node=options.gpus_per_node)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

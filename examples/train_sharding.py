@@ -31,20 +31,20 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(
-    model: nn.Module, strategy: Strategy | None, options: Options, device: torch.device
+    model: nn.Module, strategy: Strategy | None, options: Options, device: torch.device, by_layer: bool = True
 ) -> FullyShardedDataParallel | FSDPModule:
-    """Shard ``model``, one unit per decoder layer; ``strategy`` None is torch's own FULL_SHARD."""
+    """Shard ``model``, one unit per decoder layer or all of it as one; ``strategy`` None is torch's own FULL_SHARD."""
     # With a mesh FullyShardedDataParallel's checkpoints hold DTensors; without one, the deprecated ShardedTensors.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layer_classes = {type(layer) for layer in layers_of(model)}
     if options.fsdp2:
-        return _shard_fsdp2(model.to(device), strategy, options, mesh)
+        return _shard_fsdp2(model.to(device), strategy, options, mesh, by_layer)
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     sharded = FullyShardedDataParallel(
         model,
         # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
         sharding_strategy=strategy or ShardingStrategy.FULL_SHARD,  # type: ignore[arg-type]
-        auto_wrap_policy=ModuleWrapPolicy(layer_classes),
+        auto_wrap_policy=ModuleWrapPolicy(layer_classes) if by_layer else None,
         mixed_precision=half if options.precision == "bf16" else None,
         device_mesh=mesh,
         device_id=device,
@@ -56,7 +56,9 @@ def shard(
     return sharded
 
 
-def _shard_fsdp2(model: nn.Module, strategy: Strategy | None, options: Options, mesh: DeviceMesh) -> FSDPModule:
+def _shard_fsdp2(
+    model: nn.Module, strategy: Strategy | None, options: Options, mesh: DeviceMesh, by_layer: bool
+) -> FSDPModule:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     arguments: dict[str, Any] = {"mesh": mesh}
     if options.precision == "bf16":
@@ -64,7 +66,7 @@ def _shard_fsdp2(model: nn.Module, strategy: Strategy | None, options: Options, 
     if options.activation_checkpointing:
         classes = {type(layer) for layer in layers_of(model)}
         apply_activation_checkpointing(model, check_fn=lambda module: type(module) in classes)
-    for module in (*layers_of(model), model):
+    for module in (*(layers_of(model) if by_layer else ()), model):
         if strategy is None:
             torch_fully_shard(module, **arguments)
         else:
@@ -88,11 +90,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def unit_sizes(model: nn.Module, trained: bool = False) -> list[int]:
+def unit_sizes(model: nn.Module, trained: bool = False, by_layer: bool = True) -> list[int]:
     """Values, or ``trained`` ones, in each unit that :func:`shard` will make of ``model``, the root unit first."""
 
     def size(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
-    layers = [size(layer) for layer in layers_of(model)]
+    layers = [size(layer) for layer in layers_of(model)] if by_layer else []
     return [size(model) - sum(layers), *layers]
