@@ -166,7 +166,7 @@ def quantize_selected(
         after += _quantize(candidate, base, options, source)
     left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
-        type(model).__name__,
+        type(model).__name__.removeprefix("FSDP"),  # which fully_shard puts before it
         options.codec,
         options.placement,
         len(selection.chosen),
