@@ -31,8 +31,7 @@ STRATEGIES: dict[str, Any] = {
     "zeropp-int4-inside": Strategy.zeropp(intra_gradients=Int4(128)),
     "mixzpp": Strategy.mixzpp(),
     "mixzpp-int4": Strategy.mixzpp(frozen=Int4(128)),
-    **{f"frozen-{levels}": Strategy(levels) for levels in ADAPTERS_ONLY},
-    **{f"once-{levels}": Strategy(levels) for levels in ADAPTERS_ONLY},
+    **{f"{base}-{levels}": Strategy(levels) for base in ("frozen", "once") for levels in ADAPTERS_ONLY},
     "once-zeropp": Strategy.zeropp(),
 }
 """For FullyShardedDataParallel, and with ``fsdp2:`` before the name for fully_shard.

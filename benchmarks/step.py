@@ -177,18 +177,17 @@ def attempt(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, A
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank: measure all strategies in turn; rank 0 writes after each."""
-    task, rows = Task.of(arguments), []
+    task, names_given, rows = Task.of(arguments), arguments.strategies.split(","), []
     if arguments.interleave:
-        rows = interleaved(task, arguments.strategies.split(","), arguments.warmup, arguments.steps)
+        rows = interleaved(task, names_given, arguments.warmup, arguments.steps)
         if dist.get_rank() == 0:
             write(arguments, rows)
-            print(table(rows))
-        return
-    for name in arguments.strategies.split(","):
-        rows.append(attempt(arguments, task, name))
-        if dist.get_rank() == 0:
-            print(json.dumps(rows[-1]), flush=True)
-            write(arguments, rows)
+    else:
+        for name in names_given:
+            rows.append(attempt(arguments, task, name))
+            if dist.get_rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
+                write(arguments, rows)
     if dist.get_rank() == 0:
         print(table(rows))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from typing import Any
@@ -34,7 +33,6 @@ class PeakMemory:
 
     def __init__(self, task: Task) -> None:
         self._on_gpu = task.device == "cuda"
-        gc.collect()
         self.left_gib = torch.cuda.memory_allocated() / 2**30 if self._on_gpu else 0.0
 
     def since_last(self) -> float | None:

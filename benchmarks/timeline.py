@@ -76,7 +76,7 @@ def draw(found: dict[str, list[tuple[str, Interval]]], step: Interval, title: st
     axes = figure.subplots()
     for place, (name, kernels) in enumerate(found.items()):
         for kind, alpha in (("gather", 0.55), ("reduce", 1.0)):
-            of_kind = union(interval for own, interval in kernels if own == kind or name == COMPUTATION)
+            of_kind = union(interval for own, interval in kernels if own == kind)
             bars = [((start - step[0]) / 1e3, (end - start) / 1e3) for start, end in intersection(of_kind, [step])]
             axes.broken_barh(bars, (place - 0.4, 0.8), color=COLORS[name], alpha=alpha)
     axes.set(yticks=range(len(found)), yticklabels=list(found), xlabel="ms since the optimizer's last step ended")

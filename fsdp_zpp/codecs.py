@@ -115,6 +115,12 @@ class Codec(ABC):
         return sums
 
 
+def check_block(codec: Codec, block: object) -> None:
+    """Raise unless the ``block`` that a codec was given is an int."""
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"{type(codec).__name__}'s block must be an int, got {block!r}")
+
+
 @dataclass(frozen=True)
 class Blockwise(Codec):
     """Symmetric blockwise integers: scale = absmax / qmax for every ``block`` values, so that nothing clips.
@@ -130,8 +136,7 @@ class Blockwise(Codec):
     bits: ClassVar[int]
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise TypeError(f"{type(self).__name__}'s block must be an int, got {self.block!r}")
+        check_block(self, self.block)
         PayloadLayout(self.bits, self.block)
 
     def __str__(self) -> str:
@@ -147,8 +152,7 @@ class Blockwise(Codec):
 
     def scales(self, payload: Tensor, numel: int) -> Tensor:
         """The scales in a payload [chunks, nbytes(numel)], as a view: fp32 [chunks, blocks]."""
-        start = self.layout.scales_offset(numel)
-        return payload[:, start : start + 4 * self.layout.blocks(numel)].view(torch.float32)
+        return self.layout.scales(payload, numel)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         return quantize(values, rows, cols, self.bits, self.block)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_zpp.kernels import PayloadLayout
 
-from .codecs import Codec
+from .codecs import Codec, check_block
 
 MIN_BLOCK = 64
 """The smallest block that bitsandbytes has kernels for everywhere."""
@@ -40,8 +40,7 @@ class NF4(Codec):
     for_frozen_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise TypeError(f"NF4's block must be an int, got {self.block!r}")
+        check_block(self, self.block)
         if self.block < MIN_BLOCK:
             raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
         _ = self.layout
@@ -67,9 +66,8 @@ class NF4(Codec):
             return payload
         grid = values.view(rows, cols, numel).transpose(0, 1).reshape(chunks, numel)
         codes, scales = self._quantize(F.pad(grid, (0, padded - numel)).view(-1))
-        payload[:, : layout.codes_nbytes(padded)] = codes.view(chunks, -1)
-        start, blocks = layout.scales_offset(padded), layout.blocks(padded)
-        payload[:, start : start + 4 * blocks] = scales.view(chunks, blocks).view(torch.uint8)
+        layout.codes(payload, padded).copy_(codes.view(chunks, -1))
+        layout.scales(payload, padded).copy_(scales.view(chunks, -1))
         return payload
 
     def _quantize(self, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,9 +93,8 @@ class NF4(Codec):
     def _values(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """The chunks of a payload [chunks, nbytes], in order: [chunks, numel]."""
         chunks, padded, layout = len(payload), self._padded(numel), self.layout
-        start, blocks = layout.scales_offset(padded), layout.blocks(padded)
-        codes = payload[:, : layout.codes_nbytes(padded)].reshape(-1, 1)
-        absmax = payload[:, start : start + 4 * blocks].contiguous().view(torch.float32).reshape(-1)
+        codes = layout.codes(payload, padded).reshape(-1, 1)
+        absmax = layout.scales(payload, padded).contiguous().view(-1)
         shape = torch.Size((chunks, padded))
         functional = _bitsandbytes()
         state = functional.QuantState(absmax, shape=shape, blocksize=self.block, quant_type="nf4", dtype=dtype)

@@ -23,6 +23,9 @@ again: what was decoded is quantized to what it was decoded from.
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 ALIGNMENT = 16
 """Bytes. Rows and their scales start on multiples of this: the widest access of a GPU thread."""
 
@@ -79,6 +82,15 @@ class PayloadLayout:
     def scales_offset(self, numel: int) -> int:
         """The byte of the row at which the scales start."""
         return _align(self.codes_nbytes(numel))
+
+    def codes(self, payload: Tensor, numel: int) -> Tensor:
+        """The codes in a payload of chunks of ``numel`` values, as a view: uint8 [chunks, codes_nbytes(numel)]."""
+        return payload[:, : self.codes_nbytes(numel)]
+
+    def scales(self, payload: Tensor, numel: int) -> Tensor:
+        """The scales in a payload of chunks of ``numel`` values, as a view: fp32 [chunks, blocks(numel)]."""
+        start = self.scales_offset(numel)
+        return payload[:, start : start + 4 * self.blocks(numel)].view(torch.float32)
 
     def nbytes(self, numel: int) -> int:
         """The length of the row in bytes: 0 for an empty chunk, otherwise a multiple of 16."""

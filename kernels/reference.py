@@ -161,9 +161,7 @@ def _sum_peers(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
 def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     """Decode payload rows ``[n, nbytes]`` to fp32 ``[n, numel]``."""
     n, blocks = payload.shape[0], layout.blocks(numel)
-    codes = payload[:, : layout.codes_nbytes(numel)].view(torch.int8)
-    start = layout.scales_offset(numel)
-    scales = payload[:, start : start + 4 * blocks].view(torch.float32)
+    codes, scales = layout.codes(payload, numel).view(torch.int8), layout.scales(payload, numel)
 
     # What the last block lacks stays uninitialized: the slice that is returned leaves it out.
     values = payload.new_empty((n, blocks * layout.block), dtype=torch.float32)

@@ -36,6 +36,7 @@ from fsdp_zpp import (
     quantize_frozen_params,
     save_frozen_params,
 )
+from fsdp_zpp.fsdp2._torch import _groups_of as groups_of, state_of
 
 CODEC = Int8(64)
 BF16 = Precision(torch.bfloat16, torch.float32)
@@ -103,7 +104,7 @@ def left_with_fsdp() -> tuple[list[str], int, int, list[bool], bool]:
     adapter.apply(net.head, STOCK)  # a unit of one weight
     adapter.apply(net.embedding, STOCK)
     model = adapter.shard(net, Case(), STOCK)
-    groups = [len(groups_of(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [len(groups_of(state_of(module))) for module in model.modules() if isinstance(module, FSDPModule)]
     frozen = [
         m.weight for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) and not m.weight.requires_grad
     ]
@@ -112,18 +113,11 @@ def left_with_fsdp() -> tuple[list[str], int, int, list[bool], bool]:
     report = quantize(model)
     gc.collect()
     models.loss_of(model, models.batch(0, 0)).backward()
-    after = [len(groups_of(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    after = [len(groups_of(state_of(module))) for module in model.modules() if isinstance(module, FSDPModule)]
     names = [name for name, p in model.named_parameters() if p.dim() == 2 and not p.requires_grad]
     assert report.weights == len(alive) == 8
     dtensors = all(isinstance(p, DTensor) for p in model.parameters())
     return names, sum(groups), sum(after), [reference() is not None for reference in alive], dtensors
-
-
-def groups_of(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a sharded module, on any torch."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
 
 
 def test_nothing_is_left(pool: Callable[[int], Pool]) -> None:
@@ -247,9 +241,8 @@ def as_rounded(way: Callable[[Pair], Pair]) -> bool:
         alone.second.weight = alone.first.weight
     if way is replaced:
         alone.second.weight.data *= 2
-    for layer in {id(layer.weight): layer for layer in (alone.first, alone.second)}.values():
-        flat = layer.weight.data.view(-1)
-        CODEC.decode(CODEC.encode(flat.clone(), 1, 1), flat, 1, 1)
+    for weight in {alone.first.weight, alone.second.weight}:
+        lora.round_weight(weight, CODEC)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(models.device())
     for _ in range(2):
         out, expected = pair(x), alone(x)

@@ -287,15 +287,18 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
     return group
 
 
+OnRelease = Callable[[tuple[nn.Module, ...], bool], None]
+
+
 class OwnedParameter:
     """One parameter as it is registered on modules, and how it is taken from the groups; see frozen/owners.py.
 
     Args:
         parameter: The parameter.
-        on_release: Called with each group that it has been taken from, and whether that has no parameters any more.
+        on_release: Called with the modules of each group that it has been taken from, and whether that is empty now.
     """
 
-    def __init__(self, parameter: nn.Parameter, on_release: Callable[[FSDPParamGroup, bool], None]) -> None:
+    def __init__(self, parameter: nn.Parameter, on_release: OnRelease) -> None:
         self._parameter, self._on_release = parameter, on_release
         self.members: list[tuple[FSDPState, FSDPParamGroup, FSDPParam]] = []  # several if it was tied after sharding
 
@@ -330,7 +333,7 @@ class OwnedParameter:
             param._post_load_hook_handle.remove()  # it would look for the parameter on its module
             if not group.fsdp_params:
                 _remove_group(state, group)
-            self._on_release(group, not group.fsdp_params)
+            self._on_release(group.modules, not group.fsdp_params)
 
 
 def _remove_group(state: Any, group: FSDPParamGroup) -> None:
@@ -340,7 +343,7 @@ def _remove_group(state: Any, group: FSDPParamGroup) -> None:
         state._fsdp_param_group = None
 
 
-def owned_parameters(model: nn.Module, on_release: Callable[[FSDPParamGroup, bool], None]) -> dict[int, OwnedParameter]:
+def owned_parameters(model: nn.Module, on_release: OnRelease) -> dict[int, OwnedParameter]:
     """What has sharded the parameters below ``model``, by the ``id`` that they are registered with, gathered or not."""
     found: dict[int, OwnedParameter] = {}
     sharded = [state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]

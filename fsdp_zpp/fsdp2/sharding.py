@@ -160,9 +160,9 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
         units.attach(module, unit)
 
 
-def _parameter_released(group: _torch.FSDPParamGroup, empty: bool) -> None:
-    """What is left of ``group`` is to be gathered anew; if nothing is, its unit has nothing to do."""
-    for module in group.modules:
+def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
+    """What is left of a group is to be gathered anew; if nothing is, the unit of its ``modules`` has nothing to do."""
+    for module in modules:
         if isinstance(unit := units.unit_of(module), StrategyUnit):
             unit.invalidate()
             if empty:

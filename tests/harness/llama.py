@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp.codecs import Codec
 
-from . import models
+from . import lora, models
 from .adapter import Adapter
 
 VOCABULARY = 131
@@ -54,8 +54,7 @@ def rounded_base(codec: Codec, dtype: torch.dtype = torch.float32, tied: bool = 
     model = make_base(dtype, tied)
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            flat = parameter.data.reshape(-1)
-            codec.decode(codec.encode(flat.clone(), 1, 1), flat, 1, 1)
+            lora.round_weight(parameter, codec)
     return model
 
 

@@ -45,10 +45,15 @@ def rounded_net(codec: Codec, **arguments: Any) -> models.Net:
     for module in net.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not weight.requires_grad:
-            flat = weight.data.reshape(-1)
-            codec.decode(codec.encode(flat.clone(), 1, 1), flat, 1, 1)
-            weight.data = flat.view_as(weight)
+            round_weight(weight, codec)
     return net
+
+
+def round_weight(weight: nn.Parameter, codec: Codec) -> None:
+    """Replace the values of a whole weight by what ``codec`` gives back."""
+    flat = weight.data.reshape(-1)
+    codec.decode(codec.encode(flat.clone(), 1, 1), flat, 1, 1)
+    weight.data = flat.view_as(weight)
 
 
 def mean_gradients(net: models.Net, step: int, micro_batches: int = 1) -> None:
