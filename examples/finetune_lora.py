@@ -23,7 +23,7 @@ from torch import nn
 from train import introduce_text, run_once, start
 from train_loop import Trainer
 from train_model import build
-from train_options import Options, Run, parse_options
+from train_options import Options, Run, codec_from, parse_options
 from train_progress import make_console
 from train_report import plot, print_table, write_json
 from train_sharding import shard, unit_sizes
@@ -65,10 +65,9 @@ def parse() -> tuple[LoraOptions, Options]:
     parser.add_argument("--targets", default="all-linear", help="modules to adapt, by commas (default: all-linear)")
     parser.add_argument("--save-base", type=Path, help="folder to save the quantized base to")
     ours, others = parser.parse_known_args()
-    kind, _, block = ours.frozen.partition(":")
-    if kind not in FROZEN or (":" in ours.frozen and not block.isdecimal()):
+    frozen = codec_from(ours.frozen, FROZEN)
+    if frozen is None:
         parser.error(f"--frozen {ours.frozen} is none of: {_FROZEN}, nor one of these with :BLOCK")
-    frozen = FROZEN[kind](int(block)) if block else FROZEN[kind]()
     # Adapters take a higher learning rate and fewer steps than whole models; what the user gives comes later and wins.
     options = parse_options(["--lr", "5e-3", "--steps", "150", "--output", "runs/finetune_lora", *others])
     if options.run.strategy is None:

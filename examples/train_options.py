@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,15 @@ def _run(args: argparse.Namespace) -> Run:
 def _codec(name: str, text: str) -> Codec | None:
     if text == "none":
         return None
-    kind, _, block = text.partition(":")
-    if kind not in CODECS or (":" in text and not block.isdecimal()):
+    codec = codec_from(text, CODECS)
+    if codec is None:
         raise ValueError(f"--{name} {text} is none of: none, int8, int4, int8:BLOCK, int4:BLOCK")
-    return CODECS[kind](int(block)) if block else CODECS[kind]()
+    return codec
+
+
+def codec_from(text: str, kinds: Mapping[str, Callable[..., Codec]]) -> Codec | None:
+    """The codec of one of these ``kinds``, or with a block, as in ``int8:256``; None if it is none of them."""
+    kind, _, block = text.partition(":")
+    if kind not in kinds or (":" in text and not block.isdecimal()):
+        return None
+    return kinds[kind](int(block)) if block else kinds[kind]()
