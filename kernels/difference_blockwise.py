@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blockwise import _MIN_THREADS, _PER_THREAD, _align, _zero
+from .launch import align, difference_tiling, zero
 from .payload import PayloadLayout
 from .programs import load_blocks
 from .tiles import decode_sum, encode, source_chunk, tile_index
@@ -115,21 +115,21 @@ def quantize_difference(values: Tensor, held: Tensor, held_layout: PayloadLayout
     out = held.new_empty((chunks, layout.nbytes(numel)))
     if numel == 0:
         return out
-    tile = max(_PER_THREAD * _MIN_THREADS, held_layout.block, layout.block)
+    tiling = difference_tiling(held_layout, layout)
     with torch.cuda.device_of(values):
-        difference_kernel[triton.cdiv(numel, tile), chunks, 1](
+        difference_kernel[triton.cdiv(numel, tiling.tile), chunks, 1](
             values,
             held.view(torch.int32),
             out.view(torch.int32),
-            numel // _align(numel),
-            _zero(held_layout.bits),
-            ALIGN=_align(numel),
+            numel // align(numel),
+            zero(held_layout.bits),
+            ALIGN=align(numel),
             HELD_BITS=held_layout.bits,
             HELD_BLOCK=held_layout.block,
             BITS=layout.bits,
             BLOCK=layout.block,
-            TILE=tile,
-            num_warps=tile // _PER_THREAD // 32,
+            TILE=tiling.tile,
+            num_warps=tiling.num_warps,
             enable_fp_fusion=False,
         )
     return out
@@ -143,21 +143,21 @@ def add_difference(
     out = held.new_empty(held.shape)
     if numel == 0:
         return out
-    tile = max(_PER_THREAD * _MIN_THREADS, held_layout.block, layout.block)
+    tiling = difference_tiling(held_layout, layout)
     with torch.cuda.device_of(held):
-        add_kernel[triton.cdiv(numel, tile), chunks, 1](
+        add_kernel[triton.cdiv(numel, tiling.tile), chunks, 1](
             held.view(torch.int32),
             difference.view(torch.int32),
             out.view(torch.int32),
             numel,
-            _zero(held_layout.bits),
-            _zero(layout.bits),
+            zero(held_layout.bits),
+            zero(layout.bits),
             HELD_BITS=held_layout.bits,
             HELD_BLOCK=held_layout.block,
             BITS=layout.bits,
             BLOCK=layout.block,
-            TILE=tile,
-            num_warps=tile // _PER_THREAD // 32,
+            TILE=tiling.tile,
+            num_warps=tiling.num_warps,
             enable_fp_fusion=False,
         )
     return out

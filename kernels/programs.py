@@ -23,15 +23,23 @@ def load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK
 
 
 @triton.jit
-def _store_groups(values, out_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+def store_groups(
+    values,
+    out_ptr,
+    numel,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVICTION: tl.constexpr = "",
+):
     start = tile_index() * TILE
     out_ptr += target_chunk() * numel + start
     offsets = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = values.to(out_ptr.dtype.element_ty)
     if MASKED:
-        tl.store(out_ptr + offsets, values, mask=offsets < numel - start)
+        tl.store(out_ptr + offsets, values, mask=offsets < numel - start, eviction_policy=EVICTION)
     else:
-        tl.store(out_ptr + offsets, values)
+        tl.store(out_ptr + offsets, values, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -79,10 +87,11 @@ def _sum_tile(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    EVICTION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
-    _store_groups(tl.reshape(total, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
+    store_groups(tl.reshape(total, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED, EVICTION)
 
 
 @triton.jit(do_not_specialize=["numel_units", "zero"])
@@ -98,12 +107,13 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
-        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, False)
+        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, False)
     else:
-        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, True)
+        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, True)
 
 
 @triton.jit

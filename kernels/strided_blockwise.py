@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blockwise import _MIN_THREADS, _PER_THREAD, _align, _group, _zero
+from .launch import align, group, sum_tiling, zero
 from .payload import ALIGNMENT, PayloadLayout
-from .programs import _store_groups
+from .programs import store_groups
 from .tiles import _codes_words, _load_codes, source_chunk, tile_index
 
 
@@ -29,7 +29,7 @@ def _rows_tile(
     scales_ptr += tile * (TILE // BLOCK)
     words_ptr += tile * (TILE * BITS // 32)
     codes, scales = _load_codes(words_ptr, scales_ptr, numel - tile * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-    _store_groups(tl.reshape(codes * scales, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
+    store_groups(tl.reshape(codes * scales, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
 
 
 @triton.jit(do_not_specialize=["numel_units", "stride_units", "zero"])
@@ -60,19 +60,19 @@ def decode_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
     numel = out.numel() // chunks
     if numel == 0:
         return
-    tile = max(_PER_THREAD * _MIN_THREADS, layout.block)
+    tiling = sum_tiling(1, layout)
     with torch.cuda.device_of(payload):
-        rows_kernel[triton.cdiv(numel, tile), 1, chunks](
+        rows_kernel[triton.cdiv(numel, tiling.tile), 1, chunks](
             payload.view(torch.int32),
             out,
-            numel // _align(numel),
+            numel // align(numel),
             payload.stride(0) // ALIGNMENT,
-            _zero(layout.bits),
-            ALIGN=_align(numel),
+            zero(layout.bits),
+            ALIGN=align(numel),
             BITS=layout.bits,
             BLOCK=layout.block,
-            TILE=tile,
-            GROUP=_group(out, layout),
-            num_warps=tile // _PER_THREAD // 32,
+            TILE=tiling.tile,
+            GROUP=group(out, layout),
+            num_warps=tiling.num_warps,
             enable_fp_fusion=False,
         )
