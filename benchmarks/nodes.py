@@ -67,6 +67,8 @@ def run_on_emulated_nodes(
         if nodes > 1 and slow:
             environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         environment.setdefault("OMP_NUM_THREADS", "4")
+        # A hop that waits for other ranks must not hold up what another stream launched after it.
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]
         torchrun += [f"--nproc-per-node={gpus_per_node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
         processes.append(subprocess.Popen([*torchrun, *command], env=environment))

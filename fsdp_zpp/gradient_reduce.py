@@ -34,12 +34,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import record_function
 
 from .codecs import Codec, FullPrecision
 from .error_buffer import ErrorBuffer
 from .error_feedback import LoCo, error_nbytes, senders
 from .hop import Traffic, hop_over
+from .labels import labelled
 from .topology import ProcessMesh
 from .unit_errors import UnitErrors
 
@@ -230,7 +230,7 @@ class GradientReduce:
         codec, received = self._exchange_inside(gradient, wire)
         part = gradient.numel() // self._topology.gpus_per_node
         sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
-        with record_function(f"fsdp_zpp::decode_sum ({self.label})"):
+        with labelled("decode_sum", self.label):
             codec.decode_sum(received, sums, 1, received.shape[1], mean)
         return sums
 
@@ -252,7 +252,7 @@ class GradientReduce:
         if self._keep == "N" and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
         decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
-        with record_function(f"fsdp_zpp::decode ({self.label})"):
+        with labelled("decode", self.label):
             codec.decode(payload, decoded, 1, payload.shape[0])
         out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
 
@@ -277,7 +277,7 @@ class GradientReduce:
     def _encode(self, codec: Codec, values: Tensor, rows: int, cols: int, sender: str) -> Tensor:
         chunks = rows * cols
         errors = self._errors_of(sender, chunks, values.numel() // chunks, values.device)
-        with record_function(f"fsdp_zpp::encode ({self.label})"):
+        with labelled("encode", self.label):
             if errors is None:
                 return codec.encode(values, rows, cols)
             return codec.encode_corrected(values, rows, cols, errors)
@@ -286,13 +286,13 @@ class GradientReduce:
         self, codec: Codec, received: Tensor, numel: int, next_codec: Codec, scale: float, sender: str
     ) -> Tensor:
         errors = self._errors_of(sender, received.shape[1], numel, received.device)
-        with record_function(f"fsdp_zpp::decode_sum_encode ({self.label})"):
+        with labelled("decode_sum_encode", self.label):
             if errors is None:
                 return codec.decode_sum_encode(received, numel, next_codec, scale)
             return codec.decode_sum_encode_corrected(received, numel, next_codec, scale, errors)
 
     def _decode_sum(self, codec: Codec, received: Tensor, out: Tensor, factor: float) -> None:
-        with record_function(f"fsdp_zpp::decode_sum ({self.label})"):
+        with labelled("decode_sum", self.label):
             codec.decode_sum(received, out, 1, 1, factor)
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
+
+from .labels import labelled
 
 Kind = Literal["gather", "reduce"]
 Level = Literal["inter", "intra"]
@@ -49,7 +50,7 @@ class Hop:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return dist.get_world_size(self.group)
+        return self.group.size()
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
@@ -61,7 +62,7 @@ class Hop:
 
     def _all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
-        with record_function(f"fsdp_zpp::{self.level}_all_gather ({label})"):
+        with labelled(f"{self.level}_all_gather", label):
             _all_gather_single()(gathered, payload, group=self.group)
         return gathered
 
@@ -69,7 +70,7 @@ class Hop:
         """Send the i-th part of ``payload`` [size * chunks, nbytes] to rank i; return what all sent, by rank."""
         received = torch.empty_like(payload)
         self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
-        with record_function(f"fsdp_zpp::{self.level}_all_to_all ({label})"):
+        with labelled(f"{self.level}_all_to_all", label):
             dist.all_to_all_single(received, payload, group=self.group)
         return received
 

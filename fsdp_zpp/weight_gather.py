@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from .codecs import Codec, FullPrecision
 from .hop import Hop, Traffic, hop_over
+from .labels import labelled
 from .topology import ProcessMesh
 from .weight_difference import Int4Delta
 
@@ -196,7 +196,7 @@ class WeightGather:
         payload = self._secondary_shard(shard, codec, version)
         if self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
-        with record_function(f"fsdp_zpp::decode ({self.label})"):
+        with labelled("decode", self.label):
             codec.decode(payload, out, rows=self._topology.gpus_per_node, cols=self._topology.nodes)
 
     def _secondary_shard(self, shard: Tensor, codec: Codec, version: Hashable) -> Tensor:
@@ -239,7 +239,7 @@ class WeightGather:
         before, up_to_date = self._take_what_is_held(shard.device)
         if before is not None and up_to_date:
             return FirstHop(None, before, self.label, complete)
-        with record_function(f"fsdp_zpp::encode ({self.label})"):
+        with labelled("encode", self.label):
             if before is None or not isinstance(codec, Int4Delta):
                 return FirstHop(self._inter, codec.encode(shard, 1, 1), self.label, complete)
             held, change = before, codec.difference(before, self._own_node, shard)

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+
+from ..labels import labelled
 
 
 class Gathered(Protocol):
@@ -93,7 +94,7 @@ class Residency:
         self._current, self._other = self._other, self._current
         expected = None if last is None else self._next.get((id(last), id(unit)))
         if expected is not None and expected is not self._other.unit:
-            with record_function(f"fsdp_zpp::prefetch ({expected.label})"):
+            with labelled("prefetch", expected.label):
                 self._gather(expected, self._other)
 
     def _gather(self, unit: Gathered, buffer: _Buffer) -> None:
