@@ -30,7 +30,7 @@ def store_groups(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    EVICTION: tl.constexpr,
 ):
     start = tile_index() * TILE
     out_ptr += target_chunk() * numel + start

@@ -29,7 +29,8 @@ def _rows_tile(
     scales_ptr += tile * (TILE // BLOCK)
     words_ptr += tile * (TILE * BITS // 32)
     codes, scales = _load_codes(words_ptr, scales_ptr, numel - tile * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-    store_groups(tl.reshape(codes * scales, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED)
+    values = tl.reshape(codes * scales, [TILE // GROUP, GROUP])
+    store_groups(values, out_ptr, numel, TILE, GROUP, MASKED, "")  # who asked for the rows reads them next
 
 
 @triton.jit(do_not_specialize=["numel_units", "stride_units", "zero"])

@@ -1,0 +1,70 @@
+"""Compiles every kernel for an H100 or H200, on a machine without one; prints the names of the kernels compiled.
+
+Run in a process of its own, since whether kernels are compiled or interpreted is settled where they are defined.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from fsdp_zpp.kernels import PayloadLayout, blockwise, difference_blockwise, feedback, programs, strided_blockwise
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+MODULES: tuple[ModuleType, ...] = (programs, feedback, difference_blockwise, strided_blockwise)
+COMPILED: set[str] = set()
+
+
+class Hopper:
+    """As much of a driver as compiling takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> None:
+    """Have launches from now on compile and do nothing else."""
+    run = JITFunction.run
+
+    def compile_and_stop(self: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        COMPILED.add(self.__name__)
+        return run(self, *args, warmup=True, **kwargs)
+
+    driver.set_active(Hopper())
+    JITFunction.run = compile_and_stop
+
+
+def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout) -> None:
+    """Launch each kernel on two chunks of ``numel`` values."""
+    values, errors, held_layout = torch.zeros(2 * numel, dtype=dtype), torch.zeros(2 * numel), PayloadLayout(8, 256)
+    payload = torch.zeros((2, layout.nbytes(numel)), dtype=torch.uint8)
+    held = torch.zeros((2, held_layout.nbytes(numel)), dtype=torch.uint8)
+    blockwise.quantize(values, 1, 2, layout)
+    for peers in (1, 4, 9):
+        blockwise.dequantize_sum(payload.expand(peers, -1, -1).contiguous(), values, 1, 2, layout, 0.5)
+    peers_payload = payload.expand(4, -1, -1).contiguous()
+    blockwise.dequantize_sum_quantize(peers_payload, numel, 1, 2, layout, held_layout, 0.5)
+    for state, error_layout in ((errors, None), (held, held_layout)):
+        blockwise.quantize_corrected(values, state, 1, 2, layout, error_layout, 0.5)
+        rest = numel, layout, layout, 0.5, error_layout, 0.5
+        blockwise.dequantize_sum_quantize_corrected(peers_payload, state, *rest)
+    difference_blockwise.quantize_difference(values, held, held_layout, layout)
+    difference_blockwise.add_difference(held, payload, numel, held_layout, layout)
+    strided_blockwise.decode_rows(payload, values, layout)
+
+
+if __name__ == "__main__":
+    compile_only()
+    launch_all(2**15, torch.bfloat16, PayloadLayout(8, 256))
+    launch_all(1001, torch.float32, PayloadLayout(4, 128))
+    print(*sorted(COMPILED))
+    print(*sorted(name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)))
