@@ -9,7 +9,8 @@ import torch
 from models import Task
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp.codecs import Codec
 from fsdp_zpp.strategy import LEGAL_LEVELS
 
 INT_RESHARD = "int_reshard"
@@ -32,13 +33,22 @@ STRATEGIES: dict[str, Any] = {
     "mixzpp": Strategy.mixzpp(),
     "mixzpp-int4": Strategy.mixzpp(frozen=Int4(128)),
     **{f"{base}-{levels}": Strategy(levels) for base in ("frozen", "once") for levels in ADAPTERS_ONLY},
-    "once-zeropp": Strategy.zeropp(),
+    **{f"once-zeropp{base}": Strategy.zeropp() for base in ("", "-int4", "-nf4")},
 }
 """For FullyShardedDataParallel, and with ``fsdp2:`` before the name for fully_shard.
 
 ``frozen-...``: the base in int8, sharded inside nodes; adapters by these letters, in full precision. ``once-...``: the
-same, with the model wrapped once, not layer by layer, so that all adapters are one unit.
+same, with the model wrapped once, not layer by layer, so that all adapters are one unit; ``-int4`` and ``-nf4`` have
+the base in 4 bits.
 """
+
+
+def base_codec(name: str) -> Codec | None:
+    """What the frozen base of a contender is quantized with before it is wrapped, if it is."""
+    if not name.removeprefix("fsdp2:").startswith(("frozen-", "once-")):
+        return None
+    return {"int4": Int4(128), "nf4": NF4(64)}.get(name.rpartition("-")[2], Int8(256))
+
 
 FSDP2_ONLY = (f"fsdp2:{INT_RESHARD}",)
 PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "deepspeed-mixzpp", "megatron-hfsdp")

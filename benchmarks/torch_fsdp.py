@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import INT_RESHARD, STRATEGIES, Contender
+from contenders import INT_RESHARD, STRATEGIES, Contender, base_codec
 from models import Task, llama_of, materialize, network, recompute
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from fsdp_zpp import Int8, Strategy, fully_shard, quantize_frozen_params, traffic
+from fsdp_zpp import Strategy, fully_shard, quantize_frozen_params, traffic
 
 
 class TorchFSDP(Contender):
@@ -45,7 +45,7 @@ class TorchFSDP(Contender):
         self._strategy = None if self._int_reshard else STRATEGIES[name.removeprefix("fsdp2:")]
         self._ours = isinstance(self._strategy, Strategy)
         self._in_one_unit = "once-" in name
-        self._quantizes_base = self._in_one_unit or "frozen-" in name
+        self._base_codec = base_codec(name)
         self._mesh = self._make_mesh()
         self.model = self._build()
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -67,13 +67,13 @@ class TorchFSDP(Contender):
             materialize(layer, self._task.place)
             if self._task.checkpointing:
                 recompute(layers, index)
-            if self._quantizes_base:
-                quantize_frozen_params(layer, Int8(256))
+            if self._base_codec is not None:
+                quantize_frozen_params(layer, self._base_codec)
             if not self._in_one_unit:
                 layers[index] = self._shard(layers[index], is_root=False)
         materialize(model, self._task.place)
-        if self._quantizes_base:
-            quantize_frozen_params(model, Int8(256))
+        if self._base_codec is not None:
+            quantize_frozen_params(model, self._base_codec)
         return self._shard(model, is_root=True)
 
     def _shard(self, module: nn.Module, is_root: bool) -> nn.Module:
