@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 Row = dict[str, Any]
 PACKAGES = ("torch", "triton", "transformers", "peft", "deepspeed", "megatron-fsdp")
+TELLING = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")  # environment variables that change how fast hops are
 
 
 def machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def machine(arguments: argparse.Namespace) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(TELLING)},
     }
 
 
