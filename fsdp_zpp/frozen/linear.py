@@ -11,6 +11,8 @@ from torch import Tensor
 from .weight import FrozenWeight
 
 
+# A compiler would take what is gathered now, and that it is gathered, for constants.
+@torch.compiler.disable
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
 
@@ -25,6 +27,7 @@ def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tenso
     return _linear(x, bias, weight, dtype)
 
 
+@torch.compiler.disable
 def frozen_embedding(tokens: Tensor, weight: FrozenWeight) -> Tensor:
     """``F.embedding`` with a frozen weight, in the weight's own dtype."""
     return F.embedding(tokens, weight.dequantize(device=tokens.device))

@@ -87,6 +87,7 @@ class FrozenWeight:
             chunk = torch.cat([chunk, chunk.new_zeros(self.chunk_numel - len(chunk))])
         return self.codec.encode(chunk.contiguous(), 1, 1)[0]
 
+    @torch.compiler.disable
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         """The whole weight, in ``dtype`` or its own, for the computation on ``device``. Collective over its unit."""

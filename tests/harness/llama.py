@@ -76,10 +76,15 @@ def adapt(base: nn.Module, adapters: dict[str, str]) -> PeftModel:
     return model
 
 
+def layers_of(model: nn.Module) -> list[LlamaDecoderLayer]:
+    """Its decoder layers."""
+    return [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+
+
 def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = True, **arguments: Any) -> Any:
     """Shard it, one unit a layer, or all of it one."""
     if adapter.torch_name == "fully_shard":
-        for layer in [module for module in model.modules() if by_layer and isinstance(module, LlamaDecoderLayer)]:
+        for layer in layers_of(model) if by_layer else []:
             adapter.apply(layer, strategy, **arguments)
         return adapter.apply(model, strategy, **arguments)
     policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_layer else None

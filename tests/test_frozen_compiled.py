@@ -1,0 +1,40 @@
+"""A quantized base in compiled layers: the compiler leaves the gathering and dequantizing of frozen weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import llama
+from harness.adapter import Adapter
+from harness.adapters import over_adapters
+from harness.pool import Pool
+
+from fsdp_zpp import Int8, Strategy, quantize_frozen_params
+
+
+def losses(adapter: Adapter, compiled: bool, kind: str) -> list[float]:
+    """In a worker: what a few steps and an evaluation come to."""
+    torch._dynamo.reset()
+    model = llama.adapt(llama.make_base(), {"default": kind})
+    quantize_frozen_params(model, Int8(256), gpus_per_node=2)
+    if compiled:
+        for layer in llama.layers_of(model):
+            layer.compile(backend="aot_eager")
+    model = llama.shard(adapter, model, Strategy.zeropp(gpus_per_node=2))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    seen = []
+    for step in range(3):
+        loss = llama.loss_of(model, llama.tokens(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return [*seen, llama.logits_of(model).double().sum().item()]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@over_adapters
+def test_compiled_layers(pool: Callable[[int], Pool], adapter: Adapter, kind: str) -> None:
+    assert pool(4).run(losses, adapter, True, kind) == pool(4).run(losses, adapter, False, kind)
