@@ -16,6 +16,7 @@ def labelled(phase: str, unit: str) -> AbstractContextManager[Any]:
 
     Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
     """
+    # Private to torch: where it is gone, all is recorded.
     if getattr(profiler, "_is_profiler_enabled", True):
         return record_function(f"fsdp_zpp::{phase} ({unit})")
     return _NOTHING

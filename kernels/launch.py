@@ -14,7 +14,7 @@ from torch import Tensor
 from .payload import PayloadLayout
 
 WARP = 32
-_CACHE_NBYTES = 2**26  # no less than a GPU's second-level cache holds
+_CACHE_NBYTES = 2**26  # more than the second-level cache of an H200 holds
 
 
 class Tiling(NamedTuple):

@@ -24,14 +24,7 @@ def losses(adapter: Adapter, compiled: bool, kind: str) -> list[float]:
             layer.compile(backend="aot_eager")
     model = llama.shard(adapter, model, Strategy.zeropp(gpus_per_node=2))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    seen = []
-    for step in range(3):
-        loss = llama.loss_of(model, llama.tokens(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return [*seen, llama.logits_of(model).double().sum().item()]
+    return [*llama.train(model, optimizer), llama.logits_of(model).double().sum().item()]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

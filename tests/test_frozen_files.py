@@ -202,28 +202,18 @@ def resumed(adapter: Adapter, folder: str) -> tuple[list[float], list[float], li
         model = llama.shard(adapter, model, Strategy.mixzpp(frozen=Int8(64), gpus_per_node=2))
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
-    def train(model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
-        losses = []
-        for step in range(first, first + 3):
-            loss = llama.loss_of(model, llama.tokens(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
     model, optimizer = make()
-    train(model, optimizer, 0)
+    llama.train(model, optimizer)
     state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    expected = train(model, optimizer, 3)
+    expected = llama.train(model, optimizer, 3)
     model, optimizer = make()
     state, optimizer_state = get_state_dict(model, optimizer)
     both = {"model": state, "optimizer": optimizer_state}
     dcp.load(both, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
     of_base = [name for name in state if "proj.base_layer.weight" in name or "embed_tokens" in name]
-    return train(model, optimizer, 3), expected, of_base
+    return llama.train(model, optimizer, 3), expected, of_base
 
 
 @pytest.mark.parametrize("adapter", [Fsdp1(mesh=True), ADAPTERS[1]], ids=str)

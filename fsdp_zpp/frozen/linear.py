@@ -27,7 +27,6 @@ def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tenso
     return _linear(x, bias, weight, dtype)
 
 
-@torch.compiler.disable
 def frozen_embedding(tokens: Tensor, weight: FrozenWeight) -> Tensor:
     """``F.embedding`` with a frozen weight, in the weight's own dtype."""
     return F.embedding(tokens, weight.dequantize(device=tokens.device))

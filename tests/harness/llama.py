@@ -107,6 +107,18 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(input_ids=batch, labels=batch).loss
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0) -> list[float]:
+    """Losses of three steps from the ``first`` on, each on this rank's batch."""
+    losses = []
+    for step in range(first, first + 3):
+        loss = loss_of(model, tokens(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def logits_of(model: nn.Module) -> Tensor:
     """Logits of a batch that is the same on every rank."""
     with torch.no_grad():
