@@ -47,7 +47,10 @@ def base_codec(name: str) -> Codec | None:
     """What the frozen base of a contender is quantized with before it is wrapped, if it is."""
     if not name.removeprefix("fsdp2:").startswith(("frozen-", "once-")):
         return None
-    return {"int4": Int4(128), "nf4": NF4(64)}.get(name.rpartition("-")[2], Int8(256))
+    kind = name.rpartition("-")[2]
+    if kind == "nf4":
+        return NF4(64)  # made only if asked for: it needs bitsandbytes
+    return Int4(128) if kind == "int4" else Int8(256)
 
 
 FSDP2_ONLY = (f"fsdp2:{INT_RESHARD}",)
