@@ -5,63 +5,68 @@ results it equals bit for bit. For that, kernels are compiled without contractin
 unrounded.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
 
 from .feedback import quantize_corrected_kernel, sum_quantize_corrected_kernel
-from .launch import align, corrected_tiling, eviction, group, quantize_tiling, sum_quantize_tiling, sum_tiling, zero
+from .launch import Launch
 from .payload import PayloadLayout
 from .programs import quantize_kernel, sum_kernel, sum_quantize_kernel
+from .tiling import align, corrected_tiling, eviction, group, quantize_tiling, sum_quantize_tiling, sum_tiling, zero
 
 
 def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
     """See ``kernels.quantize``."""
     numel = values.numel() // (rows * cols)
     payload = values.new_empty((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
-    if numel == 0:
-        return payload
-    tiling = quantize_tiling(layout)
-    with torch.cuda.device_of(values):
-        quantize_kernel[triton.cdiv(numel, tiling.tile), cols, rows](
-            values,
-            payload.view(torch.int32),
-            numel // align(numel),
-            ALIGN=align(numel),
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            TILE=tiling.tile,
-            GROUP=group(values, layout),
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    if numel:
+        _quantize(numel, rows, cols, layout, values.dtype)(values, payload)
     return payload
+
+
+@functools.cache
+def _quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
+    tiling = quantize_tiling(layout)
+    return Launch(
+        quantize_kernel,
+        (triton.cdiv(numel, tiling.tile), cols, rows),
+        tiling.num_warps,
+        numel_units=numel // align(numel),
+        ALIGN=align(numel),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        TILE=tiling.tile,
+        GROUP=group(dtype, layout),
+    )
 
 
 def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: PayloadLayout, scale: float) -> None:
     """See ``kernels.dequantize_sum``."""
     numel = out.numel() // (rows * cols)
-    if numel == 0:
-        return
-    peers = payload.shape[0]
+    if numel:
+        _sum(payload.shape[0], numel, rows, cols, layout, out.dtype)(payload, out, factors=(scale,))
+
+
+@functools.cache
+def _sum(peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
     tiling = sum_tiling(peers, layout)
-    with torch.cuda.device_of(payload):
-        sum_kernel[triton.cdiv(numel, tiling.tile), cols, rows](
-            payload.view(torch.int32),
-            out,
-            numel // align(numel),
-            scale,
-            zero(layout.bits),
-            ALIGN=align(numel),
-            PEERS=peers,
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            TILE=tiling.tile,
-            GROUP=group(out, layout),
-            EVICTION=eviction(out),
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    return Launch(
+        sum_kernel,
+        (triton.cdiv(numel, tiling.tile), cols, rows),
+        tiling.num_warps,
+        numel_units=numel // align(numel),
+        zero=zero(layout.bits),
+        ALIGN=align(numel),
+        PEERS=peers,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        TILE=tiling.tile,
+        GROUP=group(dtype, layout),
+        EVICTION=eviction(rows * cols * numel * dtype.itemsize),
+    )
 
 
 def dequantize_sum_quantize(
@@ -75,27 +80,30 @@ def dequantize_sum_quantize(
 ) -> Tensor:
     """See ``kernels.dequantize_sum_quantize``."""
     out = payload.new_empty((rows * cols, out_layout.nbytes(numel)))
-    if numel == 0:
-        return out
-    tiling = sum_quantize_tiling(layout, out_layout)
-    with torch.cuda.device_of(payload):
-        sum_quantize_kernel[triton.cdiv(numel, tiling.tile), cols, rows](
-            payload.view(torch.int32),
-            out.view(torch.int32),
-            numel,
-            scale,
-            zero(layout.bits),
-            PEERS=payload.shape[0],
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            OUT_BITS=out_layout.bits,
-            OUT_BLOCK=out_layout.block,
-            TILE=tiling.tile,
-            GROUP=128 // layout.bits,  # codes of a peer in a 16-byte access
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    if numel:
+        _sum_quantize(payload.shape[0], numel, rows, cols, layout, out_layout)(payload, out, factors=(scale,))
     return out
+
+
+@functools.cache
+def _sum_quantize(
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
+) -> Launch:
+    tiling = sum_quantize_tiling(layout, out_layout)
+    return Launch(
+        sum_quantize_kernel,
+        (triton.cdiv(numel, tiling.tile), cols, rows),
+        tiling.num_warps,
+        numel=numel,
+        zero=zero(layout.bits),
+        PEERS=peers,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        OUT_BITS=out_layout.bits,
+        OUT_BLOCK=out_layout.block,
+        TILE=tiling.tile,
+        GROUP=128 // layout.bits,  # codes of a peer in a 16-byte access
+    )
 
 
 def quantize_corrected(
@@ -110,28 +118,30 @@ def quantize_corrected(
     """See ``kernels.quantize_corrected``."""
     numel = values.numel() // (rows * cols)
     payload = values.new_empty((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
-    if numel == 0:
-        return payload
-    tiling = corrected_tiling(layout, error_layout)
-    with torch.cuda.device_of(values):
-        quantize_corrected_kernel[triton.cdiv(numel, tiling.tile), cols, rows](
-            values,
-            payload.view(torch.int32),
-            errors.view(torch.int32) if error_layout else errors,
-            numel // align(numel),
-            beta,
-            1 - beta,
-            zero(8),
-            ALIGN=align(numel),
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            ERROR_BLOCK=error_layout.block if error_layout else 0,
-            TILE=tiling.tile,
-            GROUP=group(values, layout),
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    if numel:
+        launch = _quantize_corrected(numel, rows, cols, layout, error_layout, values.dtype)
+        launch(values, payload, errors, factors=(beta, 1 - beta))
     return payload
+
+
+@functools.cache
+def _quantize_corrected(
+    numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
+) -> Launch:
+    tiling = corrected_tiling(layout, error_layout)
+    return Launch(
+        quantize_corrected_kernel,
+        (triton.cdiv(numel, tiling.tile), cols, rows),
+        tiling.num_warps,
+        numel_units=numel // align(numel),
+        zero=zero(8),
+        ALIGN=align(numel),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        ERROR_BLOCK=error_layout.block if error_layout else 0,
+        TILE=tiling.tile,
+        GROUP=group(dtype, layout),
+    )
 
 
 def dequantize_sum_quantize_corrected(
@@ -145,30 +155,36 @@ def dequantize_sum_quantize_corrected(
     beta: float,
 ) -> Tensor:
     """See ``kernels.dequantize_sum_quantize_corrected``."""
-    rows = payload.shape[1]
+    peers, rows = payload.shape[:2]
     out = payload.new_empty((rows, out_layout.nbytes(numel)))
-    if numel == 0:
-        return out
-    tiling = corrected_tiling(layout, out_layout, error_layout)
-    with torch.cuda.device_of(payload):
-        sum_quantize_corrected_kernel[triton.cdiv(numel, tiling.tile), rows, 1](
-            payload.view(torch.int32),
-            out.view(torch.int32),
-            errors.view(torch.int32) if error_layout else errors,
-            numel,
-            scale,
-            beta,
-            1 - beta,
-            zero(layout.bits),
-            zero(8),
-            PEERS=payload.shape[0],
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            OUT_BITS=out_layout.bits,
-            OUT_BLOCK=out_layout.block,
-            ERROR_BLOCK=error_layout.block if error_layout else 0,
-            TILE=tiling.tile,
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    if numel:
+        launch = _sum_quantize_corrected(peers, numel, rows, layout, out_layout, error_layout)
+        launch(payload, out, errors, factors=(scale, beta, 1 - beta))
     return out
+
+
+@functools.cache
+def _sum_quantize_corrected(
+    peers: int,
+    numel: int,
+    rows: int,
+    layout: PayloadLayout,
+    out_layout: PayloadLayout,
+    error_layout: PayloadLayout | None,
+) -> Launch:
+    tiling = corrected_tiling(layout, out_layout, error_layout)
+    return Launch(
+        sum_quantize_corrected_kernel,
+        (triton.cdiv(numel, tiling.tile), rows, 1),
+        tiling.num_warps,
+        numel=numel,
+        zero=zero(layout.bits),
+        error_zero=zero(8),
+        PEERS=peers,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        OUT_BITS=out_layout.bits,
+        OUT_BLOCK=out_layout.block,
+        ERROR_BLOCK=error_layout.block if error_layout else 0,
+        TILE=tiling.tile,
+    )

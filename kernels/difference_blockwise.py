@@ -1,15 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Triton side of ``difference.py``: one launch each, whose results equal the reference's bit for bit."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import align, difference_tiling, zero
+from .launch import Launch
 from .payload import PayloadLayout
 from .programs import load_blocks
 from .tiles import decode_sum, encode, source_chunk, tile_index
+from .tiling import align, difference_tiling, zero
 
 _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 
@@ -113,51 +116,54 @@ def quantize_difference(values: Tensor, held: Tensor, held_layout: PayloadLayout
     chunks = held.shape[0]
     numel = values.numel() // chunks
     out = held.new_empty((chunks, layout.nbytes(numel)))
-    if numel == 0:
-        return out
-    tiling = difference_tiling(held_layout, layout)
-    with torch.cuda.device_of(values):
-        difference_kernel[triton.cdiv(numel, tiling.tile), chunks, 1](
-            values,
-            held.view(torch.int32),
-            out.view(torch.int32),
-            numel // align(numel),
-            zero(held_layout.bits),
-            ALIGN=align(numel),
-            HELD_BITS=held_layout.bits,
-            HELD_BLOCK=held_layout.block,
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            TILE=tiling.tile,
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    if numel:
+        _difference(chunks, numel, held_layout, layout, values.dtype)(values, held, out)
     return out
+
+
+@functools.cache
+def _difference(
+    chunks: int, numel: int, held_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
+) -> Launch:
+    tiling = difference_tiling(held_layout, layout)
+    return Launch(
+        difference_kernel,
+        (triton.cdiv(numel, tiling.tile), chunks, 1),
+        tiling.num_warps,
+        numel_units=numel // align(numel),
+        held_zero=zero(held_layout.bits),
+        ALIGN=align(numel),
+        HELD_BITS=held_layout.bits,
+        HELD_BLOCK=held_layout.block,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        TILE=tiling.tile,
+    )
 
 
 def add_difference(
     held: Tensor, difference: Tensor, numel: int, held_layout: PayloadLayout, layout: PayloadLayout
 ) -> Tensor:
     """See ``difference.add_difference``."""
-    chunks = held.shape[0]
     out = held.new_empty(held.shape)
-    if numel == 0:
-        return out
-    tiling = difference_tiling(held_layout, layout)
-    with torch.cuda.device_of(held):
-        add_kernel[triton.cdiv(numel, tiling.tile), chunks, 1](
-            held.view(torch.int32),
-            difference.view(torch.int32),
-            out.view(torch.int32),
-            numel,
-            zero(held_layout.bits),
-            zero(layout.bits),
-            HELD_BITS=held_layout.bits,
-            HELD_BLOCK=held_layout.block,
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            TILE=tiling.tile,
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    if numel:
+        _add(held.shape[0], numel, held_layout, layout)(held, difference, out)
     return out
+
+
+@functools.cache
+def _add(chunks: int, numel: int, held_layout: PayloadLayout, layout: PayloadLayout) -> Launch:
+    tiling = difference_tiling(held_layout, layout)
+    return Launch(
+        add_kernel,
+        (triton.cdiv(numel, tiling.tile), chunks, 1),
+        tiling.num_warps,
+        numel=numel,
+        held_zero=zero(held_layout.bits),
+        zero=zero(layout.bits),
+        HELD_BITS=held_layout.bits,
+        HELD_BLOCK=held_layout.block,
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        TILE=tiling.tile,
+    )

@@ -1,78 +1,58 @@
-"""How the kernels are launched: values of a thread, threads of a program, and what of the sizes they are told.
+"""Launches that recur: what does not change from one to the next is settled once.
 
-The figures are from measurements on an H200 (``benchmarks/kernels.py``). A program of one warp finds the maximum over a
-block without shared memory, and none of its threads waits for those of another; more values a thread spread the cost of
-finding the place, and of a block's scale, thin; fewer leave registers for more programs at a time.
+To bind arguments, to look at each for what a kernel may be specialized for, and to find the compiled kernel costs
+Triton's JIT more of a processor's time than a launch does. A sharded model launches kernels several times for each unit
+and step, hundreds of times with a quantized base, in a thread that is busy as it is.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from .payload import PayloadLayout
-
-WARP = 32
-_CACHE_NBYTES = 2**26  # more than the second-level cache of an H200 holds
+from .payload import ALIGNMENT
 
 
-class Tiling(NamedTuple):
-    """What a program works on: values, whole blocks of all layouts at hand, and with how many warps."""
+class Launch:
+    """A launch of a kernel, but for its tensors and factors, which are the first of its arguments.
 
-    tile: int
-    num_warps: int
-
-
-def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None) -> Tiling:
-    """Programs of ``threads`` or more, so many that ``per_thread`` values of each make up a block of every layout."""
-    tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
-    return Tiling(tile, tile // per_thread // WARP)
-
-
-def quantize_tiling(layout: PayloadLayout) -> Tiling:
-    """For a quantization: a thread has four 16-byte loads of 16-bit values in flight."""
-    return tiling(32, 2 * WARP, layout)
-
-
-def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
-    """For a sum over peers: all of them are loaded from at once, 64 bytes a thread if they are not many."""
-    return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
-
-
-def sum_quantize_tiling(layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
-    """For a sum over peers that is quantized again."""
-    return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
-
-
-def corrected_tiling(*layouts: PayloadLayout | None) -> Tiling:
-    """For what feeds errors back: they are loaded besides the values."""
-    return tiling(16, 4 * WARP, *layouts)
-
-
-def difference_tiling(*layouts: PayloadLayout) -> Tiling:
-    """For differences and what adds them up."""
-    return tiling(32, 4 * WARP, *layouts)
-
-
-def align(numel: int) -> int:
-    """The largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
-
-    With ``numel`` in units of it, kernels know which accesses are aligned, and are compiled in four variants at most.
+    Args:
+        kernel: A Triton kernel, compiled or interpreted. What it takes besides tensors and factors must be marked as
+            not to be specialized for, or be a ``tl.constexpr``.
+        grid: Programs along each axis.
+        num_warps: Warps of a program.
+        fixed: The kernel's other arguments, by name.
     """
-    return min(numel & -numel, 8)
 
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], num_warps: int, **fixed: int | str) -> None:
+        self._kernel, self._grid, self._num_warps = kernel, grid, num_warps
+        self._fixed = tuple(fixed[name] for name in kernel.arg_names[-len(fixed) :])
+        self._compiled: dict[tuple[int, ...], Callable[..., None]] = {}
 
-def group(values: Tensor, layout: PayloadLayout) -> int:
-    """Neighbouring values of one thread: a 16-byte access, unless threads would share a word of codes."""
-    return max(16 // values.element_size(), 32 // layout.bits)
+    def __call__(self, *tensors: Tensor, factors: tuple[float, ...] = ()) -> None:
+        """Enqueue it in the current stream of the tensors' device.
 
+        Args:
+            tensors: Of the same dtypes in every call, contiguous; uint8 ones are payloads.
+            factors: What the kernel takes after them.
+        """
+        # All that Triton compiles another kernel for, from one call to the next.
+        variant = (tensors[0].get_device(), *[tensor.data_ptr() % ALIGNMENT for tensor in tensors])
+        compiled = self._compiled.get(variant)
+        with torch.cuda.device_of(tensors[0]):
+            if compiled is not None:
+                compiled(*tensors, *factors, *self._fixed)
+            else:
+                self._compile(variant, tensors, factors)
 
-def zero(bits: int) -> int:
-    """See ``tiles.decode_sum``."""
-    return 0x4B000000 + (1 << (bits - 1))
-
-
-def eviction(out: Tensor) -> str:
-    """What the cache is to do with an output: let go first of one that it can't hold until somebody reads it."""
-    return "evict_first" if out.nbytes > _CACHE_NBYTES else ""
+    def _compile(self, variant: tuple[int, ...], tensors: tuple[Tensor, ...], factors: tuple[float, ...]) -> None:
+        words = [tensor.view(torch.int32) if tensor.dtype == torch.uint8 else tensor for tensor in tensors]
+        numbers = [float(factor) for factor in factors]  # an int would be specialized for
+        kernel = self._kernel[self._grid](
+            *words, *numbers, *self._fixed, num_warps=self._num_warps, enable_fp_fusion=False
+        )
+        if kernel is not None:  # or it was interpreted
+            self._compiled[variant] = kernel[self._grid]

@@ -98,8 +98,8 @@ def _sum_tile(
 def sum_kernel(
     words_ptr,
     out_ptr,
-    numel_units,
     scale,
+    numel_units,
     zero,
     ALIGN: tl.constexpr,
     PEERS: tl.constexpr,
@@ -141,8 +141,8 @@ def _sum_quantize_tile(
 def sum_quantize_kernel(
     words_ptr,
     out_ptr,
-    numel,
     scale,
+    numel,
     zero,
     PEERS: tl.constexpr,
     BITS: tl.constexpr,

@@ -44,7 +44,7 @@ def decode_checked_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> 
 
     Args:
         payload: As there.
-        out: As there.
+        out: As there, or contiguous in any other shape.
         layout: Of its rows.
     """
     if payload.is_cuda:

@@ -1,15 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Triton side of ``strided.py``: one launch, whose results equal the reference's bit for bit."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import align, group, sum_tiling, zero
+from .launch import Launch
 from .payload import ALIGNMENT, PayloadLayout
 from .programs import store_groups
 from .tiles import _codes_words, _load_codes, source_chunk, tile_index
+from .tiling import align, group, sum_tiling, zero
 
 
 @triton.jit
@@ -59,21 +62,23 @@ def decode_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
     """See ``strided.dequantize_rows``; arguments are taken as checked."""
     chunks = payload.shape[0]
     numel = out.numel() // chunks
-    if numel == 0:
-        return
+    if numel:
+        _rows(chunks, numel, payload.stride(0), layout, out.dtype)(payload, out)
+
+
+@functools.cache
+def _rows(chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
     tiling = sum_tiling(1, layout)
-    with torch.cuda.device_of(payload):
-        rows_kernel[triton.cdiv(numel, tiling.tile), 1, chunks](
-            payload.view(torch.int32),
-            out,
-            numel // align(numel),
-            payload.stride(0) // ALIGNMENT,
-            zero(layout.bits),
-            ALIGN=align(numel),
-            BITS=layout.bits,
-            BLOCK=layout.block,
-            TILE=tiling.tile,
-            GROUP=group(out, layout),
-            num_warps=tiling.num_warps,
-            enable_fp_fusion=False,
-        )
+    return Launch(
+        rows_kernel,
+        (triton.cdiv(numel, tiling.tile), 1, chunks),
+        tiling.num_warps,
+        numel_units=numel // align(numel),
+        stride_units=stride // ALIGNMENT,
+        zero=zero(layout.bits),
+        ALIGN=align(numel),
+        BITS=layout.bits,
+        BLOCK=layout.block,
+        TILE=tiling.tile,
+        GROUP=group(dtype, layout),
+    )

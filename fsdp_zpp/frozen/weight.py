@@ -96,12 +96,12 @@ class FrozenWeight:
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """:meth:`dequantize` where autograd does not look, for a linear's forward and backward, which are many."""
         rows = self.held.rows_of(self, device)
-        out = torch.empty(rows.shape[0] * self.chunk_numel, dtype=dtype, device=rows.device)
+        numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
+        out = torch.empty(self.shape if numel == padded else padded, dtype=dtype, device=rows.device)
         if self._layout is None:
-            self.codec.decode(rows.contiguous(), out, len(rows), 1)
+            self.codec.decode(rows.contiguous(), out.view(-1), len(rows), 1)
         elif is_plain(rows, out):
             decode_checked_rows(rows, out, self._layout)
         else:
-            dequantize_rows(rows, out, self._layout.bits, self._layout.block)
-        numel = self.shape.numel()
-        return (out if numel == out.numel() else out[:numel]).view(self.shape)
+            dequantize_rows(rows, out.view(-1), self._layout.bits, self._layout.block)
+        return out if numel == padded else out[:numel].view(self.shape)

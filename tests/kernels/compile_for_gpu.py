@@ -1,4 +1,7 @@
-"""Compiles every kernel for an H100 or H200, on a machine without one; prints the names of the kernels compiled.
+"""Compiles every kernel for an H100 or H200, on a machine without one.
+
+Prints the names of the kernels compiled, those of all kernels, and how many more the second launches needed, which
+differ from the first in all that launch.py takes to make no difference.
 
 Run in a process of its own, since whether kernels are compiled or interpreted is settled where they are defined.
 """
@@ -15,7 +18,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 MODULES: tuple[ModuleType, ...] = (programs, feedback, difference_blockwise, strided_blockwise)
-COMPILED: set[str] = set()
+COMPILED: dict[str, str] = {}
+"""The names of kernels, by what tells apart those compiled from one function."""
 
 
 class Hopper:
@@ -35,27 +39,26 @@ def compile_only() -> None:
     """Have launches from now on compile and do nothing else."""
     run = JITFunction.run
 
-    def compile_and_stop(self: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        COMPILED.add(self.__name__)
-        return run(self, *args, warmup=True, **kwargs)
+    def compile_and_stop(self: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> None:
+        COMPILED[run(self, *args, warmup=True, **kwargs).hash] = self.__name__
 
     driver.set_active(Hopper())
     JITFunction.run = compile_and_stop
 
 
-def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout) -> None:
+def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: float) -> None:
     """Launch each kernel on two chunks of ``numel`` values."""
     values, errors, held_layout = torch.zeros(2 * numel, dtype=dtype), torch.zeros(2 * numel), PayloadLayout(8, 256)
     payload = torch.zeros((2, layout.nbytes(numel)), dtype=torch.uint8)
     held = torch.zeros((2, held_layout.nbytes(numel)), dtype=torch.uint8)
     blockwise.quantize(values, 1, 2, layout)
     for peers in (1, 4, 9):
-        blockwise.dequantize_sum(payload.expand(peers, -1, -1).contiguous(), values, 1, 2, layout, 0.5)
+        blockwise.dequantize_sum(payload.expand(peers, -1, -1).contiguous(), values, 1, 2, layout, factor)
     peers_payload = payload.expand(4, -1, -1).contiguous()
-    blockwise.dequantize_sum_quantize(peers_payload, numel, 1, 2, layout, held_layout, 0.5)
+    blockwise.dequantize_sum_quantize(peers_payload, numel, 1, 2, layout, held_layout, factor)
     for state, error_layout in ((errors, None), (held, held_layout)):
-        blockwise.quantize_corrected(values, state, 1, 2, layout, error_layout, 0.5)
-        rest = numel, layout, layout, 0.5, error_layout, 0.5
+        blockwise.quantize_corrected(values, state, 1, 2, layout, error_layout, factor)
+        rest = numel, layout, layout, factor, error_layout, factor
         blockwise.dequantize_sum_quantize_corrected(peers_payload, state, *rest)
     difference_blockwise.quantize_difference(values, held, held_layout, layout)
     difference_blockwise.add_difference(held, payload, numel, held_layout, layout)
@@ -64,7 +67,12 @@ def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout) -> None:
 
 if __name__ == "__main__":
     compile_only()
-    launch_all(2**15, torch.bfloat16, PayloadLayout(8, 256))
-    launch_all(1001, torch.float32, PayloadLayout(4, 128))
-    print(*sorted(COMPILED))
+    cases = (2**15, torch.bfloat16, PayloadLayout(8, 256)), (1001, torch.float32, PayloadLayout(4, 128))
+    for case in cases:
+        launch_all(*case, 0.5)
+    print(*sorted(set(COMPILED.values())))
     print(*sorted(name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)))
+    before = len(COMPILED)
+    for case in cases:
+        launch_all(*case, 1)
+    print(len(COMPILED) - before)

@@ -1,51 +1,76 @@
-"""How launches are cut: a program has whole blocks of every payload that it touches, and as many threads as it may."""
+"""What a recurring launch asks of Triton's JIT, and what it passes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from fsdp_zpp.kernels import PayloadLayout
-from fsdp_zpp.kernels.launch import (
-    Tiling,
-    align,
-    corrected_tiling,
-    difference_tiling,
-    eviction,
-    quantize_tiling,
-    sum_quantize_tiling,
-    sum_tiling,
-)
-from hypothesis import given, strategies as st
-
-MAX_WARPS = 32  # of a program, on any GPU
-layouts = st.builds(PayloadLayout, st.sampled_from([4, 8]), st.integers(5, 12).map(lambda power: 2**power))
+from fsdp_zpp.kernels.launch import Launch
 
 
-@given(layouts, layouts, st.integers(1, 64))
-def test_a_tile_is_whole_blocks_and_whole_warps(one: PayloadLayout, other: PayloadLayout, peers: int) -> None:
-    cut: list[tuple[Tiling, list[PayloadLayout]]] = [
-        (quantize_tiling(one), [one]),
-        (sum_tiling(peers, one), [one]),
-        (sum_quantize_tiling(one, other), [one, other]),
-        (corrected_tiling(one, other, None), [one, other]),
-        (difference_tiling(one, other), [one, other]),
-    ]
-    for tiling, touched in cut:
-        assert 1 <= tiling.num_warps <= MAX_WARPS
-        threads = tiling.num_warps * 32
-        assert tiling.tile % threads == 0
-        # Groups of a word of codes, at the least, for each thread.
-        assert all(
-            tiling.tile % layout.block == 0 and tiling.tile // threads >= 32 // layout.bits for layout in touched
-        )
+class Kernel:
+    """A kernel of two tensors, a factor and two fixed arguments that notes how it is launched."""
+
+    arg_names = ("payload_ptr", "out_ptr", "factor", "numel", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., dict[tuple[int, int, int], Any]]:
+        def compile_and_launch(*args: Any, num_warps: int, enable_fp_fusion: bool) -> Any:
+            assert (num_warps, enable_fp_fusion) == (2, False)
+            self.compiled.append(args)
+            return {grid: lambda *args: self.launched.append(args)}
+
+        return compile_and_launch
 
 
-@pytest.mark.parametrize(("numel", "aligned"), [(1, 1), (6, 2), (20, 4), (24, 8), (4096, 8), (4097, 1)])
-def test_alignment_is_of_16_bytes_at_most(numel: int, aligned: int) -> None:
-    assert align(numel) == aligned
+def make(kernel: Kernel) -> Launch:
+    return Launch(kernel, (3, 2, 1), 2, BLOCK=64, numel=10)
 
 
-def test_only_what_no_cache_holds_is_let_go_of() -> None:
-    assert eviction(torch.empty(2**26, dtype=torch.uint8, device="meta")) == ""
-    assert eviction(torch.empty(2**25, dtype=torch.bfloat16, device="meta")) == ""
-    assert eviction(torch.empty(2**25 + 1, dtype=torch.bfloat16, device="meta")) == "evict_first"
+def test_the_jit_is_asked_once() -> None:
+    kernel = Kernel()
+    launch = make(kernel)
+    payload, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
+    for factor in (1, 0.5, 2.0):
+        launch(payload, out, factors=(factor,))
+    ((words, first_out, factor, *fixed),) = kernel.compiled
+    assert (words.dtype, words.data_ptr()) == (torch.int32, payload.data_ptr())
+    assert first_out is out
+    assert (factor, type(factor)) == (1, float)
+    assert fixed == [10, 64]
+    assert kernel.launched == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (2, 1)])
+def test_what_is_aligned_otherwise_is_compiled_otherwise(offsets: tuple[int, int]) -> None:
+    kernel = Kernel()
+    launch = make(kernel)
+    tensors = [torch.zeros(32) for _ in range(2)]
+    moved = [tensor[offset : offset + 16] for tensor, offset in zip(tensors, offsets, strict=True)]
+    for _ in range(2):
+        launch(*tensors, factors=(0.5,))
+        launch(*moved, factors=(0.5,))
+    assert len(kernel.compiled) == len(kernel.launched) == 2
+
+
+def test_what_is_interpreted_is_never_taken_for_compiled() -> None:
+    calls = []
+
+    class Interpreted(Kernel):
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+            return lambda *args, **options: calls.append(args)
+
+    launch = make(Interpreted())
+    for _ in range(2):
+        launch(torch.zeros(8), torch.zeros(8), factors=(0.5,))
+    assert len(calls) == 2
+
+
+def test_arguments_must_be_the_kernel_s_last() -> None:
+    with pytest.raises(KeyError, match="numel"):
+        Launch(Kernel(), (1, 1, 1), 2, payload_ptr=0, BLOCK=64)
