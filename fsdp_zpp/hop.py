@@ -63,7 +63,7 @@ class Hop:
     def _all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         with labelled(f"{self.level}_all_gather", label):
-            _all_gather_single()(gathered, payload, group=self.group)
+            all_gather_single()(gathered, payload, group=self.group)
         return gathered
 
     def all_to_all(self, payload: Tensor, label: str) -> Tensor:
@@ -88,7 +88,8 @@ def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic:
     return None if group is None else Hop(group, kind, level, traffic)
 
 
-def _all_gather_single() -> Callable[..., Any]:
+def all_gather_single() -> Callable[..., Any]:
+    """torch's collective of this kind, ``f(out, in, group=...)``."""
     # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
     # tools that wrap torch.distributed's functions see ours too.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

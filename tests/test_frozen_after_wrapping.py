@@ -1,4 +1,4 @@
-"""Quantizing what fully_shard has sharded: the same model as if it had been quantized before."""
+"""Quantizing what is sharded already: the same model as if it had been quantized before."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from harness import llama, lora, models
-from harness.adapter import STOCK, Case, Precision
+from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
+from harness.pairs import Pair, apart, flat
 from harness.pool import Pool, device_type
 from harness.refusals import Refusal, Reply, assert_refused, attempt as attempt_refusal
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
@@ -47,7 +47,7 @@ def quantize(net: nn.Module, **options: Any) -> Any:
     return quantize_frozen_params(net, CODEC, gpus_per_node=2, **options)
 
 
-def three_steps(model: Any, adapter: Fsdp2) -> tuple[list[float], dict[str, Tensor]]:
+def three_steps(model: Any, adapter: Adapter) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: losses of three steps, and the detours' weights after them."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -60,7 +60,7 @@ def three_steps(model: Any, adapter: Fsdp2) -> tuple[list[float], dict[str, Tens
     return losses, lora.trainable(adapter.full_weights(model))
 
 
-def trained_twice(adapter: Fsdp2, strategy: Any, case: Case, placement: str) -> bool:
+def trained_twice(adapter: Adapter, strategy: Any, case: Case, placement: str) -> bool:
     """In a worker: whether it comes to the same to quantize before and after."""
     before, after = lora.make_net(), lora.make_net()
     # Without mixed precision a weight's own dtype is what it passes for, so that must be said before wrapping.
@@ -82,18 +82,25 @@ STRATEGIES = {
 }
 
 
+ADAPTERS: tuple[Adapter, ...] = (Fsdp1(), Fsdp2())
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("wrap_blocks", [True, False], ids=["by block", "once"])
-def test_as_if_quantized_before(pool: Callable[[int], Pool], name: str, wrap_blocks: bool) -> None:
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+def test_as_if_quantized_before(pool: Callable[[int], Pool], adapter: Adapter, name: str, wrap_blocks: bool) -> None:
     case = Case(wrap_blocks=wrap_blocks)
-    assert pool(4).run(trained_twice, Fsdp2(), STRATEGIES[name], case, "I") == [True] * 4
+    assert pool(4).run(trained_twice, adapter, STRATEGIES[name], case, "I") == [True] * 4
 
 
 @pytest.mark.parametrize("placement", ["N", "G"])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-def test_other_placements_and_dtypes(pool: Callable[[int], Pool], placement: str, precision: Precision | None) -> None:
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+def test_other_placements_and_dtypes(
+    pool: Callable[[int], Pool], adapter: Adapter, placement: str, precision: Precision | None
+) -> None:
     case = Case(precision=precision)
-    assert pool(4).run(trained_twice, Fsdp2(), STRATEGIES["zeropp"], case, placement) == [True] * 4
+    assert pool(4).run(trained_twice, adapter, STRATEGIES["zeropp"], case, placement) == [True] * 4
 
 
 def left_with_fsdp() -> tuple[list[str], int, int, list[bool], bool]:
@@ -128,135 +135,70 @@ def test_nothing_is_left(pool: Callable[[int], Pool]) -> None:
         assert dtensors
 
 
-def peft_after() -> bool:
-    """In a worker: a PEFT model that torch's fully_shard has sharded, quantized to 4 bits, against one device."""
+def left_flattened() -> tuple[list[str], int, int, list[bool]]:
+    """In a worker: frozen matrices that FSDP1 still has; values in its flat parameters; as expected; what is alive."""
+    adapter = Fsdp1()
+    net = lora.make_net()
+    expected = sum(p.numel() for p in net.parameters() if p.requires_grad or p.dim() == 1)
+    model = adapter.shard(net, Case(), Strategy(gpus_per_node=2))
+    frozen = [
+        m.weight for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) and not m.weight.requires_grad
+    ]
+    alive = [weakref.ref(weight) for weight in frozen]
+    del frozen
+    report = quantize(model)
+    assert report.weights == len(alive) == 8
+    assert report.model == "Net"
+    assert report.left == {"1-D": report.left["1-D"]}
+    assert not any("_fsdp" in name for name in report.left["1-D"])
+    models.loss_of(model, models.batch(0, 0)).backward()
+    gc.collect()
+    full = adapter.full_weights(model)
+    matrices = [name for name in full.keys() - lora.trainable(full).keys() if full[name].dim() == 2]
+    values = sum(weight.numel() for weight in full.values())
+    return matrices, values, expected, [reference() is not None for reference in alive]
+
+
+def test_nothing_is_left_flattened(pool: Callable[[int], Pool]) -> None:
+    for matrices, values, expected, alive in pool(4).run(left_flattened):
+        assert matrices == []
+        assert values == expected
+        assert alive == [False] * 8
+
+
+def with_an_optimizer(adapter: Adapter) -> bool:
+    """In a worker: an optimizer that was made before the base was quantized trains the same parameters."""
+    model = adapter.shard(lora.make_net(), Case(), Strategy(gpus_per_node=2))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    quantize(model)
+    before = {name: weight.clone() for name, weight in adapter.full_weights(model).items()}
+    models.loss_of(model, models.batch(0, 0)).backward()
+    optimizer.step()
+    after = adapter.full_weights(model)
+    moved = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    return moved == set(lora.trainable(after)) != set()
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+def test_an_optimizer_made_before(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(with_an_optimizer, adapter) == [True] * 4
+
+
+def peft_after(adapter: Adapter) -> bool:
+    """In a worker: a PEFT model that torch's FSDP has sharded, quantized to 4 bits, against one device."""
     codec = Int4(64)
-    model = llama.shard(Fsdp2(), llama.adapt(llama.make_base(), {"default": "lora"}), STOCK)
-    assert isinstance(model, PeftModel)
+    model = llama.shard(adapter, llama.adapt(llama.make_base(), {"default": "lora"}), STOCK)
     quantize_frozen_params(model, codec, gpus_per_node=2)
     alone = llama.adapt(llama.rounded_base(codec), {"default": "lora"})
     return torch.equal(llama.logits_of(model), llama.logits_of(alone))
 
 
-def test_peft(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(peft_after) == [True] * 4
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+def test_peft(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(peft_after, adapter) == [True] * 4
 
 
-# ---- models that were changed after they were sharded, and other ways to shard
-
-
-class Pair(nn.Module):
-    """Two frozen layers and a trainable one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.last = (nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.first.requires_grad_(False)
-        self.second.requires_grad_(False)
-        self.to(models.device())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.second(torch.relu(self.first(x))))
-
-
-def apart(pair: Pair, **arguments: Any) -> Pair:
-    """Three units."""
-    for layer in (pair.first, pair.second):
-        fully_shard(layer, **arguments)
-    fully_shard(pair, **arguments)
-    return pair
-
-
-def by_group(pair: Pair) -> Pair:
-    """The frozen layers together, and the rest."""
-    fully_shard([pair.first, pair.second])
-    fully_shard(pair)
-    return pair
-
-
-def hybrid(pair: Pair) -> Pair:
-    """Sharded inside of nodes, replicated over them."""
-    return apart(pair, mesh=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def along_columns(pair: Pair) -> Pair:
-    """Sharded along the other dimension."""
-    return apart(pair, shard_placement_fn=lambda parameter: Shard(1))
-
-
-def tied_before(pair: Pair) -> Pair:
-    """Two layers that share a weight."""
-    pair.second.weight = pair.first.weight
-    fully_shard(pair)
-    return pair
-
-
-def tied_after(pair: Pair) -> Pair:
-    """The same, tied after they were sharded."""
-    pair = apart(pair)
-    pair.second.weight = pair.first.weight
-    return pair
-
-
-def replaced(pair: Pair) -> Pair:
-    """With another weight than it was sharded with."""
-    pair = apart(pair)
-    pair.second.weight = nn.Parameter(pair.second.weight.detach() * 2, requires_grad=False)
-    return pair
-
-
-def prefetching(pair: Pair) -> Pair:
-    """With units that are told to gather those of the frozen layers ahead."""
-    pair = apart(pair)
-    pair.set_modules_to_forward_prefetch([pair.first, pair.second])
-    pair.set_modules_to_backward_prefetch([pair.second, pair.first])
-    return pair
-
-
-def gathered_once(pair: Pair) -> Pair:
-    """With a secondary shard of weights that are about to be taken."""
-    strategy = Strategy("IGG", gpus_per_node=2)
-    zeropp_shard(pair, strategy=strategy)
-    pair.unshard()
-    pair.reshard()
-    return pair
-
-
-def in_part(pair: Pair) -> Pair:
-    """With one weight that is to be left."""
-    fully_shard(pair, ignored_params={pair.first.weight})
-    return pair
-
-
-WAYS = (by_group, hybrid, along_columns, tied_before, tied_after, replaced, prefetching, gathered_once, in_part)
-
-
-def as_rounded(way: Callable[[Pair], Pair]) -> bool:
-    """In a worker: whether a sharded pair, quantized, computes what one with rounded weights does, and loads itself."""
-    pair = way(Pair())
-    quantize(pair)
-    alone = Pair()
-    if way in (tied_before, tied_after):
-        alone.second.weight = alone.first.weight
-    if way is replaced:
-        alone.second.weight.data *= 2
-    for weight in {alone.first.weight, alone.second.weight}:
-        lora.round_weight(weight, CODEC)
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(models.device())
-    for _ in range(2):
-        out, expected = pair(x), alone(x)
-        assert torch.equal(out, expected)
-        out.sum().backward()
-        expected.sum().backward()
-        pair.load_state_dict(pair.state_dict())
-    found, wanted = pair.last.weight.grad.full_tensor(), alone.last.weight.grad
-    return models.distance({"": found}, {"": wanted}) <= 1e-6 and type(pair.first).__name__.startswith("Frozen")
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_ways_to_shard(pool: Callable[[int], Pool], way: Callable[[Pair], Pair]) -> None:
-    assert pool(4).run(as_rounded, way) == [True] * 4
+# ---- what stays as it is
 
 
 class SelfEncoding(Tensor):
@@ -338,24 +280,31 @@ def sharded() -> Any:
     return Fsdp2().shard(lora.make_net(), Case(), STOCK)
 
 
-def tensor_parallel() -> Any:
+def tensor_parallel(adapter: Adapter) -> Any:
     """In a worker: a frozen linear layer that is split inside of nodes and sharded over them."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.Linear(64, 64)).to(models.device()).requires_grad_(False)
     parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
-    Fsdp2().apply(net, STOCK, mesh=mesh["dp"])
-    return net
+    flat_options = {"use_orig_params": True, "device_id": models.device()}
+    options = flat_options if adapter.mesh_argument == "device_mesh" else {}
+    return adapter.apply(net, STOCK, **{adapter.mesh_argument: mesh["dp"]}, **options)
 
 
-def flattened() -> Any:
-    """In a worker: a frozen net with detours under FullyShardedDataParallel."""
-    return Fsdp1().shard(lora.make_net(), Case(), Strategy(gpus_per_node=2))
+def flattened(part: bool, **options: Any) -> Any:
+    """In a worker: a pair of layers under FullyShardedDataParallel, or one of them alone."""
+    pair = Pair()
+    whole = flat(pair, **options)
+    return pair.first if part else whole
 
 
 MESSAGE = "is sharded by FSDP already; call quantize_frozen_params(model, Int8(block=64)) before you wrap"
+WEIGHT = f"weight {MESSAGE}"
 REFUSALS: dict[str, Refusal] = {
-    "flat parameters": (lambda: quantize(flattened()), ValueError, MESSAGE),
-    "tensor parallel": (lambda: quantize(tensor_parallel()), ValueError, MESSAGE),
+    "flat parameters": (lambda: quantize(flattened(False, use_orig_params=False)), ValueError, f"first.{WEIGHT}"),
+    "a flat parameter": (lambda: quantize(flattened(True, use_orig_params=False)), ValueError, WEIGHT),
+    "flattened, broadcast": (lambda: quantize(flattened(False), sync_module_states=True), ValueError, MESSAGE),
+    "tensor parallel": (lambda: quantize(tensor_parallel(Fsdp2())), ValueError, MESSAGE),
+    "flattened, tensor parallel": (lambda: quantize(tensor_parallel(Fsdp1())), ValueError, MESSAGE),
     "broadcast": (lambda: quantize(sharded(), sync_module_states=True), ValueError, MESSAGE),
     "checkpoint": (lambda: quantize(sharded(), checkpoint=lambda name: torch.zeros(1)), ValueError, MESSAGE),
 }
@@ -369,6 +318,19 @@ def attempt(name: str) -> Reply:
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused(pool: Callable[[int], Pool], name: str) -> None:
     assert_refused(pool(4).run(attempt, name), REFUSALS[name])
+
+
+def refused_after_a_forward() -> bool:
+    """In a worker: FSDP1 has handed out its flat parameters by then."""
+    model = Fsdp1().shard(lora.make_net(), Case(), STOCK)
+    models.loss_of(model, models.batch(0, 0))
+    with pytest.raises(ValueError, match="is sharded by FSDP already"):
+        quantize(model)
+    return True
+
+
+def test_refused_after_a_forward(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(refused_after_a_forward) == [True] * 4
 
 
 def refused_when_in_use(use: str, folder: str) -> bool:

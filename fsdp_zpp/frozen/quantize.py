@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..codecs import Codec, Int8
 from ..support import DTYPES
 from ..topology import ProcessMesh, Topology, process_mesh
 from .base import FrozenBase, Unsettled, base_for
 from .module import FrozenModule, freeze, frozen_modules, unfreeze
+from .owners import Flattened
 from .placement import Placement
-from .report import FrozenReport, log_report, named_left
+from .report import FrozenReport, log_report, merge, named_left
 from .selection import SHARDED, Candidate, Selection, select
 from .source import AnySource, Source, source_from
 from .weight import FrozenWeight, ReadRows
@@ -66,8 +68,10 @@ def quantize_frozen_params(
     (:func:`save_frozen_params` saves them), and no gradient is ever allocated for them. Called again, it takes what
     was frozen since.
 
-    Call it before wrapping, or let ``Strategy(frozen=...)`` do so, or call it on a model that ``fully_shard`` has
-    sharded, ours or torch's, before its first forward: weights are then gathered one by one, and taken from it.
+    Call it before wrapping, or let ``Strategy(frozen=...)`` do so, or call it on a model that is sharded already, by
+    our strategies or torch's, before its first forward and before its optimizer is made. From ``fully_shard`` weights
+    are then gathered and taken one by one; units of FullyShardedDataParallel with ``use_orig_params=True`` are gathered
+    and taken apart one by one.
 
     Args:
         model: Any model with frozen parameters, a PEFT model for one. On the meta device, with a ``checkpoint``.
@@ -93,8 +97,8 @@ def quantize_frozen_params(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, weights have no values, or weights are sharded already: by
-            FullyShardedDataParallel, by ``fully_shard`` in a model that had a forward, over ranks that are not
+        ValueError: If an argument is out of range, weights have no values, or weights are sharded already: in a model
+            that had a forward, by FullyShardedDataParallel without ``use_orig_params``, over ranks that are not
             data-parallel, or with ``checkpoint`` or ``sync_module_states``, which are for weights that are not.
 
     Example:
@@ -123,12 +127,13 @@ def quantize_frozen_params(
     refuse_sharded(
         selection,
         f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
-        "sync_module_states=, between fully_shard and its first forward",
+        "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True)",
     )
     source = None if checkpoint is None else source_from(checkpoint)
     if source is not None:
         source.check(candidate.name for candidate in selection.chosen)
-    report, _ = quantize_selected(model, selection, options, source)
+    parts = [_quantize_flattened(model, holder, options, ignored_params) for holder in selection.to_open]
+    report = merge([*parts, quantize_selected(model, selection, options, source)[0]])
     log_report([report])
     if source is not None:
         source.load_left(model, options.device)
@@ -166,7 +171,7 @@ def quantize_selected(
         after += _quantize(candidate, base, options, source)
     left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
-        type(model).__name__.removeprefix("FSDP"),  # which fully_shard puts before it
+        _name_of(model),
         options.codec,
         options.placement,
         len(selection.chosen),
@@ -177,6 +182,17 @@ def quantize_selected(
         sum(parameter.numel() for parameter in left),
     )
     return report, base
+
+
+def _quantize_flattened(
+    model: nn.Module, holder: Flattened, options: FrozenOptions, ignored: Collection[Tensor]
+) -> FrozenReport:
+    """Quantize what is worth it of parameters that are sharded as one."""
+    parameters = [parameter for parameter in holder.parameters if not parameter.requires_grad]
+    with holder.opened():
+        selection = select(model, options.min_numel, ignored, only=parameters)
+        report, _ = quantize_selected(model, selection, replace(options, dtype=options.dtype or holder.compute_dtype))
+    return report
 
 
 def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, source: AnySource | None) -> int:
@@ -190,6 +206,12 @@ def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, so
         row = weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
     put_in_place(candidate, weight, row, base)
     return row.nbytes
+
+
+def _name_of(model: nn.Module) -> str:
+    if isinstance(model, FullyShardedDataParallel):
+        model = model.module
+    return type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
 
 
 def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:

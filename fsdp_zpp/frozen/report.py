@@ -53,14 +53,18 @@ class FrozenReport:
 
 def log_report(reports: list[FrozenReport]) -> None:
     """Say it once, on the mesh's first rank; several parts of a model make one line."""
-    if not reports or reports[0].placement.mesh.rank:
-        return
+    if reports and reports[0].placement.mesh.rank == 0:
+        logger.info("%s", merge(reports))
+
+
+def merge(reports: list[FrozenReport]) -> FrozenReport:
+    """One report of several parts of a model, one or more; the last one's name is that of all."""
     first, last = reports[0], reports[-1]
     left: dict[str, tuple[str, ...]] = {}
     for report in reports:
         for reason, names in report.left.items():
             left[reason] = (*left.get(reason, ()), *names)
-    total = FrozenReport(
+    return FrozenReport(
         last.model,
         first.codec,
         first.placement,
@@ -71,7 +75,6 @@ def log_report(reports: list[FrozenReport]) -> None:
         left,
         sum(report.parameters_left for report in reports),
     )
-    logger.info("%s", total)
 
 
 def named_left(left: dict[str, list[tuple[str, nn.Parameter]]]) -> dict[str, tuple[str, ...]]:

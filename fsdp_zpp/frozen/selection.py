@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..support import DTYPES
-from .owners import Owner, owners_in
+from .base import original_path
+from .owners import Flattened, Owner, flattened_in, owners_in
 
 SHARDED = "sharded by FSDP already"
 
@@ -42,13 +42,21 @@ class Selection:
     Attributes:
         chosen: In the order of the model.
         left: Names and parameters that are frozen but stay as they are, by the reason.
+        to_open: What is to be taken apart, to choose from what is in it.
     """
 
     chosen: list[Candidate] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+    to_open: list[Flattened] = field(default_factory=list)
 
 
-def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), take_sharded: bool = False) -> Selection:
+def select(
+    model: nn.Module,
+    min_numel: int,
+    ignored: Collection[Tensor] = (),
+    take_sharded: bool = False,
+    only: Collection[Tensor] | None = None,
+) -> Selection:
     """Choose frozen weights of nn.Linear and nn.Embedding, tied ones once.
 
     Args:
@@ -56,14 +64,18 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), t
         min_numel: Smaller ones are left.
         ignored: Parameters that are left.
         take_sharded: Whether to choose those that are sharded, too, where their owner gives them up.
+        only: The parameters to look at; None is all.
     """
     selection = Selection()
-    ignored_ids = {id(tensor) for tensor in ignored}
+    ignored_ids, only_ids = {id(tensor) for tensor in ignored}, {id(tensor) for tensor in only or ()}
     trainable_uses, seen = _sites_by_parameter(model), set()
-    adapters, flattened, owners = _adapter_modules(model), _fsdp_modules(model), owners_in(model)
+    adapters, owners = _adapter_modules(model), owners_in(model)
+    later, stuck = _in_flattened(model, selection, take_sharded) if only is None else (set(), set())
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or id(parameter) in seen:
+                continue
+            if id(parameter) in later or (only is not None and id(parameter) not in only_ids):
                 continue
             seen.add(id(parameter))
             sites, owner = trainable_uses[id(parameter)], owners.get(id(parameter))
@@ -71,7 +83,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), t
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
                 reason = "an adapter's"
-            elif _fits(module, name) and (id(module) in flattened or _stays(parameter, owner, take_sharded)):
+            elif _fits(module, name) and (id(parameter) in stuck or _stays(parameter, owner, take_sharded)):
                 reason = SHARDED  # and may be of another shape now, so this comes first
             else:
                 kind = type(parameter) if owner is None else owner.kind
@@ -79,8 +91,34 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), t
             if reason is None:
                 selection.chosen.append(Candidate(parameter, [(where, site) for where, _, site in sites], owner))
             else:
-                selection.left.setdefault(reason, []).append((f"{path}.{name}".removeprefix("."), parameter))
+                own_name = original_path(f"{path}.{name}".removeprefix("."))
+                selection.left.setdefault(reason, []).append((own_name, parameter))
     return selection
+
+
+def _in_flattened(model: nn.Module, selection: Selection, take_sharded: bool) -> tuple[set[int], set[int]]:
+    """Select what is to be taken apart.
+
+    Returns:
+        The ids of parameters to choose from then, and of those that stay in what they are flattened in.
+    """
+    later: set[int] = set()
+    stuck: set[int] = set()
+    paths = {module: path for path, module in model.named_modules()}
+    for holder in flattened_in(model):
+        ids = {id(parameter) for parameter in holder.parameters}
+        fitting = [module for module, name in holder.sites if module in paths and _fits(module, name)]
+        weights = [module._parameters.get("weight") for module in fitting]
+        if not ids and fitting and not holder.requires_grad:
+            # The one parameter that is shown does not say what it is made of.
+            name = original_path(f"{paths[fitting[0]]}.weight".removeprefix("."))
+            selection.left.setdefault(SHARDED, []).append((name, nn.Parameter()))
+        elif take_sharded and holder.can_open and any(w is not None and not w.requires_grad for w in weights):
+            selection.to_open.append(holder)
+            later |= ids
+        else:
+            stuck |= ids
+    return later, stuck
 
 
 def _stays(parameter: nn.Parameter, owner: Owner | None, take_sharded: bool) -> bool:
@@ -132,9 +170,3 @@ def _adapter_modules(model: nn.Module) -> set[int]:
             if isinstance(container, nn.Module):
                 found |= {id(inner) for inner in container.modules()}
     return found
-
-
-def _fsdp_modules(model: nn.Module) -> set[int]:
-    """Modules inside of instances of FullyShardedDataParallel, which then own the parameters."""
-    instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-    return {id(inner) for instance in instances for inner in instance.modules()}

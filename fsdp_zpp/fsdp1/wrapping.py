@@ -18,11 +18,12 @@ from ..activity import log_reduction
 from ..comm_hook import QuantizedReduceState
 from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
+from ..frozen.owners import register_flattened
 from ..staleness import ModelEvents, gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import check_dtypes, check_instance, check_no_other_parallelism, mesh_for, topology_for
-from . import _torch, _torch_backward, _torch_handle
+from . import _torch, _torch_backward, _torch_flat, _torch_handle
 
 _EVENTS = "_fsdp_zpp_events"
 
@@ -53,9 +54,15 @@ def install() -> None:
     _torch_handle.announce_writebacks()
     _torch.after_zero_grad(gradients_cleared)
     _torch.summon_frozen_too()
+    register_flattened(lambda model: _torch_flat.flat_units(model, _readopt))
 
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
+    _construct_with(construct, module, arguments)
+    _torch_flat.constructed(module)
+
+
+def _construct_with(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
     check_instance("sharding_strategy", strategy)
     if not isinstance(strategy, Strategy):
@@ -93,6 +100,14 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
+    _adopt(module, unit)
+    # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
+    module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+    units.attach(module, unit)
+
+
+def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+    """Have the flat parameter that ``module`` has now, if any, gathered and reduced by ``unit``."""
     handle = _torch_handle.adopt_handle(
         module,
         unit.gather,
@@ -101,11 +116,16 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         reduce=unit.reduce,
         written_back=unit.invalidate,
     )
-    if handle is not None:
+    if handle is None:
+        unit.when_stale = unit.when_cleared = lambda: None  # not the flat parameter's that was there before
+    else:
         unit.when_stale, unit.when_cleared = handle.drop_unsharded, handle.forget_gradients
-    # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
-    module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
-    units.attach(module, unit)
+
+
+def _readopt(module: FullyShardedDataParallel) -> None:
+    """Adopt another flat parameter of an instance that may have a strategy."""
+    if isinstance(unit := units.unit_of(module), StrategyUnit):
+        _adopt(module, unit)
 
 
 def _watch(root: nn.Module) -> None:

@@ -1,0 +1,106 @@
+"""Private names of torch's flat parameters, before their first forward: taken apart and put together again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._init_utils import _init_param_handle_from_params as init_handle
+
+from ..hop import all_gather_single
+from ._torch import FlatParamHandle
+
+OnChange = Callable[[FullyShardedDataParallel], None]
+
+
+class FlatUnit:
+    """The flat parameter of an instance of FSDP; see frozen/owners.py.
+
+    Args:
+        instance: The instance, which has one.
+        on_change: Called when the instance has another flat parameter, or none.
+    """
+
+    def __init__(self, instance: FullyShardedDataParallel, on_change: OnChange) -> None:
+        assert instance._handle is not None
+        self._instance, self._handle, self._on_change = instance, instance._handle, on_change
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The original parameters, if FSDP shows them."""
+        return list(self._handle.flat_param._params or ())
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self._handle.flat_param.requires_grad
+
+    @property
+    def sites(self) -> list[tuple[nn.Module, str]]:
+        """Modules and their names for what is in it."""
+        return [(module, name) for name, module, _ in self._handle.flat_param._param_infos]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The mixed precision's ``param_dtype``."""
+        return self._instance.mixed_precision.param_dtype
+
+    @property
+    def can_open(self) -> bool:
+        """Whether it shows its parameters, all of them data-parallel, in a model that torch has not initialized yet."""
+        return bool(self.parameters) and self._handle._fsdp_extension is None and self._instance._is_root is None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Have its parameters be plain, all of them on every rank; what is left of them is flattened in the end."""
+        instance: Any = self._instance
+        parameters = self.parameters
+        with torch.no_grad():
+            values = self._handle._get_unflat_views(_whole(self._handle, instance.compute_device))
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.data = value
+        instance._handle = None
+        instance.params.clear()
+        instance._fully_sharded_module_to_handle.clear()
+        try:
+            yield
+        finally:
+            registered = {id(own) for module, _ in self.sites for own in module._parameters.values()}
+            left = [parameter for parameter in parameters if id(parameter) in registered]
+            # This copies them, so that none keeps the memory of all.
+            init_handle(instance, left, self._handle._fully_sharded_module)
+            self._on_change(instance)
+
+
+def _whole(handle: FlatParamHandle, device: torch.device) -> Tensor:
+    """The flat parameter, padding included, on the device that computes. Collective."""
+    flat: Any = handle.flat_param
+    shard: Tensor = flat.detach().to(device)  # from where it is offloaded to
+    if not handle.uses_sharded_strategy:
+        return shard
+    whole = shard.new_empty(shard.numel() * handle.world_size)
+    all_gather_single()(whole, shard, group=handle.process_group)
+    return whole[: sum(flat._numels_with_padding)]
+
+
+_INSTANCES: list[weakref.ref[FullyShardedDataParallel]] = []
+"""In the order of their construction, which is the same on all ranks."""
+
+
+def constructed(instance: FullyShardedDataParallel) -> None:
+    """Note an instance: who looks at a part of a model does not see those around it."""
+    _INSTANCES[:] = [reference for reference in _INSTANCES if reference() is not None]
+    _INSTANCES.append(weakref.ref(instance))
+
+
+def flat_units(model: nn.Module, on_change: OnChange) -> list[FlatUnit]:
+    """The flat parameters that hold parameters of ``model``, in the order of their construction."""
+    modules = set(model.modules())
+    instances = [instance for reference in _INSTANCES if (instance := reference()) is not None]
+    units = [FlatUnit(instance, on_change) for instance in instances if instance._handle is not None]
+    return [unit for unit in units if any(module in modules for module, _ in unit.sites)]
