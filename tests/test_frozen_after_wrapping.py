@@ -280,14 +280,12 @@ def sharded() -> Any:
     return Fsdp2().shard(lora.make_net(), Case(), STOCK)
 
 
-def tensor_parallel(adapter: Adapter) -> Any:
+def tensor_parallel() -> Any:
     """In a worker: a frozen linear layer that is split inside of nodes and sharded over them."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.Linear(64, 64)).to(models.device()).requires_grad_(False)
     parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
-    flat_options = {"use_orig_params": True, "device_id": models.device()}
-    options = flat_options if adapter.mesh_argument == "device_mesh" else {}
-    return adapter.apply(net, STOCK, **{adapter.mesh_argument: mesh["dp"]}, **options)
+    return Fsdp2().apply(net, STOCK, mesh=mesh["dp"])
 
 
 def flattened(part: bool, **options: Any) -> Any:
@@ -303,8 +301,7 @@ REFUSALS: dict[str, Refusal] = {
     "flat parameters": (lambda: quantize(flattened(False, use_orig_params=False)), ValueError, f"first.{WEIGHT}"),
     "a flat parameter": (lambda: quantize(flattened(True, use_orig_params=False)), ValueError, WEIGHT),
     "flattened, broadcast": (lambda: quantize(flattened(False), sync_module_states=True), ValueError, MESSAGE),
-    "tensor parallel": (lambda: quantize(tensor_parallel(Fsdp2())), ValueError, MESSAGE),
-    "flattened, tensor parallel": (lambda: quantize(tensor_parallel(Fsdp1())), ValueError, MESSAGE),
+    "tensor parallel": (lambda: quantize(tensor_parallel()), ValueError, MESSAGE),
     "broadcast": (lambda: quantize(sharded(), sync_module_states=True), ValueError, MESSAGE),
     "checkpoint": (lambda: quantize(sharded(), checkpoint=lambda name: torch.zeros(1)), ValueError, MESSAGE),
 }
