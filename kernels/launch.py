@@ -39,7 +39,7 @@ class Launch:
             tensors: Of the same dtypes in every call, contiguous; uint8 ones are payloads.
             factors: What the kernel takes after them.
         """
-        # All that Triton compiles another kernel for, from one call to the next.
+        # All that Triton compiles another kernel for, from one call to the next, on GPUs of NVIDIA's.
         variant = (tensors[0].get_device(), *[tensor.data_ptr() % ALIGNMENT for tensor in tensors])
         compiled = self._compiled.get(variant)
         with torch.cuda.device_of(tensors[0]):

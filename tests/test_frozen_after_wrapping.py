@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from fsdp_zpp import (
     quantize_frozen_params,
     save_frozen_params,
 )
+from fsdp_zpp.fsdp1 import _torch_flat
 from fsdp_zpp.fsdp2._torch import _groups_of as groups_of, state_of
 
 CODEC = Int8(64)
@@ -164,6 +166,71 @@ def test_nothing_is_left_flattened(pool: Callable[[int], Pool]) -> None:
         assert matrices == []
         assert values == expected
         assert alive == [False] * 8
+
+
+@dataclass(frozen=True)
+class Watching(Int8):
+    """Notes, whenever it encodes, the bytes that some parameters take."""
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        storages = [parameter.untyped_storage() for parameter in WATCHED]
+        NOTED.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        return super().encode(values, rows, cols)
+
+
+WATCHED: list[nn.Parameter] = []
+NOTED: list[int] = []
+
+
+def bytes_meanwhile(strategy: Any) -> tuple[int, int]:
+    """In a worker: the most that frozen matrices take while they are quantized, and what their shards and a unit do."""
+    net = lora.make_net(blocks=6)
+    block = sum(p.nbytes for p in net.blocks[0].parameters() if not p.requires_grad)
+    rest = net.embedding.weight.nbytes + net.head.weight.nbytes
+    model = Fsdp1().shard(net, Case(), strategy)
+    WATCHED[:] = [p for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) for p in [m.weight]]
+    WATCHED[:] = [parameter for parameter in WATCHED if not parameter.requires_grad]
+    NOTED.clear()
+    assert quantize_frozen_params(model, Watching(64), gpus_per_node=2).weights == len(WATCHED) == len(NOTED) == 14
+    return max(NOTED), (6 * block + rest) // 4 + max(block, rest)
+
+
+@pytest.mark.parametrize("name", ["torch's", "zeropp"])
+def test_one_unit_at_a_time_is_whole(pool: Callable[[int], Pool], name: str) -> None:
+    for most, allowed in pool(4).run(bytes_meanwhile, STRATEGIES[name]):
+        assert most <= 1.1 * allowed
+
+
+def unknown_instances() -> bool:
+    """In a worker: instances that were made before the package was imported are found, or what they hold is refused."""
+    for net_is_wrapper in (True, False):
+        net = lora.make_net()
+        model = Fsdp1().shard(net, Case(wrap_blocks=False), STOCK)
+        _torch_flat._INSTANCES.clear()
+        if net_is_wrapper:
+            assert quantize(model).weights == 8
+        else:
+            with pytest.raises(ValueError, match="is sharded by FSDP already"):
+                quantize(net)
+    return True
+
+
+def test_unknown_instances(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(unknown_instances) == [True] * 4
+
+
+def given_other_values() -> bool:
+    """In a worker: what a parameter was given after it was sharded stays."""
+    model = Fsdp1().shard(lora.make_net(), Case(), Strategy(gpus_per_node=2))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.ones_like(parameter)
+    quantize(model)
+    return all(bool((weight == 1).all()) for weight in lora.trainable(Fsdp1().full_weights(model)).values())
+
+
+def test_other_values(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(given_other_values) == [True] * 4
 
 
 def with_an_optimizer(adapter: Adapter) -> bool:

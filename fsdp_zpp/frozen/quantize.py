@@ -70,8 +70,9 @@ def quantize_frozen_params(
 
     Call it before wrapping, or let ``Strategy(frozen=...)`` do so, or call it on a model that is sharded already, by
     our strategies or torch's, before its first forward and before its optimizer is made. From ``fully_shard`` weights
-    are then gathered and taken one by one; units of FullyShardedDataParallel with ``use_orig_params=True`` are gathered
-    and taken apart one by one.
+    are then gathered and taken one by one. Units of FullyShardedDataParallel with ``use_orig_params=True`` are gathered
+    and taken apart one by one, before anything else has FSDP find out which instance is the root: a state dict saved or
+    loaded, parameters summoned, a hook registered.
 
     Args:
         model: Any model with frozen parameters, a PEFT model for one. On the meta device, with a ``checkpoint``.
@@ -98,8 +99,9 @@ def quantize_frozen_params(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, weights have no values, or weights are sharded already: in a model
-            that had a forward, by FullyShardedDataParallel without ``use_orig_params``, over ranks that are not
-            data-parallel, or with ``checkpoint`` or ``sync_module_states``, which are for weights that are not.
+            that had a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel without
+            ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
+            ``sync_module_states``, which are for weights that are not.
 
     Example:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -127,7 +129,8 @@ def quantize_frozen_params(
     refuse_sharded(
         selection,
         f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
-        "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True)",
+        "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True and "
+        "before a state dict is saved or loaded)",
     )
     source = None if checkpoint is None else source_from(checkpoint)
     if source is not None:

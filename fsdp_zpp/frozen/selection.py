@@ -83,7 +83,9 @@ def select(
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
                 reason = "an adapter's"
-            elif _fits(module, name) and (id(parameter) in stuck or _stays(parameter, owner, take_sharded)):
+            elif _fits(module, name) and (
+                id(parameter) in stuck or parameter.dim() != 2 or _stays(parameter, owner, take_sharded)
+            ):
                 reason = SHARDED  # and may be of another shape now, so this comes first
             else:
                 kind = type(parameter) if owner is None else owner.kind

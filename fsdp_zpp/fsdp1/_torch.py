@@ -1,8 +1,8 @@
 """Private names of torch's FullyShardedDataParallel: what there must be of them, and those of construction.
 
-With ``_torch_handle.py`` and ``_torch_backward.py``, which hold those of flat parameters and of backwards, this is all
-that the adapter touches of torch's internals, and these files do nothing else. Checked on torch 2.11 to 2.13. A torch
-that lacks one of the names fails here, at import, with a clear error.
+With ``_torch_handle.py``, ``_torch_flat.py`` and ``_torch_backward.py``, which hold those of flat parameters and of
+backwards, this is all that the adapter touches of torch's internals, and these files do nothing else. Checked on torch
+2.11 to 2.13. A torch that lacks one of the names fails here, at import, with a clear error.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ try:
         FlatParamHandle._all_gather_flat_param,
         FlatParamHandle._use_low_precision_shard,
         FlatParamHandle._force_full_precision,
+        FlatParamHandle._get_unflat_views_aligned,
         FlatParamHandle._writeback_orig_params,
         torch._C._current_graph_task_id,
     )

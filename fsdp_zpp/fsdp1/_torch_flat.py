@@ -27,8 +27,8 @@ class FlatUnit:
     """
 
     def __init__(self, instance: FullyShardedDataParallel, on_change: OnChange) -> None:
-        assert instance._handle is not None
-        self._instance, self._handle, self._on_change = instance, instance._handle, on_change
+        self._instance, self._on_change = instance, on_change
+        self._handle: Any = instance._handle
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -42,8 +42,10 @@ class FlatUnit:
 
     @property
     def sites(self) -> list[tuple[nn.Module, str]]:
-        """Modules and their names for what is in it."""
-        return [(module, name) for name, module, _ in self._handle.flat_param._param_infos]
+        """Modules and their names for what is in it, those of a shared parameter too."""
+        flat = self._handle.flat_param
+        own = [(info.module, info.param_name) for info in flat._param_infos]
+        return own + [(info.module, info.param_name) for info in flat._shared_param_infos]
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -59,22 +61,32 @@ class FlatUnit:
     def opened(self) -> Iterator[None]:
         """Have its parameters be plain, all of them on every rank; what is left of them is flattened in the end."""
         instance: Any = self._instance
-        parameters = self.parameters
-        with torch.no_grad():
-            values = self._handle._get_unflat_views(_whole(self._handle, instance.compute_device))
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.data = value
-        instance._handle = None
+        parameters, sites, module = self.parameters, self.sites, self._handle._fully_sharded_module
+        _make_plain(self._handle, parameters, instance.compute_device)
+        self._handle = instance._handle = None  # and with it the shard
         instance.params.clear()
         instance._fully_sharded_module_to_handle.clear()
         try:
             yield
         finally:
-            registered = {id(own) for module, _ in self.sites for own in module._parameters.values()}
+            registered = {id(parameter) for site, _ in sites for parameter in site._parameters.values()}
             left = [parameter for parameter in parameters if id(parameter) in registered]
-            # This copies them, so that none keeps the memory of all.
-            init_handle(instance, left, self._handle._fully_sharded_module)
+            for parameter in parameters:
+                if id(parameter) not in registered:
+                    parameter.data = parameter.new_empty(0)  # whoever still has it would keep the memory of all
+            init_handle(instance, left, module)  # which copies what is left
+            self._handle = instance._handle
             self._on_change(instance)
+
+
+@torch.no_grad()
+def _make_plain(handle: FlatParamHandle, parameters: list[nn.Parameter], device: torch.device) -> None:
+    """Give the original parameters all of their values. Collective."""
+    if not handle._skip_writeback_check and (handle.uses_sharded_strategy or not handle._offload_params):
+        handle._writeback_orig_params()  # as before FSDP's first gather, of what was given other values meanwhile
+    values = handle._get_unflat_views(_whole(handle, device))
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
 
 
 def _whole(handle: FlatParamHandle, device: torch.device) -> Tensor:
@@ -99,8 +111,10 @@ def constructed(instance: FullyShardedDataParallel) -> None:
 
 
 def flat_units(model: nn.Module, on_change: OnChange) -> list[FlatUnit]:
-    """The flat parameters that hold parameters of ``model``, in the order of their construction."""
-    modules = set(model.modules())
+    """The flat parameters that hold parameters of ``model``, in the order of their construction, as far as known."""
+    modules = dict.fromkeys(model.modules())
     instances = [instance for reference in _INSTANCES if (instance := reference()) is not None]
-    units = [FlatUnit(instance, on_change) for instance in instances if instance._handle is not None]
+    # Those that were constructed before this package was imported.
+    instances += [module for module in modules if isinstance(module, FullyShardedDataParallel)]
+    units = [FlatUnit(each, on_change) for each in dict.fromkeys(instances) if each._handle is not None]
     return [unit for unit in units if any(module in modules for module, _ in unit.sites)]

@@ -118,10 +118,10 @@ def flat_replicated(pair: Pair) -> FullyShardedDataParallel:
     return flat(pair, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
-def flat_tied(pair: Pair) -> FullyShardedDataParallel:
+def flat_tied(pair: Pair, **arguments: Any) -> FullyShardedDataParallel:
     """One unit, two layers of which share a weight."""
     pair.second.weight = pair.first.weight
-    return FullyShardedDataParallel(pair, use_orig_params=True, device_id=models.device())
+    return FullyShardedDataParallel(pair, use_orig_params=True, device_id=models.device(), **arguments)
 
 
 def flat_in_part(pair: Pair) -> FullyShardedDataParallel:
