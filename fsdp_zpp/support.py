@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .strategy import Strategy
@@ -24,6 +25,14 @@ def check_instance(name: str, value: object) -> None:
     """
     if isinstance(value, type) and issubclass(value, Strategy):
         raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
+
+
+def model_name(model: nn.Module) -> str:
+    """The name of a model's class, sharded or not."""
+    if isinstance(model, FullyShardedDataParallel):
+        model = model.module
+    name = type(model).__name__
+    return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name  # which fully_shard puts before it
 
 
 def topology_for(strategy: Strategy, group: dist.ProcessGroup) -> Topology:

@@ -8,11 +8,10 @@ unrounded.
 import functools
 
 import torch
-import triton
 from torch import Tensor
 
 from .feedback import quantize_corrected_kernel, sum_quantize_corrected_kernel
-from .launch import Launch
+from .launch import Launch, launch_tiles
 from .payload import PayloadLayout
 from .programs import quantize_kernel, sum_kernel, sum_quantize_kernel
 from .tiling import align, corrected_tiling, eviction, group, quantize_tiling, sum_quantize_tiling, sum_tiling, zero
@@ -29,16 +28,16 @@ def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Ten
 
 @functools.cache
 def _quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
-    tiling = quantize_tiling(layout)
-    return Launch(
+    return launch_tiles(
         quantize_kernel,
-        (triton.cdiv(numel, tiling.tile), cols, rows),
-        tiling.num_warps,
+        quantize_tiling(layout),
+        numel,
+        cols,
+        rows,
         numel_units=numel // align(numel),
         ALIGN=align(numel),
         BITS=layout.bits,
         BLOCK=layout.block,
-        TILE=tiling.tile,
         GROUP=group(dtype, layout),
     )
 
@@ -52,18 +51,18 @@ def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: P
 
 @functools.cache
 def _sum(peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
-    tiling = sum_tiling(peers, layout)
-    return Launch(
+    return launch_tiles(
         sum_kernel,
-        (triton.cdiv(numel, tiling.tile), cols, rows),
-        tiling.num_warps,
+        sum_tiling(peers, layout),
+        numel,
+        cols,
+        rows,
         numel_units=numel // align(numel),
         zero=zero(layout.bits),
         ALIGN=align(numel),
         PEERS=peers,
         BITS=layout.bits,
         BLOCK=layout.block,
-        TILE=tiling.tile,
         GROUP=group(dtype, layout),
         EVICTION=eviction(rows * cols * numel * dtype.itemsize),
     )
@@ -89,11 +88,12 @@ def dequantize_sum_quantize(
 def _sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Launch:
-    tiling = sum_quantize_tiling(layout, out_layout)
-    return Launch(
+    return launch_tiles(
         sum_quantize_kernel,
-        (triton.cdiv(numel, tiling.tile), cols, rows),
-        tiling.num_warps,
+        sum_quantize_tiling(layout, out_layout),
+        numel,
+        cols,
+        rows,
         numel=numel,
         zero=zero(layout.bits),
         PEERS=peers,
@@ -101,7 +101,6 @@ def _sum_quantize(
         BLOCK=layout.block,
         OUT_BITS=out_layout.bits,
         OUT_BLOCK=out_layout.block,
-        TILE=tiling.tile,
         GROUP=128 // layout.bits,  # codes of a peer in a 16-byte access
     )
 
@@ -128,18 +127,18 @@ def quantize_corrected(
 def _quantize_corrected(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
 ) -> Launch:
-    tiling = corrected_tiling(layout, error_layout)
-    return Launch(
+    return launch_tiles(
         quantize_corrected_kernel,
-        (triton.cdiv(numel, tiling.tile), cols, rows),
-        tiling.num_warps,
+        corrected_tiling(layout, error_layout),
+        numel,
+        cols,
+        rows,
         numel_units=numel // align(numel),
         zero=zero(8),
         ALIGN=align(numel),
         BITS=layout.bits,
         BLOCK=layout.block,
         ERROR_BLOCK=error_layout.block if error_layout else 0,
-        TILE=tiling.tile,
         GROUP=group(dtype, layout),
     )
 
@@ -172,11 +171,12 @@ def _sum_quantize_corrected(
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
 ) -> Launch:
-    tiling = corrected_tiling(layout, out_layout, error_layout)
-    return Launch(
+    return launch_tiles(
         sum_quantize_corrected_kernel,
-        (triton.cdiv(numel, tiling.tile), rows, 1),
-        tiling.num_warps,
+        corrected_tiling(layout, out_layout, error_layout),
+        numel,
+        rows,
+        1,
         numel=numel,
         zero=zero(layout.bits),
         error_zero=zero(8),
@@ -186,5 +186,4 @@ def _sum_quantize_corrected(
         OUT_BITS=out_layout.bits,
         OUT_BLOCK=out_layout.block,
         ERROR_BLOCK=error_layout.block if error_layout else 0,
-        TILE=tiling.tile,
     )

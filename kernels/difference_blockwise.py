@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, launch_tiles
 from .payload import PayloadLayout
 from .programs import load_blocks
 from .tiles import decode_sum, encode, source_chunk, tile_index
@@ -125,11 +125,12 @@ def quantize_difference(values: Tensor, held: Tensor, held_layout: PayloadLayout
 def _difference(
     chunks: int, numel: int, held_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Launch:
-    tiling = difference_tiling(held_layout, layout)
-    return Launch(
+    return launch_tiles(
         difference_kernel,
-        (triton.cdiv(numel, tiling.tile), chunks, 1),
-        tiling.num_warps,
+        difference_tiling(held_layout, layout),
+        numel,
+        chunks,
+        1,
         numel_units=numel // align(numel),
         held_zero=zero(held_layout.bits),
         ALIGN=align(numel),
@@ -137,7 +138,6 @@ def _difference(
         HELD_BLOCK=held_layout.block,
         BITS=layout.bits,
         BLOCK=layout.block,
-        TILE=tiling.tile,
     )
 
 
@@ -153,11 +153,12 @@ def add_difference(
 
 @functools.cache
 def _add(chunks: int, numel: int, held_layout: PayloadLayout, layout: PayloadLayout) -> Launch:
-    tiling = difference_tiling(held_layout, layout)
-    return Launch(
+    return launch_tiles(
         add_kernel,
-        (triton.cdiv(numel, tiling.tile), chunks, 1),
-        tiling.num_warps,
+        difference_tiling(held_layout, layout),
+        numel,
+        chunks,
+        1,
         numel=numel,
         held_zero=zero(held_layout.bits),
         zero=zero(layout.bits),
@@ -165,5 +166,4 @@ def _add(chunks: int, numel: int, held_layout: PayloadLayout, layout: PayloadLay
         HELD_BLOCK=held_layout.block,
         BITS=layout.bits,
         BLOCK=layout.block,
-        TILE=tiling.tile,
     )

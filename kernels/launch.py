@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .payload import ALIGNMENT
+from .tiling import Tiling
 
 
 class Launch:
@@ -56,3 +57,18 @@ class Launch:
         )
         if kernel is not None:  # or it was interpreted
             self._compiled[variant] = kernel[self._grid]
+
+
+def launch_tiles(kernel: Any, tiling: Tiling, numel: int, cols: int, rows: int, /, **fixed: int | str) -> Launch:
+    """A launch with a program for each tile of each chunk.
+
+    Args:
+        kernel: As of :class:`Launch`, with an argument ``TILE``.
+        tiling: How chunks are cut.
+        numel: Values in a chunk.
+        cols: Columns of the grid of chunks.
+        rows: Rows of it.
+        fixed: The kernel's other arguments, by name.
+    """
+    tiles = -(-numel // tiling.tile)
+    return Launch(kernel, (tiles, cols, rows), tiling.num_warps, TILE=tiling.tile, **fixed)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, launch_tiles
 from .payload import ALIGNMENT, PayloadLayout
 from .programs import store_groups
 from .tiles import _codes_words, _load_codes, source_chunk, tile_index
@@ -68,17 +68,17 @@ def decode_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
 
 @functools.cache
 def _rows(chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
-    tiling = sum_tiling(1, layout)
-    return Launch(
+    return launch_tiles(
         rows_kernel,
-        (triton.cdiv(numel, tiling.tile), 1, chunks),
-        tiling.num_warps,
+        sum_tiling(1, layout),
+        numel,
+        1,
+        chunks,
         numel_units=numel // align(numel),
         stride_units=stride // ALIGNMENT,
         zero=zero(layout.bits),
         ALIGN=align(numel),
         BITS=layout.bits,
         BLOCK=layout.block,
-        TILE=tiling.tile,
         GROUP=group(dtype, layout),
     )

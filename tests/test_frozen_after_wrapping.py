@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case, Precision
+from harness.adapters import over_adapters
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pairs import Pair, apart, flat
@@ -84,12 +85,9 @@ STRATEGIES = {
 }
 
 
-ADAPTERS: tuple[Adapter, ...] = (Fsdp1(), Fsdp2())
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("wrap_blocks", [True, False], ids=["by block", "once"])
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+@over_adapters
 def test_as_if_quantized_before(pool: Callable[[int], Pool], adapter: Adapter, name: str, wrap_blocks: bool) -> None:
     case = Case(wrap_blocks=wrap_blocks)
     assert pool(4).run(trained_twice, adapter, STRATEGIES[name], case, "I") == [True] * 4
@@ -97,12 +95,18 @@ def test_as_if_quantized_before(pool: Callable[[int], Pool], adapter: Adapter, n
 
 @pytest.mark.parametrize("placement", ["N", "G"])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+@over_adapters
 def test_other_placements_and_dtypes(
     pool: Callable[[int], Pool], adapter: Adapter, placement: str, precision: Precision | None
 ) -> None:
     case = Case(precision=precision)
     assert pool(4).run(trained_twice, adapter, STRATEGIES["zeropp"], case, placement) == [True] * 4
+
+
+def frozen_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """In a worker: the weights of a model that are frozen, be they sharded or not."""
+    weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    return [weight for weight in weights if not weight.requires_grad]
 
 
 def left_with_fsdp() -> tuple[list[str], int, int, list[bool], bool]:
@@ -114,11 +118,7 @@ def left_with_fsdp() -> tuple[list[str], int, int, list[bool], bool]:
     adapter.apply(net.embedding, STOCK)
     model = adapter.shard(net, Case(), STOCK)
     groups = [len(groups_of(state_of(module))) for module in model.modules() if isinstance(module, FSDPModule)]
-    frozen = [
-        m.weight for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) and not m.weight.requires_grad
-    ]
-    alive = [weakref.ref(weight) for weight in frozen if weight.numel() >= 4096]
-    del frozen
+    alive = [weakref.ref(weight) for weight in frozen_matrices(model) if weight.numel() >= 4096]
     report = quantize(model)
     gc.collect()
     models.loss_of(model, models.batch(0, 0)).backward()
@@ -143,11 +143,7 @@ def left_flattened() -> tuple[list[str], int, int, list[bool]]:
     net = lora.make_net()
     expected = sum(p.numel() for p in net.parameters() if p.requires_grad or p.dim() == 1)
     model = adapter.shard(net, Case(), Strategy(gpus_per_node=2))
-    frozen = [
-        m.weight for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) and not m.weight.requires_grad
-    ]
-    alive = [weakref.ref(weight) for weight in frozen]
-    del frozen
+    alive = [weakref.ref(weight) for weight in frozen_matrices(model)]
     report = quantize(model)
     assert report.weights == len(alive) == 8
     assert report.model == "Net"
@@ -188,8 +184,7 @@ def bytes_meanwhile(strategy: Any) -> tuple[int, int]:
     block = sum(p.nbytes for p in net.blocks[0].parameters() if not p.requires_grad)
     rest = net.embedding.weight.nbytes + net.head.weight.nbytes
     model = Fsdp1().shard(net, Case(), strategy)
-    WATCHED[:] = [p for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) for p in [m.weight]]
-    WATCHED[:] = [parameter for parameter in WATCHED if not parameter.requires_grad]
+    WATCHED[:] = frozen_matrices(model)
     NOTED.clear()
     assert quantize_frozen_params(model, Watching(64), gpus_per_node=2).weights == len(WATCHED) == len(NOTED) == 14
     return max(NOTED), (6 * block + rest) // 4 + max(block, rest)
@@ -246,7 +241,7 @@ def with_an_optimizer(adapter: Adapter) -> bool:
     return moved == set(lora.trainable(after)) != set()
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+@over_adapters
 def test_an_optimizer_made_before(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     assert pool(4).run(with_an_optimizer, adapter) == [True] * 4
 
@@ -260,7 +255,7 @@ def peft_after(adapter: Adapter) -> bool:
     return torch.equal(llama.logits_of(model), llama.logits_of(alone))
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+@over_adapters
 def test_peft(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     assert pool(4).run(peft_after, adapter) == [True] * 4
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..codecs import Codec, Int8
-from ..support import DTYPES
+from ..support import DTYPES, model_name
 from ..topology import ProcessMesh, Topology, process_mesh
 from .base import FrozenBase, Unsettled, base_for
 from .module import FrozenModule, freeze, frozen_modules, unfreeze
@@ -174,7 +173,7 @@ def quantize_selected(
         after += _quantize(candidate, base, options, source)
     left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
-        _name_of(model),
+        model_name(model),
         options.codec,
         options.placement,
         len(selection.chosen),
@@ -209,12 +208,6 @@ def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, so
         row = weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
     put_in_place(candidate, weight, row, base)
     return row.nbytes
-
-
-def _name_of(model: nn.Module) -> str:
-    if isinstance(model, FullyShardedDataParallel):
-        model = model.module
-    return type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
 
 
 def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,10 @@ class FlatUnit:
 
     def __init__(self, instance: FullyShardedDataParallel, on_change: OnChange) -> None:
         self._instance, self._on_change = instance, on_change
-        self._handle: Any = instance._handle
+
+    @property
+    def _handle(self) -> Any:
+        return self._instance._handle
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -63,7 +67,7 @@ class FlatUnit:
         instance: Any = self._instance
         parameters, sites, module = self.parameters, self.sites, self._handle._fully_sharded_module
         _make_plain(self._handle, parameters, instance.compute_device)
-        self._handle = instance._handle = None  # and with it the shard
+        instance._handle = None  # and with it the shard
         instance.params.clear()
         instance._fully_sharded_module_to_handle.clear()
         try:
@@ -75,7 +79,6 @@ class FlatUnit:
                 if id(parameter) not in registered:
                     parameter.data = parameter.new_empty(0)  # whoever still has it would keep the memory of all
             init_handle(instance, left, module)  # which copies what is left
-            self._handle = instance._handle
             self._on_change(instance)
 
 
@@ -100,21 +103,21 @@ def _whole(handle: FlatParamHandle, device: torch.device) -> Tensor:
     return whole[: sum(flat._numels_with_padding)]
 
 
-_INSTANCES: list[weakref.ref[FullyShardedDataParallel]] = []
-"""In the order of their construction, which is the same on all ranks."""
+_INSTANCES: weakref.WeakValueDictionary[int, FullyShardedDataParallel] = weakref.WeakValueDictionary()
+"""Numbered in the order of their construction, which is the same on all ranks."""
+_NUMBERS = itertools.count()
 
 
 def constructed(instance: FullyShardedDataParallel) -> None:
     """Note an instance: who looks at a part of a model does not see those around it."""
-    _INSTANCES[:] = [reference for reference in _INSTANCES if reference() is not None]
-    _INSTANCES.append(weakref.ref(instance))
+    _INSTANCES[next(_NUMBERS)] = instance
 
 
 def flat_units(model: nn.Module, on_change: OnChange) -> list[FlatUnit]:
     """The flat parameters that hold parameters of ``model``, in the order of their construction, as far as known."""
     modules = dict.fromkeys(model.modules())
-    instances = [instance for reference in _INSTANCES if (instance := reference()) is not None]
-    # Those that were constructed before this package was imported.
-    instances += [module for module in modules if isinstance(module, FullyShardedDataParallel)]
+    # Some may have been constructed before this package was imported.
+    inside = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
+    instances = [*_INSTANCES.values(), *inside]
     units = [FlatUnit(each, on_change) for each in dict.fromkeys(instances) if each._handle is not None]
     return [unit for unit in units if any(module in modules for module, _ in unit.sites)]

@@ -22,7 +22,14 @@ from ..frozen.owners import register_flattened
 from ..staleness import ModelEvents, gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import check_dtypes, check_instance, check_no_other_parallelism, mesh_for, topology_for
+from ..support import (
+    check_dtypes,
+    check_instance,
+    check_no_other_parallelism,
+    mesh_for,
+    model_name,
+    topology_for,
+)
 from . import _torch, _torch_backward, _torch_flat, _torch_handle
 
 _EVENTS = "_fsdp_zpp_events"
@@ -144,8 +151,7 @@ def _watch(root: nn.Module) -> None:
                 sources[name] = source
     _check_one_group(found)
     if found:
-        wrapped = root.module if isinstance(root, FullyShardedDataParallel) else root
-        name = type(wrapped).__name__
+        name = model_name(root)
         setattr(root, _EVENTS, watch(name, found, parameters, shards, sources))
         warn_if_nothing_is_frozen(root, name, ((unit.strategy, unit.mesh) for unit in found.values()))
 
@@ -249,9 +255,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
             units.attach(instance, hooked[name])
         parameters[name] = list(_torch_handle.parameters_of(instance))
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_handle.shard_of(instance))
-    log_reduction(
-        state.codecs, state.error_feedback, state.mesh, type(model.module).__name__, len(instances), error_nbytes
-    )
+    log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:
         setattr(model, _EVENTS, ModelEvents(hooked, parameters))
     return dict(zip(instances.values(), states.values(), strict=True))

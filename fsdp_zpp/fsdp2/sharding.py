@@ -17,7 +17,7 @@ from ..frozen.owners import register_owners
 from ..staleness import gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import mesh_for
+from ..support import mesh_for, model_name
 from ..topology import own_rank
 from . import _torch
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter
@@ -181,7 +181,7 @@ def _watch(root: nn.Module) -> None:
         if isinstance(unit, StrategyUnit) and group is not None:
             found[group.name], parameters[group.name] = unit, group.parameters()
             shards[group.name], sources[group.name] = group.shards(), group
-    model = type(root).__name__.removeprefix("FSDP")
+    model = model_name(root)
     events = watch(model, found, parameters, shards, sources)
     warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
     _torch.watch_backwards(root, events.gradients_synchronized)

@@ -100,11 +100,15 @@ def in_part(pair: Pair) -> Pair:
     return pair
 
 
+def flat_once(module: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
+    """One unit of FullyShardedDataParallel."""
+    return FullyShardedDataParallel(module, **{"use_orig_params": True, "device_id": models.device()} | arguments)
+
+
 def flat(pair: Pair, **arguments: Any) -> FullyShardedDataParallel:
-    """Three units of FullyShardedDataParallel."""
-    options = {"use_orig_params": True, "device_id": models.device(), **arguments}
-    pair.first, pair.second = (FullyShardedDataParallel(layer, **options) for layer in (pair.first, pair.second))
-    return FullyShardedDataParallel(pair, **options)
+    """Three units."""
+    pair.first, pair.second = (flat_once(layer, **arguments) for layer in (pair.first, pair.second))
+    return flat_once(pair, **arguments)
 
 
 def flat_hybrid(pair: Pair) -> FullyShardedDataParallel:
@@ -121,13 +125,12 @@ def flat_replicated(pair: Pair) -> FullyShardedDataParallel:
 def flat_tied(pair: Pair, **arguments: Any) -> FullyShardedDataParallel:
     """One unit, two layers of which share a weight."""
     pair.second.weight = pair.first.weight
-    return FullyShardedDataParallel(pair, use_orig_params=True, device_id=models.device(), **arguments)
+    return flat_once(pair, **arguments)
 
 
 def flat_in_part(pair: Pair) -> FullyShardedDataParallel:
     """With one weight that is to be left."""
-    ignored = [pair.first.weight]
-    return FullyShardedDataParallel(pair, use_orig_params=True, device_id=models.device(), ignored_states=ignored)
+    return flat_once(pair, ignored_states=[pair.first.weight])
 
 
 WAYS = (by_group, hybrid, along_columns, tied_before, tied_after, replaced, prefetching, gathered_once, in_part)
