@@ -39,7 +39,7 @@ from fsdp_zpp import (
     save_frozen_params,
 )
 from fsdp_zpp.fsdp1 import _torch_flat
-from fsdp_zpp.fsdp2._torch import _groups_of as groups_of, state_of
+from fsdp_zpp.fsdp2._torch import groups_of, state_of
 
 CODEC = Int8(64)
 BF16 = Precision(torch.bfloat16, torch.float32)

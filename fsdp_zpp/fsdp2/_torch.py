@@ -1,10 +1,11 @@
-"""Every private name of torch's fully_shard that the adapter touches, and nothing else.
+"""Every private name of torch's fully_shard that the adapter touches, but for those in _torch_owned.py.
 
 Checked on torch 2.11 to 2.13. A torch that lacks one of the names fails here, at import, with a clear error.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -29,6 +31,7 @@ try:
         torch._C._current_graph_task_id,
         FSDPParam.__annotations__["_sharded_param_data"],
         FSDPParam.unsharded_param,
+        FSDPParamGroup._all_gather_process_group,
         FSDPParamGroup.lazy_init,
         FSDPParamGroup.post_backward,
         FSDPParamGroup.wait_for_unshard,
@@ -38,19 +41,34 @@ try:
 except (ImportError, AttributeError, KeyError) as error:
     raise RuntimeError(f"fsdp_zpp's adapter for fully_shard does not fit torch {torch.__version__}: {error}") from error
 
+# torch 2.13 steps out of functorch's transforms to communicate.
+_without_functorch: Callable[[Any], Any] = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
+
 __all__ = [
     "AllGather",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "FSDPState",
     "ReduceScatter",
+    "ShardGather",
     "StrategyGroup",
     "adopt_group",
     "after_zero_grad",
     "factor_of",
-    "owned_parameters",
+    "groups_of",
     "process_group_of",
     "state_of",
     "strategy_group_of",
     "watch_backwards",
 ]
+
+
+class ShardGather(AllGather):
+    """An all-gather of the shards as they are, which needs no copy of them in the dtype to compute in."""
+
+    @abstractmethod
+    def from_shards(self, output_tensor: Tensor, numel: int) -> None:
+        """Fill ``output_tensor``, of that dtype, in which every rank has ``numel`` values."""
 
 
 class Weights(Protocol):
@@ -107,10 +125,33 @@ class StrategyGroup(FSDPParamGroup):
         # Without replicas that torch knows of, its all-reduce is ours, for letters that leave something to be reduced.
         return self.reduce_grads and (self.all_reduce_grads or not accumulates)
 
+    @_without_functorch
     def unshard(self, async_op: bool = False) -> None:
         if self.kept is not None and self.is_unsharded:
             self.kept.check_unchanged(self.shard_version())
-        super().unshard(async_op)
+        if isinstance(self._all_gather_comm, ShardGather) and self._must_gather():
+            self._all_gather_result = self._gathered(self._all_gather_comm, async_op)
+        else:
+            super().unshard(async_op)
+
+    def _must_gather(self) -> bool:
+        """Whether torch's ``unshard`` would communicate."""
+        asked_for = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
+        done = self.is_unsharded or self._all_gather_result is not None
+        return asked_for and not done and self._all_gather_process_group.size() > 1
+
+    def _gathered(self, gather: ShardGather, async_op: bool) -> AllGatherResult:
+        """As torch's ``foreach_all_gather``, without the two copies of the shards that it makes for a collective."""
+        numels = [shard.numel() for shard in self.shards()]
+        dtypes = [param.param_dtype or param._sharded_param_data.dtype for param in self.fsdp_params]
+        mixed = any(dtype != dtypes[0] for dtype in dtypes)
+        numel, ranks = sum(numels), self._all_gather_process_group.size()
+        _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        with self.device_handle.stream(stream):
+            out = torch.empty(numel * ranks, dtype=torch.uint8 if mixed else dtypes[0], device=self.device)
+            gather.from_shards(out, numel)
+            event = stream.record_event()
+        return AllGatherResult(out, event, None, [[dtype] for dtype in dtypes], [[n] for n in numels], numels)
 
     def reshard(self) -> None:
         if self.kept is None or self._training_state == TrainingState.IDLE:  # idle: a user asks for it
@@ -177,7 +218,7 @@ class StrategyGroup(FSDPParamGroup):
     def lazy_init(self) -> None:
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
-        groups = [group for state in states for group in _groups_of(state) if isinstance(group, StrategyGroup)]
+        groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
         if groups and groups[-1] is self and self._root_is_known is not None:
             callback, self._root_is_known = self._root_is_known, None
@@ -253,7 +294,7 @@ class WatchedState(FSDPState):
     _gradients_synchronized: Callable[[], None]
 
     def _root_post_backward_final_callback(self) -> None:
-        groups = [group for state in self._state_ctx.all_states for group in _groups_of(state)]
+        groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
         synchronized = any(
             group.is_last_micro_batch if isinstance(group, StrategyGroup) else group.reduce_grads for group in groups
         )
@@ -276,7 +317,7 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
         root_is_known: Called with the root when FSDP has initialized all groups below it lazily.
     """
     state = state_of(module)
-    groups: list[Any] = _groups_of(state)
+    groups: list[Any] = groups_of(state)
     if len(groups) != 1:
         return None
     (group,) = groups
@@ -287,80 +328,9 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
     return group
 
 
-OnRelease = Callable[[tuple[nn.Module, ...], bool], None]
-
-
-class OwnedParameter:
-    """One parameter as it is registered on modules, and how it is taken from the groups; see frozen/owners.py.
-
-    Args:
-        parameter: The parameter.
-        on_release: Called with the modules of each group that it has been taken from, and whether that is empty now.
-    """
-
-    def __init__(self, parameter: nn.Parameter, on_release: OnRelease) -> None:
-        self._parameter, self._on_release = parameter, on_release
-        self.members: list[tuple[FSDPState, FSDPParamGroup, FSDPParam]] = []  # several if it was tied after sharding
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The mixed precision's ``param_dtype``."""
-        return self.members[0][1].mp_policy.param_dtype
-
-    @property
-    def kind(self) -> type:
-        """The class of its shard."""
-        local: Any = self._parameter
-        return type(local._local_tensor if isinstance(local, DTensor) else local.data)
-
-    @property
-    def can_release(self) -> bool:
-        """Whether it is sharded, by nothing else than this, in a model that torch has not initialized lazily yet."""
-        return isinstance(self._parameter, DTensor) and all(
-            group.is_sharded and group._all_gather_result is None and state._is_root is None and not param.is_dtensor
-            for state, group, param in self.members
-        )
-
-    def whole(self) -> Tensor:
-        """All of its values, on the device that computes. Collective."""
-        parameter: Any = self._parameter.detach().to(self.members[0][1].device)  # from where it is offloaded to
-        return parameter.full_tensor()
-
-    def release(self) -> None:
-        """Take it out of its groups; a group without parameters goes as well."""
-        for state, group, param in self.members:
-            group.fsdp_params.remove(param)
-            param._post_load_hook_handle.remove()  # it would look for the parameter on its module
-            if not group.fsdp_params:
-                _remove_group(state, group)
-            self._on_release(group.modules, not group.fsdp_params)
-
-
-def _remove_group(state: Any, group: FSDPParamGroup) -> None:
-    if hasattr(state, "_fsdp_param_groups"):
-        state._fsdp_param_groups.remove(group)
-    else:
-        state._fsdp_param_group = None
-
-
-def owned_parameters(model: nn.Module, on_release: OnRelease) -> dict[int, OwnedParameter]:
-    """What has sharded the parameters below ``model``, by the ``id`` that they are registered with, gathered or not."""
-    found: dict[int, OwnedParameter] = {}
-    sharded = [state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    for state in dict.fromkeys(state for state in sharded if state is not None):  # replicate() has states elsewhere
-        for group in _groups_of(state):
-            for param in group.fsdp_params:
-                info = param._module_info
-                parameter = info.module._parameters.get(info.param_name)
-                if parameter is not None:
-                    owner = found.setdefault(id(parameter), OwnedParameter(parameter, on_release))
-                    owner.members.append((state, group, param))
-    return found
-
-
 def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:
     """The group of a module, if it was adopted."""
-    groups = [group for group in _groups_of(module._get_fsdp_state()) if isinstance(group, StrategyGroup)]
+    groups = [group for group in groups_of(module._get_fsdp_state()) if isinstance(group, StrategyGroup)]
     return groups[0] if groups else None
 
 
@@ -405,7 +375,8 @@ def factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | Non
     raise ValueError(f"a Strategy reduces gradients by sum or average, not by {op}")
 
 
-def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+    """The parameter groups of a module."""
     # torch 2.13 allows for several groups a module; before, there was one or none.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:

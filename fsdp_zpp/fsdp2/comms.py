@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ class _PlainAllocation:
 
 
 class StrategyAllGather(_PlainAllocation, _torch.AllGather):
-    """Gathers a group's weights in two hops, encoded from their full-precision shards.
+    """Gathers a group's weights in two hops, in the dtype to compute in.
 
     Args:
-        gather: The two hops.
+        gather: The two hops, without a codec.
         group: Whose weights they are.
     """
 
@@ -37,28 +37,49 @@ class StrategyAllGather(_PlainAllocation, _torch.AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill ``output_tensor``; ``input_tensor`` is this rank's part of it, in the dtype to compute in.
+        """Fill ``output_tensor``; ``input_tensor`` is this rank's part of it."""
+        self._gather(input_tensor, output_tensor, self._version())
+
+    def _version(self) -> Hashable:
+        reused = self._gather.keep_secondary or self._group.kept is not None
+        return self._group.shard_version() if reused else None
+
+
+class EncodedAllGather(StrategyAllGather, _torch.ShardGather):
+    """Gathers a group's weights in two hops, encoded from their full-precision shards.
+
+    Args:
+        gather: The two hops, with a codec.
+        group: Whose weights they are.
+    """
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """As :meth:`from_shards`."""
+        self.from_shards(output_tensor, input_tensor.numel())
+
+    def from_shards(self, output_tensor: Tensor, numel: int) -> None:
+        """Fill ``output_tensor``, in which every rank has ``numel`` values.
 
         Raises:
-            TypeError: If the weights are to be encoded, but torch mixes their dtypes as bytes in one buffer.
+            TypeError: If the parameters are to be computed in several dtypes.
         """
-        reused = self._gather.keep_secondary or self._group.kept is not None
-        version = self._group.shard_version() if reused else None
-        self._gather(self._shard(input_tensor), output_tensor, version)
-
-    def _shard(self, input_tensor: Tensor) -> Tensor:
-        if self._gather.codec is None:
-            return input_tensor
-        if input_tensor.dtype == torch.uint8:
+        if output_tensor.dtype == torch.uint8:
             raise TypeError(
                 f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
                 f"they can't be encoded as {self._gather.codec}: give them one dtype, or "
                 "MixedPrecisionPolicy(param_dtype=...), or shard them with weights=None"
             )
         # A secondary shard that is kept makes the values irrelevant, so they need not be collected.
-        if self._gather.secondary_nbytes:
-            return input_tensor
-        return self._group.full_precision_shard(input_tensor.device)
+        kept = self._gather.secondary_nbytes > 0
+        shard = output_tensor[:numel] if kept else self._group.full_precision_shard(output_tensor.device)
+        self._gather(shard, output_tensor, self._version())
+
+
+def all_gather_of(gather: WeightGather, group: _torch.StrategyGroup) -> _torch.AllGather:
+    """What gathers the weights of ``group`` by ``gather``."""
+    return (StrategyAllGather if gather.codec is None else EncodedAllGather)(gather, group)
 
 
 class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):

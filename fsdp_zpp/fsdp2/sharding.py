@@ -19,8 +19,8 @@ from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import mesh_for, model_name
 from ..topology import own_rank
-from . import _torch
-from .comms import StrategyAllGather, StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter
+from . import _torch, _torch_owned
+from .comms import StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter, all_gather_of
 from .validation import check_arguments, is_torchs_own
 
 
@@ -102,7 +102,7 @@ def fully_shard(
 
 
 _torch.after_zero_grad(gradients_cleared)
-register_owners(lambda model: _torch.owned_parameters(model, _parameter_released))
+register_owners(lambda model: _torch_owned.owned_parameters(model, _parameter_released))
 
 # torch's function has its state under this name, and torch's users look it up there.
 fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     world = unit.mesh.topology.world
     unit.when_stale = group.drop_unsharded
     if unit.gather is not None:
-        sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
+        sharded.set_custom_all_gather(all_gather_of(unit.gather, group))
     if unit.keep_unsharded:
         group.kept = unit.gather
     group.every_backward_reduces = True
