@@ -69,6 +69,8 @@ def run_on_emulated_nodes(
         environment.setdefault("OMP_NUM_THREADS", "4")
         # A hop that waits for other ranks must not hold up what another stream launched after it.
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # NCCL cuts sends and receives into pieces of 128 KiB, collectives into 512; sockets are slow with small ones.
+        environment.setdefault("NCCL_P2P_NET_CHUNKSIZE", str(512 * 2**10))
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]
         torchrun += [f"--nproc-per-node={gpus_per_node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
         processes.append(subprocess.Popen([*torchrun, *command], env=environment))

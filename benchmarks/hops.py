@@ -1,0 +1,92 @@
+"""How fast each hop's collective is by itself, between emulated nodes and inside them, by what a rank sends.
+
+    python benchmarks/hops.py --nodes 2 --gpus-per-node 2 --mib 1,6.5,26
+    NCCL_P2P_NET_CHUNKSIZE=131072 python benchmarks/hops.py
+
+Weights are gathered, gradients go to all, which NCCL makes of sends and receives that it cuts smaller. Where the second
+is slower between nodes, a larger ``NCCL_P2P_NET_CHUNKSIZE`` may help; nodes.py sets it, unless it is set.
+Prints a Markdown table: milliseconds, the median of repetitions, and GB/s that a rank sends. Under torchrun on real
+nodes, start it with ``--worker`` instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nodes import start
+
+from fsdp_zpp.hop import Hop, Kind, Level, Traffic, hop_over
+from fsdp_zpp.topology import process_mesh
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus-per-node", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
+    parser.add_argument("--mib", default="1,6.5,26", help="MiB that a rank sends to others, several by commas")
+    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
+    parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
+    return parser.parse_args()
+
+
+def milliseconds(collective: Callable[[], Any], device: str, repetitions: int) -> float:
+    """The median time of a collective, on the slowest rank."""
+    times = torch.empty(repetitions, dtype=torch.float64, device=device)
+    for repetition in range(-3, repetitions):
+        dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        collective()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if repetition >= 0:
+            times[repetition] = (time.perf_counter() - began) * 1e3
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return statistics.median(times.tolist())
+
+
+def measured(hop: Hop, mib: float, device: str, repetitions: int) -> tuple[float, float]:
+    """Milliseconds of a hop by which every rank sends so many MiB, and the GB/s that makes of them."""
+    sent = int(mib * 2**20)
+    part = sent // (hop.size - 1)
+    if hop.kind == "gather":
+        payload = torch.zeros((1, part), dtype=torch.uint8, device=device)
+        ms = milliseconds(lambda: hop.all_gather(payload, "hop"), device, repetitions)
+    else:
+        payload = torch.zeros((hop.size, part), dtype=torch.uint8, device=device)
+        ms = milliseconds(lambda: hop.all_to_all(payload, "hop"), device, repetitions)
+    return ms, sent / ms / 1e6
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank: measure all hops in turn; rank 0 prints the table."""
+    assert dist.group.WORLD is not None
+    mesh = process_mesh(dist.group.WORLD, arguments.gpus_per_node)
+    lines = ["| hop | collective | sent by a rank, MiB | ms | GB/s |", "|---|---|---|---|---|"]
+    kinds: tuple[tuple[Kind, str], ...] = (("gather", "all-gather"), ("reduce", "all-to-all"))
+    levels: tuple[tuple[Level, str, dist.ProcessGroup | None], ...] = (
+        ("inter", "between nodes", mesh.inter),
+        ("intra", "inside a node", mesh.intra),
+    )
+    for level, where, group in levels:
+        for kind, name in kinds:
+            hop = hop_over(group, kind, level, Traffic())
+            for mib in map(float, arguments.mib.split(",")) if hop is not None else ():
+                ms, gb_per_s = measured(hop, mib, arguments.device, arguments.repetitions)
+                lines.append(f"| {where} | {name} | {mib:g} | {ms:.2f} | {gb_per_s:.2f} |")
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    start(parse(), work)
