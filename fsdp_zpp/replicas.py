@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .accelerator import accelerator
 from .topology import ProcessMesh
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,9 +40,9 @@ def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, letter: str, model
     total = torch.stack(sums).sum()
     bounds = torch.stack([total, -total])
     group = mesh.inter if mesh.inter is not None else mesh.intra
-    accelerator = torch.accelerator.current_accelerator()
-    if group is not None and accelerator is not None and "gloo" not in dist.get_backend(group):
-        bounds = bounds.to(accelerator)  # parameters may be offloaded
+    found = accelerator()
+    if group is not None and found is not None and "gloo" not in dist.get_backend(group):
+        bounds = bounds.to(found)  # parameters may be offloaded
     if mesh.inter is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
     if letter == "I":  # other ranks of the node hold other parts, but are to raise too

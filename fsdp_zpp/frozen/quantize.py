@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..accelerator import accelerator
 from ..codecs import Codec, Int8
 from ..support import DTYPES, model_name
 from ..topology import ProcessMesh, Topology, process_mesh
@@ -270,11 +271,11 @@ def mesh_of(group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Proce
 
 def device_of(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
     """Where codes are to be kept; None is where the weights are."""
-    accelerator = torch.accelerator.current_accelerator()
+    found = accelerator()
     if isinstance(device, int):
-        return torch.device("cpu" if accelerator is None else accelerator.type, device)
+        return torch.device("cpu" if found is None else found.type, device)
     if device is not None:
         return torch.device(device)
-    if accelerator is None or group is None or dist.get_backend(group) == "gloo":
+    if found is None or group is None or dist.get_backend(group) == "gloo":
         return None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(found.type, torch.accelerator.current_device_index())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from .. import units
+from ..accelerator import accelerator
 from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..frozen.owners import register_owners
@@ -128,8 +128,8 @@ def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
 
 def _device_type() -> str:
     """The device of the mesh that torch makes by default."""
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
+    found = accelerator()
+    return "cpu" if found is None else found.type
 
 
 def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyGroup) -> None:
