@@ -5,13 +5,14 @@
 
 Weights are gathered, gradients go to all, which NCCL makes of sends and receives that it cuts smaller. Where the second
 is slower between nodes, a larger ``NCCL_P2P_NET_CHUNKSIZE`` may help; nodes.py sets it, unless it is set.
-Prints a Markdown table: milliseconds, the median of repetitions, and GB/s that a rank sends. Under torchrun on real
+Prints the machine and a Markdown table: milliseconds, the median, and GB/s that a rank sends. Under torchrun on real
 nodes, start it with ``--worker`` instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from nodes import start
 from fsdp_zpp.hop import Hop, Kind, Level, Traffic, hop_over
 from fsdp_zpp.topology import process_mesh
 
+WARMUP = 3
+IN_A_ROW = 10
+"""Ranks don't leave a barrier together, which should count for little."""
+
 
 def parse() -> argparse.Namespace:
     """The command line."""
@@ -32,25 +37,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
     parser.add_argument("--mib", default="1,6.5,26", help="MiB that a rank sends to others, several by commas")
-    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--repetitions", type=int, default=10, help=f"of {IN_A_ROW} collectives in a row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     return parser.parse_args()
 
 
 def milliseconds(collective: Callable[[], Any], device: str, repetitions: int) -> float:
-    """The median time of a collective, on the slowest rank."""
+    """The median time of a collective, on the slowest rank, when some run in a row."""
     times = torch.empty(repetitions, dtype=torch.float64, device=device)
-    for repetition in range(-3, repetitions):
+    for repetition in range(-WARMUP, repetitions):
         dist.barrier()
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        collective()
+        for _ in range(IN_A_ROW):
+            collective()
         if device == "cuda":
             torch.cuda.synchronize()
         if repetition >= 0:
-            times[repetition] = (time.perf_counter() - began) * 1e3
+            times[repetition] = (time.perf_counter() - began) * 1e3 / IN_A_ROW
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return statistics.median(times.tolist())
 
@@ -66,6 +72,14 @@ def measured(hop: Hop, mib: float, device: str, repetitions: int) -> tuple[float
         payload = torch.zeros((hop.size, part), dtype=torch.uint8, device=device)
         ms = milliseconds(lambda: hop.all_to_all(payload, "hop"), device, repetitions)
     return ms, sent / ms / 1e6
+
+
+def machine() -> str:
+    """GPU, versions, and what the environment tells NCCL."""
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    return ", ".join([gpu, f"torch {torch.__version__}", f"NCCL {nccl}", *told])
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -85,7 +99,9 @@ def work(arguments: argparse.Namespace) -> None:
                 ms, gb_per_s = measured(hop, mib, arguments.device, arguments.repetitions)
                 lines.append(f"| {where} | {name} | {mib:g} | {ms:.2f} | {gb_per_s:.2f} |")
     if dist.get_rank() == 0:
-        print("\n".join(lines))
+        layout = f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs"
+        shared = f", on {arguments.gpus} GPUs" if arguments.gpus else ""
+        print("\n".join([f"{layout}{shared}: {machine()}", "", *lines]))
 
 
 if __name__ == "__main__":

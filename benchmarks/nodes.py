@@ -67,8 +67,9 @@ def run_on_emulated_nodes(
         if nodes > 1 and slow:
             environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         environment.setdefault("OMP_NUM_THREADS", "4")
-        # A hop that waits for other ranks must not hold up what another stream launched after it.
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if gpus < nodes * gpus_per_node:
+            # A hop that waits for other ranks must not hold up what another stream launched after it.
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # NCCL cuts sends and receives into pieces of 128 KiB, collectives into 512; sockets are slow with small ones.
         environment.setdefault("NCCL_P2P_NET_CHUNKSIZE", str(512 * 2**10))
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,12 @@ from harness.training import train
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_zpp import Int8, Strategy, traffic
 from fsdp_zpp.hop import all_gather_single
+from fsdp_zpp.weight_gather import WeightGather
 
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 QWZ = Strategy("GGG", weights=Int8(256), gpus_per_node=2)
@@ -54,6 +57,44 @@ def test_shards_are_not_copied(pool: Callable[[int], Pool], strategy: Strategy) 
     assert pool(4).run(copies_of_a_forward, STOCK) == [units] * 4
 
 
+def gathers_of_a_step(strategy: Strategy) -> int:
+    """In a worker: how often units are gathered in a step of two micro-batches."""
+    adapter, gathered = Fsdp2(), []
+    model = adapter.make(MICRO_BATCHES, strategy)
+    gather = WeightGather.__call__
+
+    def counted(self: WeightGather, *args: Any, **kwargs: Any) -> None:
+        gathered.append(self.label)
+        gather(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGather, "__call__", counted)
+        train(adapter, model, dataclasses.replace(MICRO_BATCHES, steps=1))
+    return len(gathered)
+
+
+@pytest.mark.parametrize("strategy", ENCODED, ids=str)
+def test_units_are_gathered_as_often_as_they_are_unsharded(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    blocks = len(models.Net().blocks)
+    # The root, as torch has it, stays unsharded from its forward to its backward; what a letter N keeps, for the step.
+    times = blocks + 1 if strategy.parameters == "N" else 2 * (2 * blocks + 1)
+    assert pool(4).run(gathers_of_a_step, strategy) == [times] * 4
+
+
+def torchs_names(strategy: Strategy | None) -> set[str]:
+    """In a worker: what torch calls the gathers of a forward, as a profiler sees it."""
+    model = Fsdp2().make(Case(), strategy)
+    models.loss_of(model, models.batch(0, 0))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        models.loss_of(model, models.batch(0, 0))
+    return {event.name for event in profiler.events() if event.name.startswith("FSDP::all_gather")}
+
+
+@pytest.mark.parametrize("strategy", [ZEROPP, QWZ], ids=str)
+def test_torchs_names_for_gathers_stay(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    assert pool(4).run(torchs_names, strategy) == pool(4).run(torchs_names, STOCK)
+
+
 def plainly(model: Any) -> None:
     """As torch does by itself."""
 
@@ -71,20 +112,21 @@ def by_hand(model: Any) -> None:
     model.blocks[1].register_forward_pre_hook(lambda *_: model.blocks[2].unshard(async_op=True) and None)
 
 
-def trained(strategy: Strategy, way: Callable[[Any], None]) -> dict[str, Tensor]:
-    """In a worker: the weights after a few steps of a model that is gathered so."""
+def trained(strategy: Strategy, way: Callable[[Any], None]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """In a worker: the weights after a few steps of a model that is gathered so, and the bytes of its gathers."""
     adapter = Fsdp2(tune=way)
     model = adapter.make(MICRO_BATCHES, strategy)
     train(adapter, model, MICRO_BATCHES)
-    return adapter.full_weights(model)
+    return adapter.full_weights(model), traffic(model)["gather"]
 
 
 @pytest.mark.parametrize("way", [ahead, by_hand])
 @pytest.mark.parametrize("strategy", ENCODED, ids=str)
 def test_when_makes_no_difference(pool: Callable[[int], Pool], strategy: Strategy, way: Callable[[Any], None]) -> None:
     plain = pool(4).run(trained, strategy, plainly)
-    for ours, expected in zip(pool(4).run(trained, strategy, way), plain, strict=True):
+    for (ours, sent), (expected, sent_plainly) in zip(pool(4).run(trained, strategy, way), plain, strict=True):
         assert models.distance(ours, expected) == 0
+        assert sent == sent_plainly
 
 
 def with_embedding_apart(in_the_backward: bool) -> tuple[dict[str, Tensor], int]:
@@ -135,6 +177,6 @@ def gathered_by_the_user() -> tuple[dict[str, Tensor], int]:
 
 def test_a_users_all_gather_replaces_the_strategys(pool: Callable[[int], Pool]) -> None:
     exact = pool(4).run(trained, Strategy("GGG", gpus_per_node=2), plainly)
-    for (weights, calls), expected in zip(pool(4).run(gathered_by_the_user), exact, strict=True):
+    for (weights, calls), (expected, _) in zip(pool(4).run(gathered_by_the_user), exact, strict=True):
         assert calls > 0
         assert models.distance(weights, expected) <= 1e-6

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.profiler import record_function
+
+from ..labels import profiled
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -21,7 +24,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
@@ -31,7 +34,10 @@ try:
         torch._C._current_graph_task_id,
         FSDPParam.__annotations__["_sharded_param_data"],
         FSDPParam.unsharded_param,
+        AllGatherResult.all_gather_output,
+        FSDPCommContext.get_all_gather_streams,
         FSDPParamGroup._all_gather_process_group,
+        FSDPParamGroup._with_fqn,
         FSDPParamGroup.lazy_init,
         FSDPParamGroup.post_backward,
         FSDPParamGroup.wait_for_unshard,
@@ -145,13 +151,21 @@ class StrategyGroup(FSDPParamGroup):
         numels = [shard.numel() for shard in self.shards()]
         dtypes = [param.param_dtype or param._sharded_param_data.dtype for param in self.fsdp_params]
         mixed = any(dtype != dtypes[0] for dtype in dtypes)
-        numel, ranks = sum(numels), self._all_gather_process_group.size()
+        part, ranks = sum(numels), self._all_gather_process_group.size()
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        with self.device_handle.stream(stream):
-            out = torch.empty(numel * ranks, dtype=torch.uint8 if mixed else dtypes[0], device=self.device)
-            gather.from_shards(out, numel)
+        label = record_function(self._with_fqn("FSDP::all_gather")) if profiled() else nullcontext()
+        with label, self.device_handle.stream(stream):
+            out = torch.empty(part * ranks, dtype=torch.uint8 if mixed else dtypes[0], device=self.device)
+            gather.from_shards(out, part)
             event = stream.record_event()
-        return AllGatherResult(out, event, None, [[dtype] for dtype in dtypes], [[n] for n in numels], numels)
+        return AllGatherResult(
+            all_gather_output=out,
+            all_gather_event=event,
+            all_gather_work=None,
+            param_all_gather_input_dtypes=[[dtype] for dtype in dtypes],
+            param_all_gather_input_numels=[[numel] for numel in numels],
+            all_gather_input_split_sizes=numels,
+        )
 
     def reshard(self) -> None:
         if self.kept is None or self._training_state == TrainingState.IDLE:  # idle: a user asks for it
