@@ -12,7 +12,7 @@ nodes, start it with ``--worker`` instead.
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nodes import start
+from nodes import add_layout, start
+from step_report import machine
 
 from fsdp_zpp.hop import Hop, Kind, Level, Traffic, hop_over
 from fsdp_zpp.topology import process_mesh
@@ -33,13 +34,10 @@ IN_A_ROW = 10
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus-per-node", type=int, default=2)
-    parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
+    add_layout(parser)
     parser.add_argument("--mib", default="1,6.5,26", help="MiB that a rank sends to others, several by commas")
     parser.add_argument("--repetitions", type=int, default=10, help=f"of {IN_A_ROW} collectives in a row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
-    parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     return parser.parse_args()
 
 
@@ -74,14 +72,6 @@ def measured(hop: Hop, mib: float, device: str, repetitions: int) -> tuple[float
     return ms, sent / ms / 1e6
 
 
-def machine() -> str:
-    """GPU, versions, and what the environment tells NCCL."""
-    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    return ", ".join([gpu, f"torch {torch.__version__}", f"NCCL {nccl}", *told])
-
-
 def work(arguments: argparse.Namespace) -> None:
     """One rank: measure all hops in turn; rank 0 prints the table."""
     assert dist.group.WORLD is not None
@@ -99,9 +89,7 @@ def work(arguments: argparse.Namespace) -> None:
                 ms, gb_per_s = measured(hop, mib, arguments.device, arguments.repetitions)
                 lines.append(f"| {where} | {name} | {mib:g} | {ms:.2f} | {gb_per_s:.2f} |")
     if dist.get_rank() == 0:
-        layout = f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs"
-        shared = f", on {arguments.gpus} GPUs" if arguments.gpus else ""
-        print("\n".join([f"{layout}{shared}: {machine()}", "", *lines]))
+        print(json.dumps(machine(arguments)), "", *lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,14 @@ import torch
 import torch.distributed as dist
 
 
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`start` goes by."""
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus-per-node", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
+    parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
+
+
 def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> None:
     """Start the nodes, or, with ``--worker``, be one rank of one and do its ``work``.
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from contenders import Contender, contend, is_known, names
 from interleaved import interleaved
 from models import SIZES, Task
-from nodes import start
+from nodes import add_layout, start
 from overlap import overlap
 from step_report import table, write
 from step_timing import PeakMemory, rates, synchronize, timed_steps
@@ -36,9 +36,7 @@ PROFILED_STEPS = 2
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus-per-node", type=int, default=2)
-    parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
+    add_layout(parser)
     parser.add_argument("--size", choices=SIZES, default="1.35B")
     parser.add_argument("--strategies", default="full_shard,hybrid_shard,zeropp", help=f"of {names()}")
     parser.add_argument(
@@ -64,7 +62,6 @@ def parse() -> argparse.Namespace:
         "--fast-network", action="store_true", help="nodes in name only: NVLink between them, which shows other costs"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
-    parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
     arguments = parser.parse_args()
     if arguments.interleave and (arguments.profile or arguments.generate):
         parser.error("--interleave times steps and nothing else: no --profile, no --generate")
