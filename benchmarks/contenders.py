@@ -24,6 +24,7 @@ STRATEGIES: dict[str, Any] = {
     "qgZ": Strategy("GGG", gradients=Int4(128)),
     "zeropp": Strategy.zeropp(),
     "zeropp-delta": Strategy.zeropp(weights=Int4Delta()),
+    "zeropp-delta-IIG": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
     "loco": Strategy.loco(),
     "loco-delta": Strategy.loco(weights=Int4Delta()),
     "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
@@ -92,6 +93,9 @@ def contend(task: Task, name: str) -> Contender:
     Raises:
         ModuleNotFoundError: For a peer that is not installed.
     """
+    if task.compile:
+        # What the contenders before have compiled would count toward the number of graphs that a function may have.
+        torch._dynamo.reset()
     if name in PEERS:
         from peers import peer
 

@@ -52,6 +52,7 @@ class Task:
         micro_batches: Micro-batches a step, all but the last without synchronization.
         sequence: Tokens a sequence.
         checkpointing: Whether the activations of each layer are recomputed.
+        compile: Whether torch.compile compiles each layer.
         generate: Tokens to generate after training.
         device: ``cuda``, or ``cpu`` to try things out.
     """
@@ -64,6 +65,7 @@ class Task:
     micro_batches: int = 1
     sequence: int = 1024
     checkpointing: bool = False
+    compile: bool = False
     generate: int = 0
     device: str = "cuda"
 
@@ -139,6 +141,14 @@ def recompute(layers: nn.ModuleList, index: int) -> None:
     """Wrap one layer so that backward recomputes its activations."""
     layer = layers[index]
     apply_activation_checkpointing(layers, check_fn=lambda module: module is layer)
+
+
+def prepare(task: Task, layers: nn.ModuleList, index: int) -> None:
+    """Have one layer's activations recomputed and it compiled, if the task says so, before it is sharded."""
+    if task.checkpointing:
+        recompute(layers, index)
+    if task.compile:
+        layers[index].compile()
 
 
 def whole(task: Task) -> nn.Module:

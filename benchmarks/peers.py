@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender
-from models import Task, llama_of, recompute, whole
+from models import Task, llama_of, prepare, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -83,6 +83,8 @@ class DeepSpeed(Contender):
             # Other kinds of checkpoints compare shapes, which ZeRO-3 changes when it frees a parameter.
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
             model.enable_input_require_grads()
+        for layer in llama_of(model).model.layers if task.compile else ():
+            layer.compile()
         unit = sum(p.numel() for p in llama_of(model).model.layers[0].parameters())
         optimizer = torch.optim.AdamW(trainable(model), lr=1e-4, fused=task.device == "cuda")
         self._engine: Any = None
@@ -119,9 +121,8 @@ class MegatronHFSDP(Contender):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
-        if task.checkpointing:
-            for index in range(len(layers := llama_of(model).model.layers)):
-                recompute(layers, index)
+        for index in range(len(layers := llama_of(model).model.layers)):
+            prepare(task, layers, index)
         self._model = fully_shard_model(
             model,
             device_mesh=mesh,

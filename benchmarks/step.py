@@ -48,6 +48,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations of each layer")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer, for all strategies")
     parser.add_argument("--generate", type=int, default=0, help="tokens to generate after training, on all ranks alike")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
     parser.add_argument("--warmup", type=int, default=3)

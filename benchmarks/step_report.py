@@ -112,6 +112,7 @@ def chart(arguments: argparse.Namespace, rows: list[Row]) -> None:
     memory.margins(x=0.2)
     memory.set_xlim(left=0)
     training = f"LoRA of rank {arguments.lora}" if arguments.lora else "full training"
+    training += ", layers compiled" if arguments.compile else ""
     batches = f"{arguments.micro_batches} x {arguments.micro_batch} x {arguments.sequence} tokens a GPU"
     figure.suptitle(f"{arguments.size} Llama, {training}, {batches}, {machine(arguments)['layout']}")
     figure.savefig(arguments.out / "step.png", dpi=120)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import INT_RESHARD, STRATEGIES, Contender, base_codec
-from models import Task, llama_of, materialize, network, recompute
+from models import Task, llama_of, materialize, network, prepare
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -65,8 +65,7 @@ class TorchFSDP(Contender):
         layers = llama_of(model).model.layers
         for index, layer in enumerate(layers):
             materialize(layer, self._task.place)
-            if self._task.checkpointing:
-                recompute(layers, index)
+            prepare(self._task, layers, index)
             if self._base_codec is not None:
                 quantize_frozen_params(layer, self._base_codec)
             if not self._in_one_unit:
