@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from contenders import contend
 from models import Task
-from step_timing import rates, timed_steps
+from step_timing import StepTime, rates, timed_steps
 
 
 def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
     for contender in contenders:
         for _ in range(warmup):
             contender.step(tokens)
-    times: list[list[float]] = [[] for _ in names]
+    times: list[list[StepTime]] = [[] for _ in names]
     shuffled = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
         # Or one would always follow the same other, and bear what that leaves behind.
@@ -47,6 +47,6 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
     ]
 
 
-def paired(times: list[float], of_first: list[float]) -> list[float]:
+def paired(times: list[StepTime], of_first: list[StepTime]) -> list[float]:
     """Lower quartile, median and upper quartile of the ratios of a round."""
-    return statistics.quantiles((a / b for a, b in zip(times, of_first, strict=True)), n=4)
+    return statistics.quantiles((a.whole / b.whole for a, b in zip(times, of_first, strict=True)), n=4)

@@ -67,6 +67,7 @@ def columns(rows: list[Row]) -> dict[str, list[str]]:
         "time over the first's, median of rounds (quartiles)": [
             "{1:.3f} ({0:.3f} to {2:.3f})".format(*row["paired"]) if "paired" in row else "-" for row in rows
         ],
+        "CPU done after, ms": [cell(row, "host_ms", "{:.0f}") for row in rows],
         "of the GPUs' peak FLOP/s": [cell(row, "utilization", "{:.1%}") for row in rows],
         "communication not hidden, ms (share)": [
             f"{row['exposed_ms']:.0f} ({cell(row, 'exposed_share', '{:.0%}')})" if row.get("exposed_share") else "-"

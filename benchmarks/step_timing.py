@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,27 +46,45 @@ class PeakMemory:
         return peak.item()
 
 
-def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[float]:
-    """Milliseconds of each step, as this rank sees them; all ranks start together."""
-    times = []
+@dataclass(frozen=True)
+class StepTime:
+    """One step, in milliseconds.
+
+    Attributes:
+        whole: Until this rank's GPU was done.
+        host: Until the CPU had no more to do than to wait for it, on the rank where that took longest.
+    """
+
+    whole: float
+    host: float
+
+
+def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+    """The time of each step; all ranks start together. Collective."""
+    whole, host = [], []
     for _ in range(steps):
         dist.barrier()
         synchronize(task)
         began = time.perf_counter()
         contender.step(tokens)
+        host.append((time.perf_counter() - began) * 1e3)
         synchronize(task)
-        times.append((time.perf_counter() - began) * 1e3)
-    return times
+        whole.append((time.perf_counter() - began) * 1e3)
+    slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
 
 
-def rates(task: Task, times: list[float], tokens: torch.Tensor) -> dict[str, Any]:
+def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
     """Median and range of the steps' times in ms, and what it makes of tokens a second and the GPUs' peak FLOP/s."""
-    tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(times) * 1e3
-    gpu = torch.cuda.get_device_name() if task.device == "cuda" else ""
+    whole = [step.whole for step in times]
+    tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
+    on_gpu = task.device == "cuda"
     return {
-        "step_ms": statistics.median(times),
-        "fastest_ms": min(times),
-        "slowest_ms": max(times),
+        "step_ms": statistics.median(whole),
+        "fastest_ms": min(whole),
+        "slowest_ms": max(whole),
+        "host_ms": statistics.median(step.host for step in times) if on_gpu else None,
         "tokens_per_s": tokens_per_s,
-        "utilization": utilization(task, tokens_per_s, gpu),
+        "utilization": utilization(task, tokens_per_s, torch.cuda.get_device_name() if on_gpu else ""),
     }
