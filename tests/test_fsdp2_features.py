@@ -1,4 +1,4 @@
-"""What only fully_shard composes with: tensor parallelism, torch.compile, recovery, tensors that encode themselves."""
+"""What only fully_shard composes with: tensor parallelism, recovery, tensors that encode themselves."""
 
 from __future__ import annotations
 
@@ -81,27 +81,6 @@ def recover() -> None:
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="new in torch 2.13")
 def test_recovery(pool: Callable[[int], Pool]) -> None:
     pool(4).run(recover)
-
-
-def compiled(strategy: Strategy | None) -> tuple[dict[str, Tensor], int]:
-    """In a worker: every block compiled, then sharded; the weights, and how many graphs a block has."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    adapter, net = Fsdp2(), models.make_net()
-    for block in net.blocks:
-        block.compile(backend="aot_eager")
-    adapter.shard(net, Case(), strategy)
-    train(adapter, net, Case(steps=3))
-    return adapter.full_weights(net), counters["stats"]["unique_graphs"]
-
-
-def test_compiled_blocks(pool: Callable[[int], Pool]) -> None:
-    ours, stock = pool(4).run(compiled, HPZ), pool(4).run(compiled, STOCK)
-    for (our_weights, our_graphs), (weights, graphs) in zip(ours, stock, strict=True):
-        assert models.distance(our_weights, weights) <= 1e-6
-        assert our_graphs == graphs
 
 
 def self_encoding() -> None:
