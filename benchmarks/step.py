@@ -66,6 +66,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.interleave and (arguments.profile or arguments.generate):
         parser.error("--interleave times steps and nothing else: no --profile, no --generate")
+    if arguments.interleave and arguments.compile:
+        parser.error("--interleave has all strategies at once, with more graphs than torch compiles: no --compile")
     if arguments.interleave and arguments.steps < 2:
         parser.error("--interleave needs two --steps or more")
     unknown = [name for name in arguments.strategies.split(",") if not is_known(name)]
