@@ -41,12 +41,13 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
             times[index] += timed_steps(task, contenders[index], tokens, 1)
     for contender in contenders:
         contender.close()
+    whole = [[step.whole for step in of_one] for of_one in times]
     return [
-        {"strategy": name, **rates(task, of_one, tokens), "paired": paired(of_one, times[0])}
-        for name, of_one in zip(names, times, strict=True)
+        {"strategy": name, **rates(task, of_one, tokens), "paired": paired(whole_of_one, whole[0])}
+        for name, of_one, whole_of_one in zip(names, times, whole, strict=True)
     ]
 
 
-def paired(times: list[StepTime], of_first: list[StepTime]) -> list[float]:
+def paired(times: list[float], of_first: list[float]) -> list[float]:
     """Lower quartile, median and upper quartile of the ratios of a round."""
-    return statistics.quantiles((a.whole / b.whole for a, b in zip(times, of_first, strict=True)), n=4)
+    return statistics.quantiles((a / b for a, b in zip(times, of_first, strict=True)), n=4)
