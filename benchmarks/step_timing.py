@@ -52,7 +52,7 @@ class StepTime:
 
     Attributes:
         whole: Until this rank's GPU was done.
-        host: Until the CPU had no more to do than to wait for it, on the rank where that took longest.
+        host: Until ``step()`` had returned, on the rank where that took longest.
     """
 
     whole: float
