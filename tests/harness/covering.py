@@ -1,4 +1,4 @@
-"""Parameters of tests in pairs: each two values of different factors meet in some test, not each three of them.
+"""Parameters of tests that are too many to combine: each two values meet in some test, but not each three of them.
 
 What goes wrong when things are combined goes wrong with two of them, hardly ever with three alone, and pairs take as
 many tests as the two largest factors have combinations, whatever else there is.
@@ -25,18 +25,24 @@ def over_pairs(skip: Any = None, rest: bool = True, **factors: Factor) -> pytest
         rest: Whether other combinations are slow tests, or none at all.
         **factors: Values by the name of the argument.
     """
-    named = [list(f.items()) if isinstance(f, Mapping) else [(_id(v), v) for v in f] for f in factors.values()]
-    product = list(products(*(range(len(factor)) for factor in named)))
+    named = [_named(factor) for factor in factors.values()]
+    product = _product(named)
     if skip is not None:
         product = [row for row in product if not skip(**dict(zip(factors, _values(named, row), strict=True)))]
     chosen = pairwise(product)
-    parameters = []
-    for row in product:
-        if row in chosen or rest:
-            marks = [] if row in chosen else [pytest.mark.slow]
-            ids = "-".join(factor[i][0] for factor, i in zip(named, row, strict=True))
-            parameters.append(pytest.param(*_values(named, row), id=ids, marks=marks))
-    return pytest.mark.parametrize(list(factors), parameters)
+    return _parametrize(list(factors), named, product if rest else sorted(chosen), chosen)
+
+
+def over_each(times: int = 1, **factors: Factor) -> pytest.MarkDecorator:
+    """Parametrize a test with every value ``times`` times or more often; all other combinations are slow tests."""
+    named = [_named(factor) for factor in factors.values()]
+    length = max(map(len, named))
+    chosen = {
+        tuple((k + (turn if len(factor) < length else 0)) % len(factor) for factor in named)
+        for turn in range(times)
+        for k in range(length)
+    }
+    return _parametrize(list(factors), named, _product(named), chosen)
 
 
 def pairwise(product: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
@@ -63,9 +69,26 @@ def pairwise(product: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return chosen
 
 
+def _named(factor: Factor) -> list[tuple[str, Any]]:
+    if isinstance(factor, Mapping):
+        return list(factor.items())
+    return [(getattr(value, "__name__", None) or str(value), value) for value in factor]
+
+
+def _product(named: list[list[tuple[str, Any]]]) -> list[tuple[int, ...]]:
+    return list(products(*(range(len(factor)) for factor in named)))
+
+
+def _parametrize(
+    names: list[str], named: list[list[tuple[str, Any]]], rows: list[tuple[int, ...]], default: set[tuple[int, ...]]
+) -> pytest.MarkDecorator:
+    parameters = []
+    for row in rows:
+        ids = "-".join(factor[i][0] for factor, i in zip(named, row, strict=True))
+        marks = [] if row in default else [pytest.mark.slow]
+        parameters.append(pytest.param(*_values(named, row), id=ids, marks=marks))
+    return pytest.mark.parametrize(names, parameters)
+
+
 def _values(named: list[list[tuple[str, Any]]], row: tuple[int, ...]) -> list[Any]:
     return [factor[i][1] for factor, i in zip(named, row, strict=True)]
-
-
-def _id(value: Any) -> str:
-    return getattr(value, "__name__", None) or str(value)

@@ -25,9 +25,12 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.testing._internal.distributed.fake_pg",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "matplotlib.pyplot",
     "fsdp_zpp",
 ]
-"""What processes of tests import anyway, slowly."""
+"""What processes of tests import anyway, slowly; what is not installed is left out."""
 SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"
 """The environment variable by which workers share GPUs where there are too few: slow, since NCCL's kernels spin."""
 
@@ -52,7 +55,8 @@ def start_method() -> multiprocessing.context.BaseContext:
     return multiprocessing.get_context("forkserver")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -139,7 +143,7 @@ class Pool:
 
     def _start(self) -> None:
         context = start_method()
-        port = _free_port()
+        port = free_port()
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.world, port, there), daemon=True)
