@@ -121,6 +121,7 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
         lossy=unit.gather is not None and unit.gather.codec is not None,
         keep_unsharded=unit.keep_unsharded,
         reduce=unit.reduce,
+        mesh=unit.mesh,
         written_back=unit.invalidate,
     )
     if handle is None:

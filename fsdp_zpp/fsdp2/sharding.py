@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -11,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from .. import units
 from ..accelerator import accelerator
-from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..frozen.owners import register_owners
 from ..staleness import gradients_cleared, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import mesh_for, model_name
-from ..topology import own_rank
+from ..topology import ProcessMesh, own_rank
+from ..usage import used_by_any
 from . import _torch, _torch_owned
 from .comms import StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter, all_gather_of
 from .validation import check_arguments, is_torchs_own
@@ -142,9 +144,8 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
         sharded.set_custom_all_gather(all_gather_of(unit.gather, group))
     if unit.keep_unsharded:
         group.kept = unit.gather
-    group.every_backward_reduces = True
     if unit.reduce is not None:
-        group.gradients = unit.reduce
+        group.reduction = unit.reduce
         if unit.levels.optimizer == "N":
             group.own_all_reduce = StrategyAllReduce(unit.reduce, group, world)
             sharded.set_all_reduce_hook(group.own_all_reduce)
@@ -174,7 +175,7 @@ def _watch(root: nn.Module) -> None:
     found: dict[str, StrategyUnit] = {}
     parameters: dict[str, list[nn.Parameter]] = {}
     shards: dict[str, list[Tensor]] = {}
-    sources: dict[str, Source] = {}
+    sources: dict[str, _torch.StrategyGroup] = {}
     for module in root.modules():
         unit = units.unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
@@ -182,6 +183,25 @@ def _watch(root: nn.Module) -> None:
             found[group.name], parameters[group.name] = unit, group.parameters()
             shards[group.name], sources[group.name] = group.shards(), group
     model = model_name(root)
-    events = watch(model, found, parameters, shards, sources)
+    events = watch(model, found, parameters, shards, dict(sources))
     warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
-    _torch.watch_backwards(root, events.gradients_synchronized)
+    groups = [(sources[name], unit.mesh) for name, unit in found.items()]
+    _torch.watch_backwards(root, events.gradients_synchronized, lambda: _agree_on_use(groups))
+
+
+def _agree_on_use(groups: list[tuple[_torch.StrategyGroup, ProcessMesh]]) -> None:
+    """Have ranks agree on what none of them has used in the step that ends. Collective."""
+    for mesh in dict.fromkeys(mesh for _, mesh in groups):
+        used = {group: group.used_in_step() for group, its_mesh in groups if its_mesh == mesh}
+        flags = [flag for of_group in used.values() for flag in of_group]
+        if not flags:
+            continue
+        answer = functools.cache(used_by_any(flags, mesh))
+        start = 0
+        for group, of_group in used.items():
+            group.spare_unused(functools.partial(_part_of, answer, start, len(of_group)))
+            start += len(of_group)
+
+
+def _part_of(answer: Callable[[], list[bool]], start: int, length: int) -> list[bool]:
+    return answer()[start : start + length]
