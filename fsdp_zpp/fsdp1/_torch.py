@@ -57,6 +57,8 @@ try:
         FlatParamHandle._force_full_precision,
         FlatParamHandle._get_unflat_views_aligned,
         FlatParamHandle._writeback_orig_params,
+        FlatParamHandle.flat_param_to,
+        FullyShardedDataParallel._apply,
         torch._C._current_graph_task_id,
     )
 except (ImportError, AttributeError) as error:
@@ -69,6 +71,7 @@ __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
     "TrainingState",
+    "after_moves",
     "after_root_is_known",
     "after_zero_grad",
     "frozen_apart",
@@ -254,3 +257,19 @@ def after_zero_grad(callback: Callable[[nn.Module], None]) -> None:
         callback(self)
 
     FullyShardedDataParallel.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def after_moves(callback: Callable[[FullyShardedDataParallel], None]) -> None:
+    """Have ``callback(instance)`` run after the flat parameter of an instance was moved or cast: ``to()``, ``half()``.
+
+    Whatever moves a model goes through ``_apply``, module by module.
+    """
+    original = FullyShardedDataParallel._apply
+
+    @functools.wraps(original)
+    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        moved = original(self, *args, **kwargs)
+        callback(self)
+        return moved
+
+    FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]
