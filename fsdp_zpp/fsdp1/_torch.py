@@ -57,6 +57,8 @@ try:
         FlatParamHandle._force_full_precision,
         FlatParamHandle._get_unflat_views_aligned,
         FlatParamHandle._writeback_orig_params,
+        FlatParamHandle.flat_param_to,
+        FullyShardedDataParallel._apply,
         torch._C._current_graph_task_id,
     )
 except (ImportError, AttributeError) as error:
@@ -69,8 +71,8 @@ __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
     "TrainingState",
+    "after_moves",
     "after_root_is_known",
-    "after_zero_grad",
     "frozen_apart",
     "in_backward",
     "intercept_construction",
@@ -245,12 +247,17 @@ def after_root_is_known(callback: Callable[[nn.Module], None]) -> None:
     runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
 
 
-def after_zero_grad(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(model)`` run after every ``model.zero_grad()`` of an instance of FSDP."""
+def after_moves(callback: Callable[[FullyShardedDataParallel], None]) -> None:
+    """Have ``callback(instance)`` run after the flat parameter of an instance was moved or cast: ``to()``, ``half()``.
 
-    @functools.wraps(nn.Module.zero_grad)
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        nn.Module.zero_grad(self, set_to_none)
+    Whatever moves a model goes through ``_apply``, module by module.
+    """
+    original = FullyShardedDataParallel._apply
+
+    @functools.wraps(original)
+    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        moved = original(self, *args, **kwargs)
         callback(self)
+        return moved
 
-    FullyShardedDataParallel.zero_grad = zero_grad  # type: ignore[method-assign]
+    FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..reduction_order import ReductionOrder
+from ..tensor_version import version_of
 from ..topology import ProcessMesh
 from ._torch import FlatParamHandle, HandleTrainingState, in_backward, no_dispatch_record_stream, unshard_param_utils
 
@@ -71,9 +72,11 @@ class StrategyHandle(FlatParamHandle):
         return summoned or self._force_full_precision
 
     def pre_unshard(self) -> bool:
+        unsharding = super().pre_unshard()
+        # Not before, for this has written to the shard what parameters were replaced by.
         if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
             self._version_at_summon = self._shard_version()
-        return super().pre_unshard()
+        return unsharding
 
     def unshard(self) -> None:
         if self._keep_unsharded and self._holds_decoded_weights and not self._wants_full_precision():
@@ -182,6 +185,23 @@ class StrategyHandle(FlatParamHandle):
         shard = self.flat_param._local_shard
         return shard.to(self.device, non_blocking=True), self._shard_version()
 
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        super().flat_param_to(*args, **kwargs)
+        # Between forwards it is a user who moves it, but for what FSDP offloads.
+        if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
+            self.moved()
+
+    def moved(self) -> None:
+        """The flat parameter was moved, cast, or both."""
+        flat_param = self.flat_param
+        shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
+        # FSDP would go back to the old memory after the next forward, and lose what is written to the new one before.
+        # Not so if the dtype has changed, which FSDP refuses to gather.
+        same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
+        if same_kind and not self._offload_params:
+            flat_param._local_shard = flat_param.data
+        self._written_back()
+
     def zero_padding(self) -> None:
         """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
         flat_param = self.flat_param
@@ -193,10 +213,10 @@ class StrategyHandle(FlatParamHandle):
             start = end
 
     def _shard_version(self) -> Hashable:
-        """Changes with every write to the shard that torch can see from here."""
+        """Changes with every write to the shard that torch can see from here, and when it is moved."""
         flat_param = self.flat_param
-        tensors = (flat_param, flat_param._local_shard, *(flat_param._params or ()))
-        return tuple(tensor._version for tensor in tensors)
+        writes = (tensor._version for tensor in (flat_param, *(flat_param._params or ())))
+        return version_of(flat_param._local_shard), *writes
 
 
 def adopt_handle(
@@ -241,10 +261,10 @@ def adopt_handle(
     return handle
 
 
-def parameters_of(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters of ``module``'s own unit as an optimizer may hold them: original, or flat."""
-    if module._handle is not None:
-        yield from module._handle.flat_param._params or (module._handle.flat_param,)
+def parameters_of(module: FullyShardedDataParallel) -> list[nn.Parameter]:
+    """The parameters of ``module``'s own unit as an optimizer may hold them by now: original, or flat."""
+    handle = module._handle
+    return [] if handle is None else list(handle.flat_param._params or (handle.flat_param,))
 
 
 def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
@@ -253,8 +273,8 @@ def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
     return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
 
 
-def source_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
-    """Where ``module``'s weights are to be had from ahead of their gather."""
+def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
+    """The handle of ``module``'s flat parameter, if it was adopted: where the weights are to be had from."""
     handle = module._handle
     return handle if isinstance(handle, StrategyHandle) else None
 

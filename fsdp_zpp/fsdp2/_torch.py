@@ -5,6 +5,7 @@ Checked on torch 2.11 to 2.13. A torch that lacks one of the names fails here, a
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from torch.profiler import record_function
 
 from ..labels import profiled
 from ..reduction_order import ReductionOrder
+from ..tensor_version import version_of
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -30,6 +32,7 @@ try:
 
     state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
     _USED = (
+        FSDPModule._apply,
         FSDPModule._get_fsdp_state,
         FSDPModule.set_all_reduce_hook,
         torch._C._current_graph_task_id,
@@ -62,7 +65,7 @@ __all__ = [
     "ShardGather",
     "StrategyGroup",
     "adopt_group",
-    "after_zero_grad",
+    "after_moves",
     "factor_of",
     "groups_of",
     "process_group_of",
@@ -200,9 +203,9 @@ class StrategyGroup(ReducingGroup):
         return None
 
     def shard_version(self) -> Hashable:
-        """Changes with every write to the shards that torch can see from here."""
+        """Changes with every write to the shards that torch can see from here, and when they are moved."""
         return tuple(
-            tensor._version
+            version_of(tensor)
             for param in self.fsdp_params
             for tensor in (param.sharded_param, param._sharded_local_tensor, param._sharded_param_data)
         )
@@ -288,14 +291,20 @@ def watch_backwards(
         watched._gradients_synchronized, watched._agree_on_use = gradients_synchronized, agree_on_use
 
 
-def after_zero_grad(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(module)`` run after every ``zero_grad()`` of a module that is sharded by ``fully_shard``."""
+def after_moves(callback: Callable[[nn.Module], None]) -> None:
+    """Have ``callback(module)`` run after the parameters of a sharded module were moved or cast: ``to()``, ``half()``.
 
-    def zero_grad(self: FSDPModule, set_to_none: bool = True) -> None:
-        super(FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
+    Whatever moves a model goes through ``_apply``, module by module.
+    """
+    original = FSDPModule._apply
+
+    @functools.wraps(original)
+    def _apply(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        moved = original(self, *args, **kwargs)
         callback(cast(nn.Module, self))
+        return moved
 
-    FSDPModule.zero_grad = zero_grad  # type: ignore[attr-defined]
+    FSDPModule._apply = _apply  # type: ignore[method-assign]
 
 
 def factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | None) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
@@ -15,7 +15,8 @@ from .. import units
 from ..accelerator import accelerator
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..frozen.owners import register_owners
-from ..staleness import gradients_cleared, watch
+from ..managed_unit import ManagedUnit
+from ..staleness import watch, weights_moved
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import mesh_for, model_name
@@ -103,7 +104,7 @@ def fully_shard(
     return sharded
 
 
-_torch.after_zero_grad(gradients_cleared)
+_torch.after_moves(weights_moved)
 register_owners(lambda model: _torch_owned.owned_parameters(model, _parameter_released))
 
 # torch's function has its state under this name, and torch's users look it up there.
@@ -141,6 +142,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     world = unit.mesh.topology.world
     unit.when_stale = group.drop_unsharded
     if unit.gather is not None:
+        unit.gather.shard_ahead = group.shard_ahead
         sharded.set_custom_all_gather(all_gather_of(unit.gather, group))
     if unit.keep_unsharded:
         group.kept = unit.gather
@@ -172,20 +174,17 @@ def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
 
 def _watch(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
-    found: dict[str, StrategyUnit] = {}
-    parameters: dict[str, list[nn.Parameter]] = {}
-    shards: dict[str, list[Tensor]] = {}
-    sources: dict[str, _torch.StrategyGroup] = {}
+    found: dict[str, ManagedUnit[StrategyUnit]] = {}
+    groups: list[tuple[_torch.StrategyGroup, ProcessMesh]] = []
     for module in root.modules():
         unit = units.unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            found[group.name], parameters[group.name] = unit, group.parameters()
-            shards[group.name], sources[group.name] = group.shards(), group
-    model = model_name(root)
-    events = watch(model, found, parameters, shards, dict(sources))
-    warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
-    groups = [(sources[name], unit.mesh) for name, unit in found.items()]
+            found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group)
+            groups.append((group, unit.mesh))
+    model, members = model_name(root), list(found.values())
+    events = watch(model, members)
+    warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.mesh) for managed in members))
     _torch.watch_backwards(root, events.gradients_synchronized, lambda: _agree_on_use(groups))
 
 
