@@ -13,7 +13,27 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..reduction_order import ReductionOrder
 from ..tensor_version import version_of
 from ..topology import ProcessMesh
+from ..torch_internals import Needed, check_needed
 from ._torch import FlatParamHandle, HandleTrainingState, in_backward, no_dispatch_record_stream, unshard_param_utils
+
+_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
+_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
+_INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
+_NEEDED = (
+    Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
+    Needed(_HANDLE, "_use_low_precision_shard", "encoding the full-precision shard"),
+    Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
+    Needed(_HANDLE, "reshard _free_unsharded_flat_param _prefetched", "keeping and dropping what was gathered"),
+    Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
+    Needed(_HANDLE, "flat_param_to", "moves of a model"),
+    Needed(_HANDLE, "_use_orig_params _use_sharded_views _writeback_orig_params _skip_writeback_check", "writebacks"),
+    Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
+    Needed(_HANDLE, "_offload_params _device_handle device rank flat_param", "shards on the CPU and their ranks"),
+    Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
+    Needed(_FLAT, "_numels_with_padding _is_padding_mask", "zeroing the padding"),
+    Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 class Gather(Protocol):

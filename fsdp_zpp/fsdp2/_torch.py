@@ -1,6 +1,6 @@
 """Every private name of torch's fully_shard that the adapter touches, but for those in _torch_owned.py.
 
-Checked on torch 2.11 to 2.13. A torch that lacks one of the names fails here, at import, with a clear error.
+They are in a table, which is checked before anything is imported from there.
 """
 
 from __future__ import annotations
@@ -20,36 +20,54 @@ from torch.profiler import record_function
 from ..labels import profiled
 from ..reduction_order import ReductionOrder
 from ..tensor_version import version_of
+from ..torch_internals import Needed, check_needed
 
-try:
-    from torch.distributed.fsdp._fully_shard import _fsdp_common
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_STATE = f"{_FSDP}._fsdp_state.FSDPState"
+_NEEDED = (
+    Needed(f"{_FSDP}._fsdp_api", "AllGather ReduceScatter", "a strategy's own communication"),
+    Needed(f"{_FSDP}._fully_shard.fully_shard", "state", "the state of a module"),
+    Needed("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "the same"),
+    Needed(_STATE, "_fsdp_param_group", "the groups of a module", until=(2, 11)),
+    Needed(_STATE, "_fsdp_param_groups", "the groups of a module", since=(2, 12)),
+    Needed(_STATE, "_state_ctx _modules _root_post_backward_final_callback", "the end of a backward"),
+    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the same"),
+    Needed(_GROUP, "modules fsdp_params _module_fqn", "what a group consists of"),
+    Needed(_GROUP, "unshard wait_for_unshard unshard_in_backward is_unsharded _all_gather_result", "gathering weights"),
+    Needed(_GROUP, "_all_gather_process_group _all_gather_comm comm_ctx device device_handle _with_fqn", "the same"),
+    Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "get_all_gather_streams", "the streams to gather in"),
+    Needed(
+        f"{_FSDP}._fsdp_collectives.AllGatherResult",
+        "all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
+        "param_all_gather_input_numels all_gather_input_split_sizes",
+        "handing over what was gathered",
+    ),
+    Needed(f"{_FSDP}._fsdp_common", "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
+    Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE PRE_BACKWARD", "who asks for weights"),
+    Needed(_GROUP, "reshard _to_sharded _training_state", "keeping and dropping what was gathered"),
+    Needed(_GROUP, "lazy_init", "learning which module is the root"),
+    Needed(_GROUP, "reduce_grads _reduce_scatter_process_group", "taking over the reduction"),
+    Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
+    Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what gradients are divided by"),
+    Needed(_PARAM, "sharded_param _sharded_param_data _sharded_local_tensor _param_fqn _module_info", "the shards"),
+    Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module shared_modules", "the modules that hold a parameter"),
+    Needed(_PARAM, "param_dtype unsharded_param", "unsharded parameters"),
+    Needed("torch.distributed.fsdp.FSDPModule", "_apply", "moves of a model"),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+)
+check_needed("adapter for fully_shard", _NEEDED)
 
-    state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
-    _USED = (
-        FSDPModule._apply,
-        FSDPModule._get_fsdp_state,
-        FSDPModule.set_all_reduce_hook,
-        torch._C._current_graph_task_id,
-        FSDPParam.__annotations__["_sharded_param_data"],
-        FSDPParam.unsharded_param,
-        AllGatherResult.all_gather_output,
-        FSDPCommContext.get_all_gather_streams,
-        FSDPParamGroup._all_gather_process_group,
-        FSDPParamGroup._with_fqn,
-        FSDPParamGroup.lazy_init,
-        FSDPParamGroup.post_backward,
-        FSDPParamGroup.wait_for_unshard,
-        FSDPParamGroup._reduce_scatter_process_group,
-        FSDPState._root_post_backward_final_callback,
-    )
-except (ImportError, AttributeError, KeyError) as error:
-    raise RuntimeError(f"fsdp_zpp's adapter for fully_shard does not fit torch {torch.__version__}: {error}") from error
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
 from ._torch_reduction import ReducingGroup
 
@@ -331,7 +349,7 @@ def factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | Non
 
 def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     """The parameter groups of a module."""
-    # torch 2.13 allows for several groups a module; before, there was one or none.
+    # torch 2.12 allows for several groups a module; before, there was one or none.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

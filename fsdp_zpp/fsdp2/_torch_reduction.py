@@ -9,12 +9,32 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ..reduction_order import ReductionOrder
+from ..torch_internals import Needed, check_needed
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_NEEDED = (
+    Needed(_GROUP, "post_backward reduce_grads all_reduce_grads", "reducing in every micro-batch"),
+    Needed(_GROUP, "is_unsharded wait_for_unshard _to_sharded _all_gather_result", "which groups a micro-batch uses"),
+    Needed(_GROUP, "comm_ctx device device_handle _reduce_dtype", "where and in which dtype to reduce"),
+    Needed(_GROUP, "_reduce_scatter_process_group _all_reduce_hook _module_fqn", "taking over the reduction"),
+    Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "reduce_scatter_stream all_reduce_stream", "where to reduce"),
+    Needed(f"{_FSDP}._fsdp_collectives", "foreach_reduce_scatter_copy_in", "the layout of a group's gradient"),
+    Needed(f"{_FSDP}._fsdp_common", "_get_dim0_padded_size", "the same"),
+    Needed(_PARAM, "sharded_param _param_fqn fsdp_placement _get_grad_inner_tensor", "the same"),
+    Needed(_PARAM, "unsharded_param _unsharded_param unsharded_grad_data", "gradients that are not sharded yet"),
+    Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
+)
+check_needed("adapter for fully_shard", _NEEDED)
+
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-from ..reduction_order import ReductionOrder
 
 
 class Reduction(Protocol):
@@ -229,9 +249,11 @@ class ReducingGroup(FSDPParamGroup):
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
                 param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
-        if any(param.unsharded_accumulated_grad is not None for param in params):
-            for param in params:
-                param.to_accumulated_grad_if_needed()  # torch reduces gradients of one dtype
+        # Until torch 2.13, gradients that were kept are of another dtype, and torch reduces gradients of one.
+        if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+            if any(param.unsharded_accumulated_grad is not None for param in params):
+                for param in params:
+                    param.to_accumulated_grad_if_needed()
         if self.reduction.errors is not None or getattr(self, "reduce_scatter_unused_params", False):
             return []
         return [param for param in params if id(param) not in self._used]
