@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .activity import log_activity
+from .agreement import check_agreement, described
 from .first_hops import FirstHopsAhead, Source
 from .method_hooks import register_method_post_hook, register_step_hook
 from .replicas import check_replicas
@@ -180,7 +182,7 @@ def watch(
     shards: dict[str, list[Tensor]],
     sources: dict[str, Source],
 ) -> ModelEvents:
-    """Name the units of a model, log what is active, check its replicas, and start to watch for events.
+    """Name the units of a model, log what is active, compare them between ranks, and start to watch for events.
 
     Args:
         model: The model's name in the log line.
@@ -190,8 +192,9 @@ def watch(
         sources: For each unit that has weights, where they are to be had from ahead of their gather.
 
     Raises:
-        ValueError: If ranks that hold the same part of the model hold different values.
+        ValueError: If ranks have different units, or those that hold the same part of the model different values.
     """
+    _check_agreement(model, units, shards)
     groups = defaultdict(list)
     for name, unit in units.items():
         unit.rename(name)
@@ -204,6 +207,17 @@ def watch(
     kept = [(unit.gather, sources[name]) for name, unit in units.items() if unit.keeps_first_hop and name in sources]
     FirstHopsAhead((gather, source) for gather, source in kept if gather is not None)
     return ModelEvents(units, parameters)
+
+
+def _check_agreement(model: str, units: Mapping[str, StrategyUnit], shards: Mapping[str, list[Tensor]]) -> None:
+    """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
+    for group in dict.fromkeys(unit.mesh.group for unit in units.values()):
+        facts = {}
+        for name, unit in units.items():
+            if unit.mesh.group is group:
+                strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
+                facts[name] = f"{strategy}, {described(shards[name])}"
+        check_agreement(group, f"the first forward of {model}", facts)
 
 
 def _error_nbytes(unit: StrategyUnit, parameters: list[nn.Parameter], shards: list[Tensor]) -> int:
