@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .activity import log_activity
+from .agreement import check_agreement, described
 from .first_hops import FirstHopsAhead
 from .managed_unit import ManagedUnit
 from .method_hooks import register_method_post_hook, register_step_hook
@@ -189,15 +191,16 @@ def weights_moved(module: nn.Module) -> None:
 
 
 def watch(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> ModelEvents:
-    """Name the units of a model, log what is active, check its replicas, and start to watch for events.
+    """Name the units of a model, log what is active, compare them between ranks, and start to watch for events.
 
     Args:
         model: The model's name in the log line.
         units: Its units.
 
     Raises:
-        ValueError: If ranks that hold the same part of the model hold different values.
+        ValueError: If ranks have different units, or those that hold the same part of the model different values.
     """
+    _check_agreement(model, units)
     groups = defaultdict(list)
     for managed in units:
         managed.unit.rename(managed.name)
@@ -209,6 +212,18 @@ def watch(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> ModelEvents
     kept = ((managed.unit.gather, managed.source) for managed in units if managed.unit.keeps_first_hop)
     FirstHopsAhead((gather, source) for gather, source in kept if gather is not None and source is not None)
     return ModelEvents(units)
+
+
+def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> None:
+    """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
+    for group in dict.fromkeys(managed.unit.mesh.group for managed in units):
+        facts = {}
+        for managed in units:
+            unit = managed.unit
+            if unit.mesh.group is group:
+                strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
+                facts[managed.name] = f"{strategy}, {described(managed.shards())}"
+        check_agreement(group, f"the first forward of {model}", facts)
 
 
 def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from .accelerator import accelerator
+from .agreement import device_for
 from .topology import ProcessMesh
 
 
@@ -22,10 +22,8 @@ def used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bo
         What waits for the answer, for each parameter whether any rank has used it. A rank that has used everything
         knows it without asking, so that its host need not wait for the device.
     """
-    groups = [group for group in (mesh.intra, mesh.inter) if group is not None]
-    found = accelerator()
-    on_cpu = found is None or any("gloo" in dist.get_backend(group) for group in groups)
-    flags = torch.tensor(used, dtype=torch.uint8, device="cpu" if on_cpu else found)
-    for group in groups:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    if mesh.group is None or mesh.topology.world == 1:
+        return lambda: list(used)
+    flags = torch.tensor(used, dtype=torch.uint8, device=device_for(mesh.group))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.group)
     return lambda: [bool(flag) for flag in flags.tolist()]

@@ -249,11 +249,11 @@ class ReducingGroup(FSDPParamGroup):
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
                 param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
-        # Until torch 2.13, gradients that were kept are of another dtype, and torch reduces gradients of one.
-        if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
-            if any(param.unsharded_accumulated_grad is not None for param in params):
-                for param in params:
-                    param.to_accumulated_grad_if_needed()
+        # Until torch 2.14, gradients that were kept are of another dtype, and torch reduces gradients of one.
+        kept = any(param.unsharded_accumulated_grad is not None for param in params)
+        if kept and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+            for param in params:
+                param.to_accumulated_grad_if_needed()
         if self.reduction.errors is not None or getattr(self, "reduce_scatter_unused_params", False):
             return []
         return [param for param in params if id(param) not in self._used]

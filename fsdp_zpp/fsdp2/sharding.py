@@ -13,18 +13,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from .. import units
 from ..accelerator import accelerator
+from ..agreement import check_agreement, parameter_facts
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..frozen.owners import register_owners
 from ..managed_unit import ManagedUnit
 from ..staleness import watch, weights_moved
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
-from ..support import mesh_for, model_name
+from ..support import mesh_for, model_name, strategy_facts
 from ..topology import ProcessMesh, own_rank
 from ..usage import used_by_any
 from . import _torch, _torch_owned
 from .comms import StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter, all_gather_of
-from .validation import check_arguments, is_torchs_own
+from .validation import check_arguments, check_strategy, is_torchs_own, named_own_parameters
 
 
 @overload
@@ -87,6 +88,8 @@ def fully_shard(
     """
     passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_strategy(strategy)
+    _check_agreement(modules, strategy, passed_on)
     check_arguments(modules, strategy, passed_on)
     unit = _unit_for(strategy, passed_on)
     policy = passed_on.get("mp_policy")
@@ -111,12 +114,25 @@ register_owners(lambda model: _torch_owned.owned_parameters(model, _parameter_re
 fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
 
 
+def _check_agreement(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
+    mesh = arguments["mesh"]
+    if mesh is None and not dist.is_initialized():
+        dist.init_process_group()  # as torch would have done
+    group = dist.group.WORLD if mesh is None else mesh.get_group() if getattr(mesh, "ndim", None) == 1 else None
+    if group is None:
+        return
+    facts = strategy_facts(strategy, group)
+    facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
+    ignored = arguments.get("ignored_params") or ()
+    own = ((name, p) for name, p in named_own_parameters(modules) if p not in ignored)
+    call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
+    check_agreement(group, call, facts | parameter_facts(own))
+
+
 def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
     """A unit on the ranks that ``arguments`` name; replaces their mesh by that of the ranks to shard over."""
     mesh = arguments["mesh"]
     if is_torchs_own(strategy) or mesh is None:
-        if not dist.is_initialized():
-            dist.init_process_group()  # as torch would have done
         assert dist.group.WORLD is not None
         unit = StrategyUnit(strategy, mesh_for(strategy, dist.group.WORLD))
     else:
