@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .activity import log_activity
+from .agreement import check_agreement, described
 from .first_hops import FirstHopsAhead
 from .managed_unit import ManagedUnit
 from .method_hooks import register_method_post_hook, register_step_hook
@@ -22,6 +24,8 @@ from .replicas import check_replicas
 from .strategy_unit import StrategyUnit
 from .unit_errors import UnitErrors
 from .units import unit_of
+
+_IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
 
 
 class WatchedUnit(Protocol):
@@ -74,9 +78,15 @@ class ModelEvents:
             if model is not None and scaler.is_enabled():
                 model.scaler_stepped(scaler, optimizer)
 
+        def module_cleared(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            model = events()
+            if model is not None:
+                model.module_cleared(module)
+
         # One hook each a model, which goes with it, so that there is no list of models to keep.
         weakref.finalize(self, register_step_hook(stepped))
         weakref.finalize(self, register_method_post_hook(Optimizer, "zero_grad", cleared))
+        weakref.finalize(self, register_method_post_hook(nn.Module, "zero_grad", module_cleared))
         weakref.finalize(self, register_method_post_hook(GradScaler, "step", scaler_stepped))
         for kind in (GradScaler, ShardedGradScaler):
             weakref.finalize(self, register_method_post_hook(kind, "scale", loss_scaled))
@@ -127,16 +137,25 @@ class ModelEvents:
             for unit in self._units_of(optimizer):
                 unit.discard_gradients()
 
+    def module_cleared(self, module: nn.Module) -> None:
+        """``module.zero_grad()`` has cleared the gradients of the model or of a part of it, wrapped or not."""
+        cleared = {id(part) for part in (*module.parameters(), *module.modules())}
+        for managed in self._units:
+            if any(id(part) in cleared for part in (*managed.parameters(), *managed.owners())):
+                managed.unit.discard_gradients()
+
     def _units_of(self, optimizer: Optimizer) -> Iterator[WatchedUnit]:
-        """The units of which ``optimizer`` holds a parameter: one in the backward clears one unit's gradients while
-        others' still wait. A unit of which this rank has no element goes with any optimizer of its model.
+        """The units of which ``optimizer`` holds a parameter, on all ranks the same.
+
+        One in the backward, or one of several, clears its units' gradients while others' still wait. A rank may hold no
+        element of a unit: its empty parameters count as others do. If it has left them out of its optimizers, as some
+        users do, nothing tells whose they are, and the unit goes with any optimizer of its model.
         """
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for managed in self._units:
             parameters = managed.parameters()
-            # In this order a look at one parameter mostly does: to ask all of them takes long.
-            if any(id(p) in in_optimizer and _local_numel(p) for p in parameters) or not any(
-                map(_local_numel, parameters)
+            if any(id(p) in in_optimizer for p in parameters) or not any(
+                _local_numel(p) or getattr(p, _IN_OPTIMIZER, False) for p in parameters
             ):
                 yield managed.unit
 
@@ -164,14 +183,6 @@ def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
     return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
 
 
-def gradients_cleared(model: nn.Module) -> None:
-    """``model.zero_grad()`` has cleared the gradients of a model or a part of one."""
-    for module in model.modules():
-        unit = unit_of(module)
-        if isinstance(unit, StrategyUnit):
-            unit.discard_gradients()
-
-
 def weights_moved(module: nn.Module) -> None:
     """The weights of the unit of ``module`` are elsewhere, or of another dtype, and may have other values."""
     unit = unit_of(module)
@@ -180,15 +191,16 @@ def weights_moved(module: nn.Module) -> None:
 
 
 def watch(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> ModelEvents:
-    """Name the units of a model, log what is active, check its replicas, and start to watch for events.
+    """Name the units of a model, log what is active, compare them between ranks, and start to watch for events.
 
     Args:
         model: The model's name in the log line.
         units: Its units.
 
     Raises:
-        ValueError: If ranks that hold the same part of the model hold different values.
+        ValueError: If ranks have different units, or those that hold the same part of the model different values.
     """
+    _check_agreement(model, units)
     groups = defaultdict(list)
     for managed in units:
         managed.unit.rename(managed.name)
@@ -202,9 +214,31 @@ def watch(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> ModelEvents
     return ModelEvents(units)
 
 
+def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> None:
+    """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
+    for group in dict.fromkeys(managed.unit.mesh.group for managed in units):
+        facts = {}
+        for managed in units:
+            unit = managed.unit
+            if unit.mesh.group is group:
+                strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
+                facts[managed.name] = f"{strategy}, {described(managed.shards())}"
+        check_agreement(group, f"the first forward of {model}", facts)
+
+
 def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
     """Bytes that error feedback will take for a unit."""
     reduce = managed.unit.reduce
     if reduce is None or not managed.is_trained:
         return 0
     return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
+
+
+def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Have the parameters of an optimizer say that they are in one."""
+    for parameter in optimizer.param_groups[-1]["params"]:
+        setattr(parameter, _IN_OPTIMIZER, True)
+
+
+# Optimizers are made before a model's first forward, with which its events begin.
+register_method_post_hook(Optimizer, "add_param_group", _tag_parameters)
