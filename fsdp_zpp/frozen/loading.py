@@ -11,12 +11,12 @@ from torch import nn
 
 from .base import base_for
 from .file_format import StoredWeight, read_index, row_from_slices
-from .placement import Placement
-from .quantize import device_of, mesh_of, put_in_place, refuse_sharded
+from .quantize import device_of, place_base, put_in_place, refuse_sharded
 from .report import FrozenReport, log_report
 from .selection import Candidate, select
 from .source import Checkpoint, stored_name
 from .weight import FrozenWeight
+from .wrapped import check_base_agreement
 
 
 def load_frozen_params(
@@ -44,12 +44,15 @@ def load_frozen_params(
         ValueError: If the files don't fit the model, or the model is sharded already.
     """
     group = process_group if process_group is not None else dist.group.WORLD
-    where = Placement(placement, mesh_of(group, gpus_per_node))
     files, stored = read_index(Path(path))
     selection = select(model, 1)
     refuse_sharded(selection, "call load_frozen_params before you wrap the model")
     candidates = {stored_name(candidate.name): candidate for candidate in selection.chosen}
     _check(candidates, stored, Path(path))
+    check_base_agreement(
+        "load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement, **stored}
+    )
+    where = place_base(placement, group, gpus_per_node)
     checkpoint, base = Checkpoint(files), base_for(model)
     keep = device_of(group, device) or torch.device("cpu")
     before, after = 0, 0

@@ -21,6 +21,7 @@ from .report import FrozenReport, log_report, merge, named_left
 from .selection import SHARDED, Candidate, Selection, select
 from .source import AnySource, Source, source_from
 from .weight import FrozenWeight, ReadRows
+from .wrapped import check_base_agreement, wrapping_mesh
 
 MIN_NUMEL = 4096
 """Below it a weight costs more to look after than it takes."""
@@ -80,7 +81,7 @@ def quantize_frozen_params(
         placement: A parameter letter: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: As in :class:`Strategy`.
+        gpus_per_node: As in :class:`Strategy`. Default: the strategy's that the model is wrapped with, before or after.
         process_group: The data-parallel ranks. Default: all of them, or this process alone without a process group.
         checkpoint: Where the weights are: a safetensors file, an index of several, a folder with either, or a function
             of a parameter's name. Each rank reads the rows that it keeps. Default: in the model.
@@ -116,14 +117,6 @@ def quantize_frozen_params(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     group = process_group if process_group is not None else dist.group.WORLD
-    options = FrozenOptions(
-        codec,
-        Placement(placement, mesh_of(group, gpus_per_node)),
-        min_numel,
-        device_of(group, device),
-        dtype,
-        group if sync_module_states else None,
-    )
     in_the_model = checkpoint is None and not sync_module_states
     selection = select(model, min_numel, ignored_params, take_sharded=in_the_model)
     refuse_sharded(
@@ -131,6 +124,16 @@ def quantize_frozen_params(
         f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
         "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True and "
         "before a state dict is saved or loaded)",
+    )
+    facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
+    check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
+    options = FrozenOptions(
+        codec,
+        place_base(placement, group, gpus_per_node, None if process_group is not None else wrapping_mesh(model)),
+        min_numel,
+        device_of(group, device),
+        dtype,
+        group if sync_module_states else None,
     )
     source = None if checkpoint is None else source_from(checkpoint)
     if source is not None:
@@ -262,11 +265,15 @@ def dequantize_frozen_params(model: nn.Module) -> int:
     return len(modules)
 
 
-def mesh_of(group: dist.ProcessGroup | None, gpus_per_node: int | None) -> ProcessMesh:
-    """The mesh of ``group``, or of this process alone."""
+def place_base(
+    letter: str, group: dist.ProcessGroup | None, gpus_per_node: int | None, wrapping: ProcessMesh | None = None
+) -> Placement:
+    """A letter on the mesh of ``group``, or on this process alone; by default on that of strategies around it."""
     if group is None:
-        return ProcessMesh(Topology(1, 1), 0, None, None)
-    return process_mesh(group, gpus_per_node)
+        return Placement(letter, ProcessMesh(Topology(1, 1), 0, None, None))
+    if gpus_per_node is None and wrapping is not None and wrapping.group is group:
+        return Placement(letter, wrapping)
+    return Placement(letter, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
 
 
 def device_of(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
