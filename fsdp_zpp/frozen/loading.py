@@ -14,7 +14,7 @@ from ..support import model_name
 from .agreement import agree
 from .base import base_for
 from .coverage import check_header, found_in
-from .file_format import CODES, REMEDY, SCALES, StoredWeight, read_base, row_from_slices
+from .file_format import CODES, SCALES, StoredWeight, read_base, row_from_slices
 from .model_tensors import ModelTensor, frozen_names
 from .placement import Placement
 from .quantize import device_of, mesh_of, put_in_place, refuse_sharded
@@ -22,6 +22,11 @@ from .report import FrozenReport, log_report
 from .selection import Candidate, Selection, select
 from .tensor_files import Header, TensorFiles
 from .weight import FrozenWeight
+
+_REMEDY = (
+    "load it into the architecture that it was saved from, in which what was trained then, and is not in the files, is "
+    "trainable and has values"
+)
 
 
 def load_frozen_params(
@@ -101,7 +106,7 @@ def _read(model: nn.Module, folder: Path, where: Placement, device: torch.device
     selection = select(model, 1)
     refuse_sharded(selection, "call load_frozen_params before you wrap the model")
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
-    found = found_in(model, keys, f"the base in {folder}", REMEDY)
+    found = found_in(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, found)
     candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
     weights, others = [], []
