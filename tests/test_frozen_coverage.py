@@ -373,7 +373,7 @@ def on_rank_2(kind: str, folder: str) -> tuple[Reply, bool]:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "base", "another save"])
 def test_all_ranks_hear_of_it(pool: Callable[[int], Pool], tmp_path: Path, kind: str) -> None:
-    message = "ranks [2] read other files than rank 0" if kind == "another save" else "not a whole safetensors file"
+    message = "rank 2 read other files than rank 0" if kind == "another save" else "not a whole safetensors file"
     for name in ("whole", "broken"):
         if kind == "checkpoint":
             files.write_checkpoint(tmp_path / name / "model.safetensors", files.make_base().state_dict())

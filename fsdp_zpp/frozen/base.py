@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from ..agreement import check_agreement
 from ..hop import Traffic
 from ..replicas import check_replicas
 from .module import frozen_modules
@@ -54,9 +55,10 @@ class FrozenBase:
         """Make units of all weights, by the shape that the model has now. Collective.
 
         Raises:
-            ValueError: If ranks that hold the same part of a weight hold different values.
+            ValueError: If ranks have different weights, or those that hold the same part of one different values.
         """
         root = self.root()
+        name = type(root).__name__ if root is not None else "the model"
         groups: dict[tuple[str, Placement], list[FrozenWeight]] = {}
         placed = set()
         for path, key, weight in _grouped(root) if root is not None else ():
@@ -67,11 +69,12 @@ class FrozenBase:
         for weight in self.weights:
             if weight not in placed:  # the module that held it is no part of the model any more
                 groups[weight.name, weight.placement] = [weight]
+        _check_agreement(name, groups)
         residency = Residency()
         self.units = [
             FrozenUnit(f"frozen {key}", weights, self.traffic, residency) for (key, _), weights in groups.items()
         ]
-        self._check_replicas(type(root).__name__ if root is not None else "the model")
+        self._check_replicas(name)
         log_report(self.reports)
         self.reports = []
 
@@ -139,6 +142,17 @@ def base_for(model: nn.Module) -> FrozenBase:
 def original_path(path: str) -> str:
     """A path without what wrappers put into it."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _check_agreement(model: str, groups: dict[tuple[str, Placement], list[FrozenWeight]]) -> None:
+    """Raise on every rank if ranks have different weights, or would gather other ones together."""
+    for group in dict.fromkeys(placement.mesh.group for _, placement in groups):
+        facts = {
+            f"unit {unit}": f"{[(w.name, tuple(w.shape), str(w.codec)) for w in weights]} placed {placement.letter}"
+            for (unit, placement), weights in groups.items()
+            if placement.mesh.group is group
+        }
+        check_agreement(group, f"the first use of the frozen base of {model}", facts)
 
 
 def _grouped(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:

@@ -76,15 +76,20 @@ class StoredWeight:
 
 def whole_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
     """All codes, uint8, and scales, fp32, of a weight, on the CPU. Collective."""
+    codes, scales = codes_in(weight, weight.held.rows_of(weight, weight.device))
+    return codes.cpu().clone(), scales.cpu().clone()
+
+
+def codes_in(weight: FrozenWeight, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """All codes and scales of a weight in its chunks, uint8 [chunks, row_nbytes], without what is past its end."""
     assert isinstance(weight.codec, Storable)
-    layout = weight.codec.layout
-    rows, chunk = weight.held.rows_of(weight, weight.device), weight.chunk_numel
+    layout, chunk = weight.codec.layout, weight.chunk_numel
     start = layout.scales_offset(chunk)
     codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
     scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
     # How much of the last chunks is past the weight's end depends on the layout, how many blocks it has does not.
     blocks = layout.blocks(weight.shape.numel())
-    return codes[: layout.codes_nbytes(blocks * layout.block)].cpu().clone(), scales[:blocks].cpu().clone()
+    return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
 
 def row_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:

@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..support import model_name
-from .agreement import agree
 from .base import base_for
 from .coverage import check_header, found_in
 from .file_format import CODES, SCALES, StoredWeight, read_base, row_from_slices
 from .model_tensors import ModelTensor, frozen_names
+from .outcome import agree
 from .placement import Placement
-from .quantize import device_of, mesh_of, put_in_place, refuse_sharded
+from .quantize import device_of, place_base, put_in_place, refuse_sharded
 from .report import FrozenReport, log_report
 from .selection import Candidate, Selection, select
 from .tensor_files import Header, TensorFiles
 from .weight import FrozenWeight
+from .wrapped import check_base_agreement
 
 _REMEDY = (
     "load it into the architecture that it was saved from, in which what was trained then, and is not in the files, is "
@@ -57,9 +58,11 @@ def load_frozen_params(
             already; on every rank, and nothing of the model has changed.
     """
     group = process_group if process_group is not None else dist.group.WORLD
-    where = Placement(placement, mesh_of(group, gpus_per_node))
-    kept_on = device_of(group, device) or torch.device("cpu")
-    read = agree(group, lambda: _read(model, Path(path), where, kept_on), lambda read: read.index)
+    selection = select(model, 1)
+    refuse_sharded(selection, "call load_frozen_params before you wrap the model")
+    check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
+    where, kept_on = place_base(placement, group, gpus_per_node), device_of(group, device) or torch.device("cpu")
+    read = agree(group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index)
     base = base_for(model)
     before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
     for one in read.weights:
@@ -100,11 +103,9 @@ class _Read:
     others: list[tuple[ModelTensor, Tensor]]
 
 
-def _read(model: nn.Module, folder: Path, where: Placement, device: torch.device) -> _Read:
+def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device) -> _Read:
     """Read a base, having checked that it is this model's, both ways."""
     files, stored = read_base(folder)
-    selection = select(model, 1)
-    refuse_sharded(selection, "call load_frozen_params before you wrap the model")
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
     found = found_in(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, found)
@@ -118,7 +119,8 @@ def _read(model: nn.Module, folder: Path, where: Placement, device: torch.device
         weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
         row = row_from_slices(weight, files.slice(f"{key}.{CODES}"), files.slice(f"{key}.{SCALES}"))
         weights.append(_Quantized(candidate, weight, row.to(device)))
-    return _Read(files.source.read_text(), weights, others)
+    index = repr([stored, [(key, files.file_of(key).name) for key in files]])
+    return _Read(index, weights, others)
 
 
 def _check_both_ways(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -14,16 +13,17 @@ from ..accelerator import accelerator
 from ..codecs import Codec, Int8
 from ..support import DTYPES, model_name
 from ..topology import ProcessMesh, Topology, process_mesh
-from .agreement import agree
 from .base import FrozenBase, Unsettled, base_for
 from .model_tensors import ModelTensor
 from .module import FrozenModule, freeze, frozen_modules, unfreeze
+from .outcome import agree
 from .owners import Flattened
 from .placement import Placement
 from .report import FrozenReport, log_report, merge, named_left
 from .selection import SHARDED, Candidate, Selection, select
 from .source import Source, source_from
 from .weight import FrozenWeight, ReadRows
+from .wrapped import check_base_agreement, wrapping_mesh
 
 Encoded = tuple[FrozenWeight, Tensor]
 """A frozen weight and this rank's chunk of its codes."""
@@ -86,7 +86,7 @@ def quantize_frozen_params(
         placement: A parameter letter: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: As in :class:`Strategy`.
+        gpus_per_node: As in :class:`Strategy`. Default: the strategy's that the model is wrapped with, before or after.
         process_group: The data-parallel ranks. Default: all of them, or this process alone without a process group.
         checkpoint: Where the weights are: a safetensors file, an index of several, a folder with either, or a function
             of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must have all
@@ -125,14 +125,6 @@ def quantize_frozen_params(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     group = process_group if process_group is not None else dist.group.WORLD
-    options = FrozenOptions(
-        codec,
-        Placement(placement, mesh_of(group, gpus_per_node)),
-        min_numel,
-        device_of(group, device),
-        dtype,
-        group if sync_module_states else None,
-    )
     in_the_model = checkpoint is None and not sync_module_states
     selection = select(model, min_numel, ignored_params, take_sharded=in_the_model)
     refuse_sharded(
@@ -141,10 +133,20 @@ def quantize_frozen_params(
         "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True and "
         "before a state dict is saved or loaded)",
     )
+    facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
+    facts |= {"from a checkpoint": checkpoint is not None}
+    check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
+    options = FrozenOptions(
+        codec,
+        place_base(placement, group, gpus_per_node, None if process_group is not None else wrapping_mesh(model)),
+        min_numel,
+        device_of(group, device),
+        dtype,
+        group if sync_module_states else None,
+    )
     read = None
     if checkpoint is not None:
-        source_of = functools.partial(_read, model, checkpoint, selection, options)
-        read = agree(group, source_of, lambda read: read.summary)
+        read = agree(group, lambda: _read(model, checkpoint, selection, options), lambda read: read.summary)
     parts = [_quantize_flattened(model, holder, options, ignored_params) for holder in selection.to_open]
     report = merge([*parts, quantize_selected(model, selection, options, read.encoded if read else None)[0]])
     log_report([report])
@@ -300,11 +302,15 @@ def dequantize_frozen_params(model: nn.Module) -> int:
     return len(modules)
 
 
-def mesh_of(group: dist.ProcessGroup | None, gpus_per_node: int | None) -> ProcessMesh:
-    """The mesh of ``group``, or of this process alone."""
+def place_base(
+    letter: str, group: dist.ProcessGroup | None, gpus_per_node: int | None, wrapping: ProcessMesh | None = None
+) -> Placement:
+    """A letter on the mesh of ``group``, or on this process alone; by default on that of strategies around it."""
     if group is None:
-        return ProcessMesh(Topology(1, 1), 0, None, None)
-    return process_mesh(group, gpus_per_node)
+        return Placement(letter, ProcessMesh(Topology(1, 1), 0, None, None))
+    if gpus_per_node is None and wrapping is not None and wrapping.group is group:
+        return Placement(letter, wrapping)
+    return Placement(letter, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
 
 
 def device_of(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:

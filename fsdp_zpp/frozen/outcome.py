@@ -6,13 +6,16 @@ import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+
+from ..agreement import device_for, named_ranks
 
 _T = TypeVar("_T")
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
-def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Callable[[_T], str] | None = None) -> _T:
+def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Callable[[_T], str]) -> _T:
     """Run ``act`` on every rank of ``group``, and raise on all of them if it fails on any. Collective.
 
     Args:
@@ -31,19 +34,24 @@ def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Calla
     if group is None or dist.get_world_size(group) == 1:
         return act()
     failure: Exception | None = None
+    digest, said = 0, ("", "")
     try:
         result = act()
-        digest = hashlib.sha256(summary(result).encode()).hexdigest() if summary is not None else ""
-        said = ("", "", digest)
+        digest = int.from_bytes(hashlib.sha256(summary(result).encode()).digest()[:7], "big")
     except Exception as error:  # whatever it is, the other ranks are to hear of it
-        failure, said = error, (type(error).__name__, str(error), "")
-    everywhere: list[tuple[str, str, str]] = [said] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, said, group=group)
+        failure, said = error, (type(error).__name__, str(error))
+    bounds = torch.tensor([failure is not None, digest, -digest], dtype=torch.int64, device=device_for(group))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    any_failed, highest, negated = bounds.tolist()
+    if not any_failed and highest == -negated:
+        return result
+    everyone: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (*said, digest), group=group)
     if failure is not None:
         raise failure
-    for rank, (kind, message, _) in enumerate(everywhere):
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (kind, message, _) in zip(ranks, everyone, strict=True):
         if kind:
             raise _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {message}")
-    if others := [rank for rank, (_, _, digest) in enumerate(everywhere) if digest != everywhere[0][2]]:
-        raise ValueError(f"ranks {others} read other files than rank 0; give all ranks the same files")
-    return result
+    others = [rank for rank, (_, _, digest) in zip(ranks, everyone, strict=True) if digest != everyone[0][2]]
+    raise ValueError(f"{named_ranks(others)} read other files than rank {ranks[0]}; give all ranks the same files")
