@@ -13,7 +13,16 @@ from accelerate import init_empty_weights
 from harness import frozen_files as files, llama, models
 from peft import LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
 
@@ -107,16 +116,22 @@ def test_adapters_are_no_part_of_the_base(tmp_path: Path, make: Callable[[nn.Mod
     assert all(torch.equal(of_adapter[name], value) for name, value in expected.items())
 
 
-# ---- persistent buffers
+# ---- models with routers and experts
 
 
-def deepseek() -> Any:
-    """A DeepSeek-V3 whose routers have learned a bias, which is a buffer."""
+def experts(kind: str) -> Any:
+    """A small MoE model whose routers have learned a bias, if they have one, which is a buffer."""
     torch.manual_seed(0)
     sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-    layers = {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**llama.CONFIG | sizes | experts | layers))
+    grouped = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    routed = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model: Any
+    if kind == "deepseek":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**llama.CONFIG | sizes | grouped | routed))
+    elif kind == "qwen":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**llama.CONFIG | routed | {"num_experts": 4, "head_dim": 16}))
+    else:
+        model = MixtralForCausalLM(MixtralConfig(**llama.CONFIG | {"num_local_experts": 4}))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -124,17 +139,36 @@ def deepseek() -> Any:
     return model.to(models.device()).requires_grad_(False)
 
 
-def test_routers_keep_their_bias(tmp_path: Path) -> None:
-    base = deepseek()
+@pytest.mark.parametrize("kind", ["deepseek", "qwen", "mixtral"])
+def test_experts_from_files(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    experts(kind).save_pretrained(tmp_path / "base")  # which has experts one by one
+    assert any(".experts.3." in key for key in files.load_file(tmp_path / "base" / "model.safetensors"))
+    base = experts(kind)
     quantize_frozen_params(base, files.CODEC)
     expected = logits_of(base)
-    files.write_checkpoint(tmp_path / "base" / "model.safetensors", deepseek().state_dict())
     save_frozen_params(base, tmp_path / "quantized")
     for call in (
         lambda model: quantize_frozen_params(model, files.CODEC, checkpoint=tmp_path / "base"),
         lambda model: load_frozen_params(model, tmp_path / "quantized"),
     ):
         with init_empty_weights():
-            model = DeepseekV3ForCausalLM(base.config)
+            model = type(base)(base.config)
         call(model.requires_grad_(False))
         assert torch.equal(logits_of(model), expected)
+    assert "no place for" not in caplog.text
+
+
+def test_an_expert_is_missing_or_of_another_shape(tmp_path: Path) -> None:
+    experts("qwen").save_pretrained(tmp_path)
+    path, part = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.2.up_proj.weight"
+    state = files.load_file(path)
+    for value, message in (
+        (None, r"has no model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        (torch.zeros(1, 64), "experts of .*gate_up_proj are not of one shape"),
+    ):
+        files.write_checkpoint(path, state, **{part.replace(".", "__"): value})
+        model = experts("qwen")
+        before = files.snapshot(model)
+        with pytest.raises(ValueError, match=message):
+            quantize_frozen_params(model, files.CODEC, checkpoint=path)
+        assert files.snapshot(model) == before

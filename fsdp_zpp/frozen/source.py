@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..support import model_name
 from .coverage import check_header, found_in, refuse_sharded_tensors, refuse_unfilled
+from .expert_stacks import StackedFiles
 from .file_format import INDEX
 from .model_tensors import ModelTensor, frozen_names, model_tensors
 from .tensor_files import Header, TensorFiles, find_checkpoint, open_file, read_index
@@ -63,12 +64,12 @@ class Checkpoint:
             files, _ = read_index(self._source, _REMEDY)
         else:
             files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
-        self._files = TensorFiles(files, self._source, _REMEDY)
+        self._files = StackedFiles(TensorFiles(files, self._source, _REMEDY))
         self._keys: dict[ModelTensor, str] = {}
         self._headers: list[tuple[str, Header]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        found = found_in(model, list(self._files), f"the checkpoint {self._source}", _REMEDY)
+        found = found_in(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
         for tensor, keys in found:
             for key in keys:
                 header = self._files.header(key)
@@ -111,7 +112,9 @@ class Checkpoint:
         """Say what the model has no place for: it may be a smaller one than the checkpoint's."""
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
         known |= {name for names in frozen_names(model).values() for name in names}
-        if others := [key for key in self._files if key not in known]:
+        parts = {key: self._files.parts(key) for key in self._files.keys}
+        used = {part for key in known & parts.keys() for part in parts[key]}
+        if others := [key for key, those in parts.items() if those == [key] and key not in used]:
             logger.warning(
                 "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
                 model_name(model),
