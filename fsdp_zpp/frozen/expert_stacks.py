@@ -1,8 +1,8 @@
 """Experts of MoE layers, which checkpoints keep one by one and transformers' models as stacks of matrices.
 
-A model's ``mlp.experts.gate_up_proj`` is ``[experts, gate and up, width]``; files have ``mlp.experts.0.gate_proj.weight``
-and so on, as models had before transformers 5, and as they are still saved. Matrices of a stack are put together as they
-are read.
+A model's ``mlp.experts.gate_up_proj`` is ``[experts, gate and up, width]``; files have
+``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as they are still saved. Matrices
+of a stack are put together as they are read.
 """
 
 from __future__ import annotations
