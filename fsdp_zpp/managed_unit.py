@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,6 +26,7 @@ class ManagedUnit(Generic[U]):
         parameters: Gives its parameters as an optimizer may hold them by now.
         shards: Gives what this rank holds of it by now.
         source: Where its weights are to be had from ahead of their gather; None if it has none.
+        owners: Gives the modules on which its parameters are registered, if those are others while it is unsharded.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ManagedUnit(Generic[U]):
     parameters: Callable[[], Sequence[nn.Parameter]]
     shards: Callable[[], Sequence[Tensor]]
     source: Source | None = None
+    owners: Callable[[], Iterable[nn.Module]] = tuple
 
     @property
     def is_trained(self) -> bool:

@@ -139,9 +139,9 @@ class ModelEvents:
 
     def module_cleared(self, module: nn.Module) -> None:
         """``module.zero_grad()`` has cleared the gradients of the model or of a part of it, wrapped or not."""
-        cleared = {id(parameter) for parameter in module.parameters()}
+        cleared = {id(part) for part in (*module.parameters(), *module.modules())}
         for managed in self._units:
-            if any(id(parameter) in cleared for parameter in managed.parameters()):
+            if any(id(part) in cleared for part in (*managed.parameters(), *managed.owners())):
                 managed.unit.discard_gradients()
 
     def _units_of(self, optimizer: Optimizer) -> Iterator[WatchedUnit]:

@@ -196,7 +196,9 @@ def _watch(root: nn.Module) -> None:
         unit = units.unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group)
+            found[group.name] = ManagedUnit(
+                group.name, unit, group.parameters, group.shards, group, group.parameter_owners
+            )
             groups.append((group, unit.mesh))
     model, members = model_name(root), list(found.values())
     events = watch(model, members)
