@@ -80,7 +80,7 @@ class GradientReduce:
         self._topology = mesh.topology
         self._keep = keep
         self._scope = accumulate
-        self._native = native and mesh.inter is None and intra_codec is None and keep == "G"
+        self._native = native and mesh.inter is None and intra_codec is None and accumulate == "G"
         self._intra_codec = intra_codec
         self._inter_codec = inter_codec
         self._intra = hop_over(mesh.intra, "reduce", "intra", traffic)

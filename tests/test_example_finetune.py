@@ -14,9 +14,9 @@ from peft import PeftModel
 from fsdp_zpp import load_frozen_params
 
 
-@pytest.mark.parametrize("adapter", [[], ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
-def test_fine_tunes_a_local_model(tmp_path: Path, adapter: list[str]) -> None:
-    base = llama.make_base()
+@pytest.mark.parametrize(("adapter", "tied"), [([], True), (["--fsdp2"], False)], ids=["fsdp1-tied", "fsdp2"])
+def test_fine_tunes_a_local_model(tmp_path: Path, adapter: list[str], tied: bool) -> None:
+    base = llama.make_base(tied=tied)
     base.cpu().save_pretrained(tmp_path / "base")
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(byte % 128 for a in range(60) for b in range(60) for byte in f"{a} and {b}\n".encode()))
@@ -35,7 +35,7 @@ def test_fine_tunes_a_local_model(tmp_path: Path, adapter: list[str]) -> None:
     assert abs(report["validation_difference_percent"]) < 3
     assert 0 < ours["traffic"]["gather"]["inter"] < full_shard["traffic"]["gather"]["inter"] / 4
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    empty = llama.make_base().cpu().requires_grad_(False)
+    empty = llama.make_base(tied=tied).cpu().requires_grad_(False)
     load_frozen_params(empty, tmp_path / "quantized")
     loaded = PeftModel.from_pretrained(empty, tmp_path / "out" / "adapter")
     tokens = torch.tensor([list(b"12 and 34\n56 and 7")])

@@ -129,7 +129,7 @@ class StrategyHandle(FlatParamHandle):
         if self._gather is None:
             super()._use_low_precision_shard()
         # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
-        elif self._offload_params:
+        else:
             self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
@@ -138,6 +138,12 @@ class StrategyHandle(FlatParamHandle):
             self._holds_decoded_weights = False
             return super()._all_gather_flat_param(padded_unsharded_flat_param)
         shard = self.flat_param.data
+        if shard.dtype != (dtype := self.flat_param._local_shard.dtype):
+            raise ValueError(
+                f"the parameters of {type(self._fully_sharded_module).__name__} were cast from {dtype} to "
+                f"{shard.dtype} after their first forward, which FullyShardedDataParallel can't gather; cast a model "
+                "before its first forward, or pass mixed_precision=MixedPrecision(param_dtype=...) instead"
+            )
         self._gather(shard, padded_unsharded_flat_param, self._shard_version())
         self._holds_decoded_weights = True
         if self._offload_params:
