@@ -50,7 +50,7 @@ def with_and_without_resets(adapter: Adapter, case: Case, strategy: Strategy, ho
 def test_resets_count_steps(pool: Callable[[int], Pool], adapter: Adapter, levels: str, hops: Any) -> None:
     """Errors that are forgotten after every step of several micro-batches have never been there."""
     strategy = replace(COARSE, levels=levels)
-    case = Case(steps=3, micro_batches=3)
+    case = Case(steps=3, micro_batches=2)
     for plain, reset, fed_back in pool(4).run(with_and_without_resets, adapter, case, strategy, hops):
         assert models.distance(reset, plain) == 0
         assert models.distance(fed_back, plain) > 1e-4
