@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..hop import Traffic
 from ..replicas import check_replicas
-from .module import frozen_modules
+from ._peft import show_to_peft
+from .module import frozen_modules, frozen_sites
 from .placement import Placement
 from .report import FrozenReport, log_report
 from .residency import Residency
@@ -59,10 +60,10 @@ class FrozenBase:
         root = self.root()
         groups: dict[tuple[str, Placement], list[FrozenWeight]] = {}
         placed = set()
-        for path, key, weight in _grouped(root) if root is not None else ():
+        for name, key, weight in _grouped(root) if root is not None else ():
             if weight in self.weights and weight not in placed:
                 placed.add(weight)
-                weight.name = f"{original_path(path)}.weight".removeprefix(".")
+                weight.name = name
                 groups.setdefault((key, weight.placement), []).append(weight)
         for weight in self.weights:
             if weight not in placed:  # the module that held it is no part of the model any more
@@ -125,6 +126,7 @@ def base_for(model: nn.Module) -> FrozenBase:
         root = bases[0].root()
         if root is model or (root is not None and all(module is not root for module in model.modules())):
             return bases[0]  # of this model, or of a larger one of which it is a part
+    show_to_peft()
     base = FrozenBase(model)
     for older in bases:
         base.weights += older.weights
@@ -141,14 +143,20 @@ def original_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
+def parameter_name(path: str, own_name: str) -> str:
+    """The name in its model of a parameter of the module at ``path``."""
+    return original_path(f"{path}.{own_name}").removeprefix(".")
+
+
 def _grouped(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
-    """For each frozen module below ``root`` its path, the name of the unit it belongs to, and its weight."""
+    """For each frozen weight below ``root`` its name, the name of the unit that it belongs to, and the weight."""
     kinds = dict(root.named_modules())
     found = []
-    for path, _, weight in frozen_modules(root):
+    for path, _, name, weight in frozen_sites(root):
         parts = path.split(".")
         ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
         wrapped = [a for a in ancestors if isinstance(kinds[a], (FullyShardedDataParallel, FSDPModule))]
         items = [a for a in ancestors if isinstance(kinds[a.rpartition(".")[0]], nn.ModuleList)]
-        found.append((path, original_path(max(wrapped[-1:] + items[:1] or [path], key=len)), weight))
+        unit = original_path(max(wrapped[-1:] + items[:1] or [path], key=len))
+        found.append((parameter_name(path, name), unit, weight))
     return found

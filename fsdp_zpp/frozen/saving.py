@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .base import original_path
+from .base import parameter_name
 from .file_format import StoredWeight, whole_codes, write_index
-from .module import frozen_modules
+from .module import frozen_sites
 from .source import stored_name
 from .weight import FrozenWeight
 from .whole import whole_parameters
@@ -33,8 +33,8 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
         RuntimeError: If rank 0 could not write; on every rank.
     """
     weights: dict[FrozenWeight, str] = {}
-    for module_path, _, weight in frozen_modules(model):
-        weights.setdefault(weight, stored_name(f"{original_path(module_path)}.weight".removeprefix(".")))
+    for path, _, own_name, weight in frozen_sites(model):
+        weights.setdefault(weight, stored_name(parameter_name(path, own_name)))
     if not weights:
         raise ValueError(f"nothing of this {type(model).__name__} is quantized; see quantize_frozen_params")
     stored = {name: StoredWeight.of(weight) for weight, name in weights.items()}
