@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from .module import FrozenModule, frozen_sites, frozen_weights_of, replaced
 from .tensor import shown_tensor
@@ -64,6 +65,26 @@ def shown_as_parameters(*models: object) -> Iterator[None]:
     finally:
         for module, name in put:
             module._parameters.pop(name, None)
+
+
+def refuse_lost_ties(model: nn.Module) -> None:
+    """Raise for adapters that are tied in a way that a sharded model has lost.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    modules = list(model.modules())
+    if not any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in modules):
+        return
+    for configs in [vars(module).get("peft_config") for module in modules]:
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "target_modules_to_tie", None):
+                raise ValueError(
+                    f"the adapter {name!r} has ensure_weight_tying=True and targets an embedding that is tied: PEFT lets "
+                    "the tied layers' adapters be views of one memory, and FSDP shards each by itself, so that they "
+                    "would differ after the first step. Train the embedding by modules_to_save or "
+                    "trainable_token_indices, which stay tied, or target it without ensure_weight_tying"
+                )
 
 
 def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import original_path
+from .base import original_path, parameter_name
 from .whole import whole_parameters
 
 if TYPE_CHECKING:
@@ -85,10 +85,36 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Whole tensors of adapters and of all that is trained, by the names that PEFT has for them. Collective."""
     peft_model = peft_model_in(model)
     prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
+    names = _names(model)
     state = whole_parameters(
         model, lambda name, parameter: parameter.requires_grad or "lora_" in name or "modules_to_save" in name
     )
+    for name in list(state):
+        state |= {other: state[name].clone() for other in names.get(name, ()) if other not in state}
+    state |= _adapter_buffers(model, peft_model)
     return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by the first of them: PEFT wants those that are tied by each of their names."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(original_path(name))
+    return {names[0]: names for names in found.values()}
+
+
+def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
+    """What adapters keep in buffers, as VeRA does, by all of its names; PEFT calls these by the adapter's name."""
+    copies: dict[int, Tensor] = {}
+    state = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is None or name not in peft_model.peft_config or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.to("cpu", copy=True)
+            state[parameter_name(path, name)] = copies[id(buffer)]
+    return state
 
 
 @contextmanager

@@ -18,13 +18,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..hop import Traffic
 from ..replicas import check_replicas
-from ._peft import show_to_peft
+from ._peft import refuse_lost_ties, show_to_peft
 from .module import frozen_modules, frozen_sites
 from .placement import Placement
 from .report import FrozenReport, log_report
 from .residency import Residency
+from .save_pretrained import guard_save_pretrained
 from .unit import FrozenUnit
-from .weight import FrozenWeight
+from .weight import FrozenWeight, out_of_inference_mode
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -55,9 +56,11 @@ class FrozenBase:
         """Make units of all weights, by the shape that the model has now. Collective.
 
         Raises:
-            ValueError: If ranks that hold the same part of a weight hold different values.
+            ValueError: If ranks that hold the same part of a weight hold different values, or adapters were tied.
         """
         root = self.root()
+        if root is not None:
+            refuse_lost_ties(root)
         groups: dict[tuple[str, Placement], list[FrozenWeight]] = {}
         placed = set()
         for name, key, weight in _grouped(root) if root is not None else ():
@@ -115,7 +118,8 @@ class Unsettled:
 
     def rows_of(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Settle the base, and gather the weight's unit. Collective."""
-        weight.base.settle()
+        with out_of_inference_mode():
+            weight.base.settle()
         return weight.held.rows_of(weight, device)
 
 
@@ -127,6 +131,7 @@ def base_for(model: nn.Module) -> FrozenBase:
         if root is model or (root is not None and all(module is not root for module in model.modules())):
             return bases[0]  # of this model, or of a larger one of which it is a part
     show_to_peft()
+    guard_save_pretrained(model)
     base = FrozenBase(model)
     for older in bases:
         base.weights += older.weights

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .linear import frozen_embedding, frozen_linear
-from .weight import FrozenWeight
+from .weight import FrozenWeight, out_of_inference_mode
 
 
 class FrozenTensor(Tensor):
@@ -178,7 +178,8 @@ def shown_tensor(frozen: FrozenWeight) -> FrozenTensor:
     """The one tensor that stands for ``frozen`` as it is now."""
     tensor = frozen.shown() if frozen.shown is not None else None
     if tensor is None or tensor.dtype != frozen.dtype or tensor.device != frozen.device:
-        tensor = FrozenTensor(frozen)
+        with out_of_inference_mode():
+            tensor = FrozenTensor(frozen)
         frozen.shown = weakref.ref(tensor)
     return tensor
 

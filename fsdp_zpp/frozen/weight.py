@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -25,6 +26,16 @@ ReadRows = Callable[[int, int], Tensor]
 
 The rows of a stack of matrices are its matrices.
 """
+
+
+@contextmanager
+def out_of_inference_mode() -> Iterator[None]:
+    """A context for making what stays: what is made in inference mode can't be written to, nor saved for a backward."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 class Payloads(Protocol):
