@@ -8,12 +8,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import check_agreement
 from .codec_state import RankState
 from .codecs import Codec
 from .error_feedback import LoCo
 from .gradient_reduce import GradientReduce
 from .hop import Traffic
 from .strategy import check_error_feedback, check_gpus_per_node, check_hop_codec, finer_inside
+from .support import launched_node_size
 from .topology import process_mesh
 from .unit_errors import UnitErrors
 
@@ -63,6 +65,9 @@ class QuantizedReduceState:
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         assert self.process_group is not None
         self.traffic = Traffic()
+        facts: dict[str, object] = {"codec": codec, "intra_codec": intra, "error_feedback": error_feedback}
+        facts |= {"gpus_per_node": gpus_per_node or launched_node_size(self.process_group)}
+        check_agreement(self.process_group, "QuantizedReduceState", facts)
         self.mesh = process_mesh(self.process_group, gpus_per_node)
         self.codecs = (intra, codec)
         self.error_feedback = error_feedback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable
 
@@ -54,6 +55,20 @@ def _node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
     if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
         return dist.get_world_size(group)
     return strategy.gpus_per_node
+
+
+def strategy_facts(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, object]:
+    """What all ranks of ``group`` have to agree on of a strategy, by name; see [Note: Agreement] in agreement.py."""
+    facts = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    return facts | {"gpus_per_node": _node_size(strategy, group) or launched_node_size(group)}
+
+
+def launched_node_size(group: dist.ProcessGroup) -> object:
+    """``gpus_per_node`` of ``group`` by the launcher; where that makes no equal nodes, what the launcher said."""
+    try:
+        return topology_of(group).gpus_per_node
+    except ValueError:
+        return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
 
 
 def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -58,17 +58,19 @@ class ProcessMesh:
         rank: This rank in the group.
         intra: The ranks of this node, or None if they are one.
         inter: The ranks with this local index on all nodes, or None if there is one node.
+        group: All of its ranks, or None if this one is alone.
     """
 
     topology: Topology
     rank: int
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
 
     def own_node(self) -> ProcessMesh:
         """This rank's node, as a mesh of its own."""
         gpus = self.topology.gpus_per_node
-        return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None)
+        return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,12 @@ class _Whole:
 
 
 _Subgroup = dist.ProcessGroup | _Whole | None
-# The subgroups of a group live and die with it, and are made once however many layers ask for them.
+# The subgroups of a group are made once however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
+# Of the default group, all that were made of others: torch keeps a group until it is told to destroy it.
+_made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
+_made_of = WeakKeyDictionary()
 # By the launcher's node size. To look at all ranks of a group is not for every unit of a model.
 _layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
 
@@ -97,10 +102,12 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
     topology = topology_of(group, gpus_per_node)
     made = _subgroups.setdefault(group, {})
     if topology.gpus_per_node not in made:
+        _destroy_orphans()
         intra = _subgroup(group, topology.intra_partition())
-        made[topology.gpus_per_node] = intra, _subgroup(group, topology.inter_partition())
+        made[topology.gpus_per_node] = intra, (inter := _subgroup(group, topology.inter_partition()))
+        _remember(group, intra, inter)
     intra, inter = (group if isinstance(hop, _Whole) else hop for hop in made[topology.gpus_per_node])
-    return ProcessMesh(topology, dist.get_rank(group), intra, inter)
+    return ProcessMesh(topology, dist.get_rank(group), intra, inter, group)
 
 
 def own_rank() -> dist.ProcessGroup:
@@ -182,6 +189,35 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
             )
             own = made if rank in part else own
     return own
+
+
+def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
+    """Have ``subgroups`` destroyed some time after ``parent`` is. With the default group, torch destroys all."""
+    world = dist.group.WORLD
+    if world is not None and parent is not world:
+        made = _made_of.setdefault(world, [])
+        made += [(ref(parent), subgroup) for subgroup in subgroups if isinstance(subgroup, dist.ProcessGroup)]
+
+
+def _destroy_orphans() -> None:
+    """Destroy the subgroups of groups that were destroyed themselves.
+
+    Now, and not as a group is forgotten: that happens on each rank at another time, and NCCL's ranks part together.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made_of.get(world, [])
+    orphans = [subgroup for parent, subgroup in made if not _is_registered(parent())]
+    made[:] = [(parent, subgroup) for parent, subgroup in made if _is_registered(parent())]
+    for subgroup in filter(_is_registered, orphans):
+        dist.destroy_process_group(subgroup)
+
+
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
+    try:
+        return group is not None and dist.get_group_rank(group, dist.get_rank()) >= 0
+    except ValueError:  # which is torch's answer
+        return False
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:

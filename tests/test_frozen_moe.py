@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import llama, models, moe
 from harness.adapter import STOCK, Adapter
-from harness.adapters import ADAPTERS, over_adapters
+from harness.adapters import over_adapters
 from harness.bytes_on_the_wire import sent_in
 from harness.pool import Pool
 from peft import PeftModel

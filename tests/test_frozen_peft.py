@@ -61,7 +61,9 @@ def steps(model: Any, alone: bool, count: int = 2, optimizer: Any = None) -> dic
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def saved_and_loaded(adapter: Adapter, kind: str, folder: str, **options: Any) -> tuple[float, float, bool, bool, float]:
+def saved_and_loaded(
+    adapter: Adapter, kind: str, folder: str, **options: Any
+) -> tuple[float, float, bool, bool, float]:
     """In a worker: how far a saved adapter is from the one in memory, and what saving changed."""
     model, alone = sharded(adapter, {"default": kind}, **options), oracle({"default": kind}, **options)
     optimizer = optimizer_of(model)

@@ -80,9 +80,9 @@ def refuse_lost_ties(model: nn.Module) -> None:
         for name, config in configs.items() if isinstance(configs, dict) else ():
             if getattr(config, "target_modules_to_tie", None):
                 raise ValueError(
-                    f"the adapter {name!r} has ensure_weight_tying=True and targets an embedding that is tied: PEFT lets "
-                    "the tied layers' adapters be views of one memory, and FSDP shards each by itself, so that they "
-                    "would differ after the first step. Train the embedding by modules_to_save or "
+                    f"the adapter {name!r} has ensure_weight_tying=True and targets an embedding that is tied: PEFT "
+                    "lets the tied layers' adapters be views of one memory, and FSDP shards each by itself, so that "
+                    "they would differ after the first step. Train the embedding by modules_to_save or "
                     "trainable_token_indices, which stay tied, or target it without ensure_weight_tying"
                 )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from ..agreement import check_agreement
 from ..hop import Traffic
 from ..replicas import check_replicas
 from ._peft import refuse_lost_ties, show_to_peft
@@ -56,9 +57,11 @@ class FrozenBase:
         """Make units of all weights, by the shape that the model has now. Collective.
 
         Raises:
-            ValueError: If ranks that hold the same part of a weight hold different values, or adapters were tied.
+            ValueError: If ranks have different weights, those that hold the same part of one different values, or
+                sharding has torn adapters apart that were tied.
         """
         root = self.root()
+        model = type(root).__name__ if root is not None else "the model"
         if root is not None:
             refuse_lost_ties(root)
         groups: dict[tuple[str, Placement], list[FrozenWeight]] = {}
@@ -71,11 +74,12 @@ class FrozenBase:
         for weight in self.weights:
             if weight not in placed:  # the module that held it is no part of the model any more
                 groups[weight.name, weight.placement] = [weight]
+        _check_agreement(model, groups)
         residency = Residency()
         self.units = [
             FrozenUnit(f"frozen {key}", weights, self.traffic, residency) for (key, _), weights in groups.items()
         ]
-        self._check_replicas(type(root).__name__ if root is not None else "the model")
+        self._check_replicas(model)
         log_report(self.reports)
         self.reports = []
 
@@ -151,6 +155,17 @@ def original_path(path: str) -> str:
 def parameter_name(path: str, own_name: str) -> str:
     """The name in its model of a parameter of the module at ``path``."""
     return original_path(f"{path}.{own_name}").removeprefix(".")
+
+
+def _check_agreement(model: str, groups: dict[tuple[str, Placement], list[FrozenWeight]]) -> None:
+    """Raise on every rank if ranks have different weights, or would gather other ones together."""
+    for group in dict.fromkeys(placement.mesh.group for _, placement in groups):
+        facts = {
+            f"unit {unit}": f"{[(w.name, tuple(w.shape), str(w.codec)) for w in weights]} placed {placement.letter}"
+            for (unit, placement), weights in groups.items()
+            if placement.mesh.group is group
+        }
+        check_agreement(group, f"the first use of the frozen base of {model}", facts)
 
 
 def _grouped(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:

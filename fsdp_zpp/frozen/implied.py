@@ -15,6 +15,7 @@ from .module import frozen_modules
 from .placement import Placement
 from .quantize import FrozenOptions, device_of, quantize_selected
 from .selection import select
+from .wrapped import follow_strategy
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -31,6 +32,8 @@ def quantize_for(
 ) -> None:
     """Quantize the frozen weights of ``module`` as its strategy says, if it does; logged when the model is complete.
 
+    What was quantized before moves to the strategy's nodes.
+
     Args:
         strategy: The strategy; its parameter letter places them.
         module: What is about to be sharded.
@@ -41,8 +44,9 @@ def quantize_for(
         broadcast: The group whose first rank has the true weights; None if every rank has them.
 
     Raises:
-        ValueError: If weights have no values.
+        ValueError: If weights have no values, or what was quantized before can't move.
     """
+    follow_strategy(module, mesh)
     if strategy.frozen is None:
         return
     options = FrozenOptions(

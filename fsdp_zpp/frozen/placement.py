@@ -10,7 +10,7 @@ hop all of them in order, and nothing needs to be transposed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..codecs import Codec
 from ..topology import ProcessMesh
@@ -25,6 +25,7 @@ class Placement:
     Args:
         letter: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
         mesh: The ranks.
+        by_name: Whether the user said how large nodes are; see [Note: Who says how large a node is] in wrapped.py.
 
     Raises:
         ValueError: If the letter is none of these.
@@ -32,6 +33,7 @@ class Placement:
 
     letter: str
     mesh: ProcessMesh
+    by_name: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.letter not in LETTERS:

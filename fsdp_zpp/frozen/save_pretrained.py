@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..support import model_name
 from .module import frozen_modules
 
 _METHOD = "save_pretrained"
@@ -24,8 +25,8 @@ def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     weights = {weight for _, _, weight in frozen_modules(module)}
     if weights:
         raise RuntimeError(
-            f"{len(weights)} weights of this {type(module).__name__} are frozen and quantized, and save_pretrained would "
-            "leave them out; fsdp_zpp.save_frozen_params(model, path) writes the quantized base and "
+            f"{len(weights)} weights of this {model_name(module)} are frozen and quantized, and save_pretrained "
+            "would leave them out; fsdp_zpp.save_frozen_params(model, path) writes the quantized base and "
             "fsdp_zpp.save_adapter(model, path) an adapter. For a checkpoint in full precision, call "
             "fsdp_zpp.dequantize_frozen_params(model) first, on every rank and before sharding"
         )

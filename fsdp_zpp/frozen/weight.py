@@ -72,10 +72,15 @@ class FrozenWeight:
     shown: weakref.ref[FrozenTensor] | None = None
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
-        self.name, self.shape, self.dtype, self.codec, self.placement = name, shape, dtype, codec, placement
-        self.chunk_numel = placement.chunk_numel(shape.numel(), codec)
-        self.row_nbytes = codec.nbytes(self.chunk_numel)
+        self.name, self.shape, self.dtype, self.codec = name, shape, dtype, codec
+        self.place(placement)
         self._layout = codec.layout if isinstance(codec, Blockwise) else None
+
+    def place(self, placement: Placement) -> None:
+        """Say where its chunks are; whoever does it later on has them cut anew."""
+        self.placement = placement
+        self.chunk_numel = placement.chunk_numel(self.shape.numel(), self.codec)
+        self.row_nbytes = self.codec.nbytes(self.chunk_numel)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(f"{self.name} is a shard of a frozen weight and can't be copied; copy its module instead")

@@ -27,7 +27,6 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
-    _check_strategy(strategy)
     if is_torchs_own(strategy):
         return
     _check_reshard(strategy, arguments["reshard_after_forward"])
@@ -39,7 +38,7 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
     _check_mesh(strategy, arguments["mesh"])
     _check_dtypes(modules, arguments.get("ignored_params") or set())
     _check_offload(arguments.get("offload_policy"))
-    check_no_other_parallelism(strategy, _named_own_parameters(modules))
+    check_no_other_parallelism(strategy, named_own_parameters(modules))
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
 
@@ -51,7 +50,8 @@ def is_torchs_own(strategy: Strategy) -> bool:
     return topology_for(strategy, dist.group.WORLD).nodes == 1
 
 
-def _check_strategy(strategy: object) -> None:
+def check_strategy(strategy: object) -> None:
+    """Raise a TypeError unless ``strategy`` is a :class:`Strategy`."""
     check_instance("strategy", strategy)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
@@ -87,11 +87,11 @@ def _check_mesh(strategy: Strategy, mesh: Any) -> None:
 
 def _check_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     check_dtypes(
-        ((name, p) for name, p in _named_own_parameters(modules) if p not in ignored), "pass others in ignored_params"
+        ((name, p) for name, p in named_own_parameters(modules) if p not in ignored), "pass others in ignored_params"
     )
 
 
-def _named_own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are to be sharded, not those that an earlier call has sharded."""
     inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
     sharded = {p for child in inner for p in child.parameters()}

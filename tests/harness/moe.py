@@ -99,9 +99,7 @@ def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = Tr
             adapter.apply(layer, strategy)
         return adapter.apply(model, strategy)
     policy = ModuleWrapPolicy({Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer}) if by_layer else None
-    return adapter.apply(
-        model, strategy, use_orig_params=True, device_id=models.device(), auto_wrap_policy=policy
-    )
+    return adapter.apply(model, strategy, use_orig_params=True, device_id=models.device(), auto_wrap_policy=policy)
 
 
 def logits_of(model: nn.Module) -> Tensor:
