@@ -38,6 +38,7 @@ def test_what_is_left_out_is_slow() -> None:
     assert 6 <= len(default_of(over_pairs(**FACTORS))) < 9
     assert len(over_pairs(rest=False, **FACTORS).args[1]) == len(default_of(over_pairs(**FACTORS)))
     assert default_of(over_each(**FACTORS)) == [("x", 1, True), ("x", 3, True), ("y", 2, False)]
+    assert {(a, c) for a, _, c in default_of(over_each(3, **FACTORS))} == {(a, c) for a in "xy" for c in (True, False)}
     assert {parameters.id for parameters in over_each(**FACTORS).args[1]} >= {"x-1-yes", "y-3-no"}
 
 

@@ -165,8 +165,7 @@ def sometimes_skipped(adapter: Adapter, levels: str) -> float:
     return models.distance(adapter.full_weights(model), {name: p.detach().cpu() for name, p in net.named_parameters()})
 
 
-@over_levels
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_last_micro_batch_may_leave_out_a_unit(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     assert max(pool(4).run(sometimes_skipped, adapter, levels)) <= 1e-6
 
@@ -207,8 +206,7 @@ def gradients_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[dict[s
     return gradients(adapter, Case(), strategy), stock_gradients(adapter)
 
 
-@over_levels
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_encoded_gradients(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     strategy = Strategy(levels, gradients=Int8(64), gpus_per_node=2)
     for ours, exact in pool(4).run(gradients_beside_stock, adapter, strategy):
