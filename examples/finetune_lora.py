@@ -119,7 +119,9 @@ class LoraTrainer(Trainer):
         if self.run.strategy is None:
             return AutoModelForCausalLM.from_pretrained(self.lora.folder, dtype=torch.float32)
         with init_empty_weights():
-            return AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()  # which init_empty_weights has undone
+        return model
 
 
 def main() -> None:

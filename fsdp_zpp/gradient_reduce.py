@@ -8,9 +8,9 @@ section 3.3). A level with one rank has no hop, and its codec is not applied.
 
 [Note: What a micro-batch reduces]
 The gradient letter says how far down these hops a micro-batch goes that is not the last of its step: ``N`` sums
-on the rank, ``I`` over the node, ``G`` over all ranks. There it waits, in fp32, for the last micro-batch, which
-makes the hops that are left, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I`` the traffic between nodes
-does not depend on the number of micro-batches.
+on the rank, ``I`` over the node, ``G`` over all ranks. There it waits, in fp32 whatever the dtype of the parameters,
+for the last micro-batch, which makes the hops that are left, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I``
+the traffic between nodes does not depend on the number of micro-batches.
 
 [Note: What is left on a rank]
 The optimizer letter says which part of the sums a rank needs: its chunk of all ranks' (``G``), all that its local
@@ -29,7 +29,7 @@ are encoded again: in fp16 a sum may overflow where the mean does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,8 @@ class GradientReduce:
         accumulate: The letter of the gradients; see [Note: What a micro-batch reduces].
         keep: The letter of the optimizer; see [Note: What is left on a rank].
         error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_buffer.py.
+        native: Whether one hop without a codec is torch's own reduce-scatter, whose bytes are not counted, rather than
+            an all-to-all.
 
     Attributes:
         errors: The errors that are fed back, if any.
@@ -72,11 +74,13 @@ class GradientReduce:
         accumulate: str = "G",
         keep: str = "G",
         error_feedback: LoCo | None = None,
+        native: bool = False,
     ) -> None:
         self.label = label
         self._topology = mesh.topology
         self._keep = keep
-        self._accumulate_inside = accumulate == "I"
+        self._scope = accumulate
+        self._native = native and mesh.inter is None and intra_codec is None and accumulate == "G"
         self._intra_codec = intra_codec
         self._inter_codec = inter_codec
         self._intra = hop_over(mesh.intra, "reduce", "intra", traffic)
@@ -87,12 +91,17 @@ class GradientReduce:
         hops = senders(error_feedback, (intra_codec, inter_codec), keep, mesh.topology, 0)
         self.errors = UnitErrors(error_feedback, hops) if error_feedback is not None and hops else None
         left = {"N": (self._intra, self._inter), "I": (self._inter,), "G": ()}[accumulate]
-        self._accumulates = any(hop is not None for hop in left)
+        self._defers_hops = any(hop is not None for hop in left)
 
     @property
-    def accumulates(self) -> bool:
+    def defers_hops(self) -> bool:
         """Whether a micro-batch that is not the last leaves hops to be made by the last one."""
-        return self._accumulates
+        return self._defers_hops
+
+    @property
+    def communicates_early(self) -> bool:
+        """Whether a micro-batch that is not the last makes hops."""
+        return self._scope != "N"
 
     @property
     def has_two_hops(self) -> bool:
@@ -114,22 +123,34 @@ class GradientReduce:
         return error_nbytes(self._error_feedback, codecs, self._keep, self._topology, numel)
 
     @torch.no_grad()
-    def accumulate(self, gradient: Tensor) -> None:
+    def accumulate(self, gradient: Tensor) -> Callable[[], None]:
         """Take a micro-batch's gradient as far as the gradient letter says, and add it to those that wait.
 
         Args:
-            gradient: As in :meth:`__call__`.
+            gradient: As in :meth:`start`.
+
+        Returns:
+            What does the rest, as :meth:`start` does.
         """
-        assert self.accumulates
-        if self._accumulate_inside:
-            part = self._sum_inside(gradient, self._wire_dtype(gradient))
-        else:
-            part = gradient.float() if self._waiting is None else gradient
-        if self._waiting is None:
+        if self._scope == "N":
             # The gradient is the caller's, who may write to it.
-            self._waiting = part.clone() if part is gradient else part
-        else:
-            self._waiting.add_(part)
+            self._add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone())
+            return _nothing
+        wire = self._wire_dtype(gradient)
+        if self._scope == "I":
+            self._add(self._sum_inside(gradient, wire))
+            return _nothing
+        part = torch.empty(gradient.numel() // self._topology.world, dtype=torch.float32, device=gradient.device)
+        reduce = self._reduce_scatter(gradient, None, wire, part, 1.0)
+
+        def finish() -> None:
+            reduce()
+            self._add(part)
+
+        return torch.no_grad()(finish)
+
+    def _add(self, part: Tensor) -> None:
+        self._waiting = part if self._waiting is None else self._waiting.add_(part)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
         """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
@@ -139,7 +160,7 @@ class GradientReduce:
         self.start(gradient, out, factor)()
 
     @torch.no_grad()
-    def start(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> Callable[[], None]:
+    def start(self, gradient: Tensor, out: Tensor, factor: float = 1.0, layout: Hashable = None) -> Callable[[], None]:
         """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
         Gradients that wait are added to it, and wait no more. See [Note: Two hops at once].
@@ -149,6 +170,8 @@ class GradientReduce:
                 [gpus_per_node * numel] to keep ``I``, chunk i for local index i; [numel] to keep ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself to keep ``N``.
             factor: Applied in fp32, with the last sum.
+            layout: Says of which parameters the gradient consists. Errors that are fed back are those of one layout:
+                with another they start anew.
 
         Returns:
             What does the rest, in whatever stream is current then, which must come after this one.
@@ -158,10 +181,13 @@ class GradientReduce:
         """
         self._check_sizes(gradient, out)
         if self.errors is not None:
-            self.errors.begin(gradient.device)
+            self.errors.begin(gradient.device, layout)
         waiting, self._waiting = self._waiting, None
         wire = self._wire_dtype(gradient)
-        if waiting is not None and not self._accumulate_inside:
+        if self._scope == "G":
+            if waiting is not None:
+                return torch.no_grad()(self._reduce_scatter_onto(waiting, gradient, wire, out, factor))
+        elif self._scope == "N" and waiting is not None:
             gradient, waiting = waiting.add_(gradient), None
         begin = self._reduce_scatter if self._keep == "G" else self._all_reduce
         return torch.no_grad()(begin(gradient, waiting, wire, out, factor))
@@ -189,6 +215,8 @@ class GradientReduce:
         if self._inter is None:
             if self._intra is None:
                 torch.mul(gradient, factor, out=out)
+            elif self._native:
+                self._reduce_scatter_natively(gradient, out, mean * factor)
             else:
                 intra_codec, received = self._exchange_inside(gradient, wire)
                 self._decode_sum(intra_codec, received, out, mean * factor)
@@ -203,6 +231,30 @@ class GradientReduce:
             intra_codec, received = self._exchange_inside(gradient, wire)
             payload = self._decode_sum_encode(intra_codec, received, out.numel(), codec, mean, "inter")
         return lambda: self._reduce_between(codec, payload, out, factor)
+
+    def _reduce_scatter_onto(
+        self, waiting: Tensor, gradient: Tensor, wire: FullPrecision, out: Tensor, factor: float
+    ) -> Callable[[], None]:
+        """As :meth:`_reduce_scatter`, plus the fp32 sums of earlier micro-batches."""
+        last = torch.empty_like(waiting)
+        reduce = self._reduce_scatter(gradient, None, wire, last, factor)
+
+        def finish() -> None:
+            reduce()
+            out.copy_(last.add_(_handed_over(waiting), alpha=factor))
+
+        return finish
+
+    def _reduce_scatter_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
+        assert self._intra is not None
+        # In fp16 a sum may overflow where the mean does not.
+        first = gradient.dtype == torch.float16 and factor < 1
+        sums = out if out.dtype == gradient.dtype else torch.empty_like(out, dtype=gradient.dtype)
+        self._intra.reduce_scatter(gradient * factor if first else gradient, sums, self.label)
+        if sums is not out:
+            out.copy_(sums)
+        if not first and factor != 1:
+            out.mul_(factor)
 
     def _exchange_inside(self, gradient: Tensor, wire: FullPrecision) -> tuple[Codec, Tensor]:
         """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, chunks, nbytes].

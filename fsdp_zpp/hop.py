@@ -74,6 +74,11 @@ class Hop:
             dist.all_to_all_single(received, payload, group=self.group)
         return received
 
+    def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
+        """torch's own sum of the ``out.numel()`` values for this rank; not counted, as torch's own never are."""
+        with labelled(f"{self.level}_reduce_scatter", label):
+            _reduce_scatter_single()(out, values, group=self.group)
+
 
 def all_gather_together(hops: list[Hop], payloads: list[Tensor], label: str) -> list[Tensor]:
     """As :meth:`Hop.all_gather` of one payload [1, nbytes] for each hop, all over the same ranks, in one collective."""
@@ -93,3 +98,8 @@ def all_gather_single() -> Callable[..., Any]:
     # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
     # tools that wrap torch.distributed's functions see ours too.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter_single() -> Callable[..., Any]:
+    """As :func:`all_gather_single`."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,12 +17,15 @@ from torch.optim.optimizer import Optimizer
 
 from .activity import log_activity
 from .agreement import check_agreement, described
-from .first_hops import FirstHopsAhead, Source
+from .first_hops import FirstHopsAhead
+from .managed_unit import ManagedUnit
 from .method_hooks import register_method_post_hook, register_step_hook
 from .replicas import check_replicas
 from .strategy_unit import StrategyUnit
 from .unit_errors import UnitErrors
 from .units import unit_of
+
+_IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
 
 
 class WatchedUnit(Protocol):
@@ -47,15 +50,12 @@ class ModelEvents:
     those of which their rank has no element, and ranks must agree.
 
     Args:
-        units: The units by name.
-        parameters: For each unit, its parameters as an optimizer may hold them.
+        units: The units of the model.
     """
 
-    def __init__(self, units: Mapping[str, WatchedUnit], parameters: dict[str, list[nn.Parameter]]) -> None:
+    def __init__(self, units: Sequence[ManagedUnit[WatchedUnit]]) -> None:
         self._units = units
-        self._parameters = parameters
         self._heard: weakref.ref[GradScaler] | None = None  # the scaler that units were told of since a step
-        self._identities = {id(p) for held in parameters.values() for p in held}
         events = weakref.ref(self)
 
         def stepped(optimizer: Optimizer) -> None:
@@ -78,9 +78,15 @@ class ModelEvents:
             if model is not None and scaler.is_enabled():
                 model.scaler_stepped(scaler, optimizer)
 
+        def module_cleared(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            model = events()
+            if model is not None:
+                model.module_cleared(module)
+
         # One hook each a model, which goes with it, so that there is no list of models to keep.
         weakref.finalize(self, register_step_hook(stepped))
         weakref.finalize(self, register_method_post_hook(Optimizer, "zero_grad", cleared))
+        weakref.finalize(self, register_method_post_hook(nn.Module, "zero_grad", module_cleared))
         weakref.finalize(self, register_method_post_hook(GradScaler, "step", scaler_stepped))
         for kind in (GradScaler, ShardedGradScaler):
             weakref.finalize(self, register_method_post_hook(kind, "scale", loss_scaled))
@@ -95,7 +101,7 @@ class ModelEvents:
         self._step_made(optimizer, getattr(optimizer, "found_inf", None))
 
     def _step_made(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        if all(unit.errors is None for unit in self._units.values()):
+        if all(managed.unit.errors is None for managed in self._units):
             return
         units = list(self._units_of(optimizer))
         # A step without a backward is none of the training's: torch's state dicts make one to have optimizer states.
@@ -121,9 +127,9 @@ class ModelEvents:
         if self._heard is not None and self._heard() is scaler:
             return
         self._heard = weakref.ref(scaler)
-        for unit in self._units.values():
-            if unit.errors is not None:
-                unit.errors.loss_scaled(scaler)
+        for managed in self._units:
+            if managed.unit.errors is not None:
+                managed.unit.errors.loss_scaled(scaler)
 
     def gradients_cleared(self, optimizer: Optimizer) -> None:
         """``optimizer`` has cleared its gradients, those of earlier micro-batches of this step too."""
@@ -131,30 +137,40 @@ class ModelEvents:
             for unit in self._units_of(optimizer):
                 unit.discard_gradients()
 
+    def module_cleared(self, module: nn.Module) -> None:
+        """``module.zero_grad()`` has cleared the gradients of the model or of a part of it, wrapped or not."""
+        cleared = {id(part) for part in (*module.parameters(), *module.modules())}
+        for managed in self._units:
+            if any(id(part) in cleared for part in (*managed.parameters(), *managed.owners())):
+                managed.unit.discard_gradients()
+
     def _units_of(self, optimizer: Optimizer) -> Iterator[WatchedUnit]:
-        """The units of which ``optimizer`` holds a parameter: one in the backward clears one unit's gradients while
-        others' still wait. A unit of which this rank has no element goes with any optimizer of its model.
+        """The units of which ``optimizer`` holds a parameter, on all ranks the same.
+
+        One in the backward, or one of several, clears its units' gradients while others' still wait. A rank may hold no
+        element of a unit: its empty parameters count as others do. If it has left them out of its optimizers, as some
+        users do, nothing tells whose they are, and the unit goes with any optimizer of its model.
         """
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, unit in self._units.items():
-            parameters = self._parameters[name]
-            # In this order a look at one parameter mostly does: to ask all of them takes long.
-            if any(id(p) in in_optimizer and _local_numel(p) for p in parameters) or not any(
-                map(_local_numel, parameters)
+        for managed in self._units:
+            parameters = managed.parameters()
+            if any(id(p) in in_optimizer for p in parameters) or not any(
+                _local_numel(p) or getattr(p, _IN_OPTIMIZER, False) for p in parameters
             ):
-                yield unit
+                yield managed.unit
 
     def _is_of_this_model(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._identities for group in optimizer.param_groups for p in group["params"])
+        in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in in_optimizer for managed in self._units for p in managed.parameters())
 
     def gradients_synchronized(self) -> None:
         """A backward has left gradients for a step to come."""
         self._weights_change()
 
     def _weights_change(self) -> None:
-        for name, unit in self._units.items():
-            if any(parameter.requires_grad for parameter in self._parameters[name]):
-                unit.invalidate(by_step=True)
+        for managed in self._units:
+            if managed.is_trained:
+                managed.unit.invalidate(by_step=True)
 
 
 def _local_numel(parameter: nn.Parameter) -> int:
@@ -167,61 +183,62 @@ def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
     return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
 
 
-def gradients_cleared(model: nn.Module) -> None:
-    """``model.zero_grad()`` has cleared the gradients of a model or a part of one."""
-    for module in model.modules():
-        unit = unit_of(module)
-        if isinstance(unit, StrategyUnit):
-            unit.discard_gradients()
+def weights_moved(module: nn.Module) -> None:
+    """The weights of the unit of ``module`` are elsewhere, or of another dtype, and may have other values."""
+    unit = unit_of(module)
+    if isinstance(unit, StrategyUnit):
+        unit.invalidate()
 
 
-def watch(
-    model: str,
-    units: dict[str, StrategyUnit],
-    parameters: dict[str, list[nn.Parameter]],
-    shards: dict[str, list[Tensor]],
-    sources: dict[str, Source],
-) -> ModelEvents:
+def watch(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> ModelEvents:
     """Name the units of a model, log what is active, compare them between ranks, and start to watch for events.
 
     Args:
         model: The model's name in the log line.
-        units: Its units by name.
-        parameters: For each unit, its parameters as an optimizer may hold them.
-        shards: For each unit, what this rank holds of it.
-        sources: For each unit that has weights, where they are to be had from ahead of their gather.
+        units: Its units.
 
     Raises:
         ValueError: If ranks have different units, or those that hold the same part of the model different values.
     """
-    _check_agreement(model, units, shards)
+    _check_agreement(model, units)
     groups = defaultdict(list)
-    for name, unit in units.items():
-        unit.rename(name)
-        groups[unit.strategy, unit.mesh].append(name)
+    for managed in units:
+        managed.unit.rename(managed.name)
+        groups[managed.unit.strategy, managed.unit.mesh].append(managed)
     for (strategy, mesh), members in groups.items():
-        errors = sum(_error_nbytes(units[name], parameters[name], shards[name]) for name in members)
-        log_activity(strategy, mesh, model, len(members), errors)
-        held = (shard for name in members for shard in shards[name])
-        check_replicas(held, mesh, units[members[0]].levels.optimizer, model)
-    kept = [(unit.gather, sources[name]) for name, unit in units.items() if unit.keeps_first_hop and name in sources]
-    FirstHopsAhead((gather, source) for gather, source in kept if gather is not None)
-    return ModelEvents(units, parameters)
+        log_activity(strategy, mesh, model, len(members), sum(map(_error_nbytes, members)))
+        held = (shard for managed in members for shard in managed.shards())
+        check_replicas(held, mesh, members[0].unit.levels.optimizer, model)
+    kept = ((managed.unit.gather, managed.source) for managed in units if managed.unit.keeps_first_hop)
+    FirstHopsAhead((gather, source) for gather, source in kept if gather is not None and source is not None)
+    return ModelEvents(units)
 
 
-def _check_agreement(model: str, units: Mapping[str, StrategyUnit], shards: Mapping[str, list[Tensor]]) -> None:
+def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> None:
     """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
-    for group in dict.fromkeys(unit.mesh.group for unit in units.values()):
+    for group in dict.fromkeys(managed.unit.mesh.group for managed in units):
         facts = {}
-        for name, unit in units.items():
+        for managed in units:
+            unit = managed.unit
             if unit.mesh.group is group:
                 strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
-                facts[name] = f"{strategy}, {described(shards[name])}"
+                facts[managed.name] = f"{strategy}, {described(managed.shards())}"
         check_agreement(group, f"the first forward of {model}", facts)
 
 
-def _error_nbytes(unit: StrategyUnit, parameters: list[nn.Parameter], shards: list[Tensor]) -> int:
+def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
     """Bytes that error feedback will take for a unit."""
-    if unit.reduce is None or not any(parameter.requires_grad for parameter in parameters):
+    reduce = managed.unit.reduce
+    if reduce is None or not managed.is_trained:
         return 0
-    return unit.reduce.error_nbytes(sum(shard.numel() for shard in shards))
+    return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
+
+
+def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Have the parameters of an optimizer say that they are in one."""
+    for parameter in optimizer.param_groups[-1]["params"]:
+        setattr(parameter, _IN_OPTIMIZER, True)
+
+
+# Optimizers are made before a model's first forward, with which its events begin.
+register_method_post_hook(Optimizer, "add_param_group", _tag_parameters)

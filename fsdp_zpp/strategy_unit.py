@@ -35,7 +35,7 @@ class StrategyUnit:
         traffic: What it has sent.
         gather: Gathers its weights; None where torch's own all-gather does just that, or nothing is to be gathered.
         keep_unsharded: Whether the weights stay gathered until they change.
-        reduce: Reduces its gradients; None where torch's own reduce-scatter does just that.
+        reduce: Reduces its gradients; None where there is one rank.
         when_stale: Called with every :meth:`invalidate`, for what the adapter itself has to forget.
         when_cleared: Called with every :meth:`discard_gradients`, likewise.
     """
@@ -66,9 +66,6 @@ class StrategyUnit:
         intra, inter = self._at_work.gradient_codecs
         if self.mesh.intra is None and self.mesh.inter is None:
             return None
-        everything_at_once = (self.levels.gradients, self.levels.optimizer) == ("G", "G")
-        if self.mesh.inter is None and intra is None and everything_at_once:
-            return None
         return GradientReduce(
             self.mesh,
             intra,
@@ -77,6 +74,7 @@ class StrategyUnit:
             accumulate=self.levels.gradients,
             keep=self.levels.optimizer,
             error_feedback=self._at_work.error_feedback,
+            native=True,
         )
 
     @property

@@ -1,10 +1,10 @@
-"""The versions of torch that the adapters were checked on."""
+"""The versions of torch that the adapters are checked on."""
 
 from __future__ import annotations
 
 import torch
 
-SUPPORTED = ((2, 11), (2, 13))
+SUPPORTED = ((2, 11), (2, 15))
 
 
 def check_torch_version(adapter: str, version: str | None = None) -> None:
@@ -14,10 +14,19 @@ def check_torch_version(adapter: str, version: str | None = None) -> None:
         RuntimeError: If it is not.
     """
     version = torch.__version__ if version is None else version
-    major_minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if not SUPPORTED[0] <= major_minor <= SUPPORTED[1]:
-        lowest, highest = (".".join(map(str, bound)) for bound in SUPPORTED)
+    if not SUPPORTED[0] <= major_minor(version) <= SUPPORTED[1]:
         raise RuntimeError(
-            f"fsdp_zpp's adapter for {adapter} reaches into torch and was checked on torch {lowest} to {highest}, "
-            f"but this is torch {version}"
+            f"fsdp_zpp's adapter for {adapter} reaches into torch, and this is torch {version}. {supported_versions()}"
         )
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    """The first two numbers of a version of torch."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def supported_versions() -> str:
+    """The versions that work, and how to get one."""
+    (low, first), (high, last) = SUPPORTED
+    return f'torch {low}.{first} to {high}.{last} work: pip install "torch>={low}.{first},<{high}.{last + 1}"'

@@ -16,7 +16,7 @@ heard when a loss is scaled; a scaler that turns out to step other models' optim
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -49,13 +49,20 @@ class UnitErrors:
         self._is_unscaled = False
         self._scale: Tensor | None = None  # what settled errors are in units of; None is 1
         self._next_scale: Tensor | None = None  # likewise, of unsettled ones
+        self._layout: Hashable = None
 
     def buffer(self, hop: str) -> ErrorBuffer | None:
         """The errors of a hop; None if there is no feedback on it."""
         return self._buffers.get(hop)
 
-    def begin(self, device: torch.device) -> None:
-        """A reduction is about to use the errors."""
+    def begin(self, device: torch.device, layout: Hashable = None) -> None:
+        """A reduction is about to use the errors, of gradients that consist of what ``layout`` says."""
+        if layout != self._layout:
+            # Errors have a place in the gradient: in another one they would be added to other parameters'.
+            if self._layout is not None:
+                for buffer in self._buffers.values():
+                    buffer.reset()
+            self._layout = layout
         if not self._hears_of_steps and self.unsettled:
             self._count_step()
         if self.unsettled:
@@ -134,7 +141,7 @@ class UnitErrors:
         """Start anew."""
         for buffer in self._buffers.values():
             buffer.reset()
-        self._steps, self.unsettled, self._scale, self._next_scale = 0, False, None, None
+        self._steps, self.unsettled, self._scale, self._next_scale, self._layout = 0, False, None, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The errors, in units of an unscaled loss, and their time, with tensors on the CPU."""

@@ -28,20 +28,13 @@ from torch import Tensor
 from .codecs import Codec, FullPrecision
 from .hop import Hop, Traffic, hop_over
 from .labels import labelled
+from .loaded_shard import LoadedShard, fingerprint
 from .topology import ProcessMesh
 from .weight_difference import Int4Delta
 
 
 class StaleSecondaryError(RuntimeError):
     """The weights were written to in a way that no event announced."""
-
-
-@dataclass
-class _Loaded:
-    """This rank's row of a secondary shard from a checkpoint, and whether it was that of the weights saved with it."""
-
-    row: Tensor
-    fresh: bool
 
 
 @dataclass(frozen=True)
@@ -86,9 +79,11 @@ class WeightGather:
 
     Attributes:
         first_hops: Makes this unit's first hop among those of others, ahead of its use; None if it makes it itself.
+        shard_ahead: Gives what a gather would be given now, and its version; None if that can't be told.
     """
 
     first_hops: FirstHops | None = None
+    shard_ahead: Callable[[], tuple[Tensor, Hashable] | None] | None = None
 
     def __init__(
         self,
@@ -108,7 +103,7 @@ class WeightGather:
         self._own_node = mesh.rank // mesh.topology.gpus_per_node
         self._secondary: Tensor | None = None
         self._before: Tensor | None = None  # what a difference can be against
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedShard | None = None
         self._encoded: tuple[Codec, Hashable] | None = None
         self._last_codec: Codec | None = None
         self._ready: torch.cuda.Event | None = None  # the secondary shard, if it is made in another stream
@@ -128,8 +123,6 @@ class WeightGather:
             self._before = None
         elif self._secondary is not None:
             self._before = self._secondary
-        if self._loaded is not None and by_step:
-            self._loaded.fresh = False
         self._secondary = None
         self._encoded = None
 
@@ -236,7 +229,7 @@ class WeightGather:
             in_another_stream = self.first_hops is not None and secondary.is_cuda
             self._ready = torch.cuda.current_stream(secondary.device).record_event() if in_another_stream else None
 
-        before, up_to_date = self._take_what_is_held(shard.device)
+        before, up_to_date = self._take_what_is_held(shard, codec)
         if before is not None and up_to_date:
             return FirstHop(None, before, self.label, complete)
         with labelled("encode", self.label):
@@ -247,7 +240,7 @@ class WeightGather:
             self._inter, change, self.label, lambda all_: complete(codec.renewed(held, all_, shard.numel()))
         )
 
-    def _take_what_is_held(self, device: torch.device) -> tuple[Tensor | None, bool]:
+    def _take_what_is_held(self, shard: Tensor, codec: Codec) -> tuple[Tensor | None, bool]:
         """An older secondary shard to send a difference to, if there is one, and whether it is of the weights as is."""
         before, loaded = self._before, self._loaded
         self._before = self._loaded = None
@@ -255,7 +248,10 @@ class WeightGather:
             _read_here(before)
         if loaded is None or self._inter is None or not self.sends_differences:
             return before, False
-        return self._inter.all_gather(loaded.row.to(device), self.label), loaded.fresh
+        # See [Note: Weights of a checkpoint] in loaded_shard.py.
+        fits = torch.tensor([[loaded.is_of(shard, codec.nbytes(shard.numel()))]], dtype=torch.uint8)
+        rows = self._inter.all_gather(torch.cat((loaded.row, fits), dim=1).to(shard.device), self.label)
+        return (rows[:, :-1].contiguous(), loaded.fresh) if rows[:, -1].all() else (None, False)
 
     # ---- in checkpoints
 
@@ -266,18 +262,26 @@ class WeightGather:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's row of the secondary shard that differences are made against, on the CPU."""
-        if self._loaded is not None:
-            return {"row": self._loaded.row.cpu().clone(), "fresh": self._loaded.fresh}
+        if (loaded := self._loaded) is not None:
+            return {"row": loaded.row.clone(), "fresh": loaded.fresh, "fingerprint": loaded.fingerprint}
         held = self._secondary if self._secondary is not None else self._before
+        if held is None:
+            return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
-        own = slice(self._own_node, self._own_node + 1)
-        return {"row": None if held is None else held[own].cpu().clone(), "fresh": self._secondary is not None}
+        row = held[self._own_node : self._own_node + 1].cpu().clone()
+        now = None if self.shard_ahead is None else self.shard_ahead()
+        return {
+            "row": row,
+            "fresh": self._secondary is not None,
+            "fingerprint": None if now is None else fingerprint(now[0]),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave, be the weights loaded before or after."""
         self.reset()
-        self._loaded = None if state["row"] is None else _Loaded(state["row"], state["fresh"])
+        if (row := state["row"]) is not None:
+            self._loaded = LoadedShard(row.cpu(), state["fresh"], state.get("fingerprint"))
 
 
 def _read_here(payload: Tensor) -> None:

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from harness import llama
+from harness.launch import launch
 from peft import PeftModel
 
 from fsdp_zpp import load_frozen_params
 
-ROOT = Path(__file__).parents[1]
 
-
-@pytest.mark.parametrize("adapter", [[], ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
-def test_fine_tunes_a_local_model(tmp_path: Path, adapter: list[str]) -> None:
-    base = llama.make_base()
+@pytest.mark.parametrize(("adapter", "tied"), [([], True), (["--fsdp2"], False)], ids=["fsdp1-tied", "fsdp2"])
+def test_fine_tunes_a_local_model(tmp_path: Path, adapter: list[str], tied: bool) -> None:
+    base = llama.make_base(tied=tied)
     base.cpu().save_pretrained(tmp_path / "base")
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(byte % 128 for a in range(60) for b in range(60) for byte in f"{a} and {b}\n".encode()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["examples/finetune_lora.py", "--gpus-per-node", "2", "--device", "cpu", "--model", tmp_path / "base"]
+    command = ["examples/finetune_lora.py", "--gpus-per-node", "2", "--device", "cpu", "--model", tmp_path / "base"]
     command += ["--data", text, "--sequence", "32", "--batch", "2", "--steps", "40", "--lr", "1e-2", "--compare"]
     command += ["--rank", "4", "--frozen", "int8:64", "--save-base", tmp_path / "quantized", *adapter]
-    result = subprocess.run(
-        [str(part) for part in [*command, "--output", tmp_path / "out"]],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    result = launch(4, *command, "--output", tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "out" / "result.json").read_text())
     full_shard, ours = report["runs"]
@@ -47,7 +35,7 @@ def test_fine_tunes_a_local_model(tmp_path: Path, adapter: list[str]) -> None:
     assert abs(report["validation_difference_percent"]) < 3
     assert 0 < ours["traffic"]["gather"]["inter"] < full_shard["traffic"]["gather"]["inter"] / 4
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    empty = llama.make_base().cpu().requires_grad_(False)
+    empty = llama.make_base(tied=tied).cpu().requires_grad_(False)
     load_frozen_params(empty, tmp_path / "quantized")
     loaded = PeftModel.from_pretrained(empty, tmp_path / "out" / "adapter")
     tokens = torch.tensor([list(b"12 and 34\n56 and 7")])

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.launch import launch
 
-ROOT = Path(__file__).parents[1]
 TINY = "--device cpu --hidden 32 --layers 2 --heads 2 --sequence 64 --lr 1e-2".split()
 
 
-def train(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example on four processes as two nodes of two."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["examples/train.py", "--gpus-per-node", "2", "--output", str(output), *TINY, *arguments]
-    result = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=170
-    )
+def train(output: Path, *arguments: str) -> str:
+    """What the example prints, on four processes as two nodes of two."""
+    result = launch(4, "examples/train.py", "--gpus-per-node", "2", "--output", output, *TINY, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return result.stdout
 
 
 def report(output: Path) -> dict[str, Any]:
@@ -40,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_compares_with_full_shard(tmp_path: Path, text: Path) -> None:
-    output = train(tmp_path, "--data", str(text), "--steps", "40", "--compare").stdout
+    output = train(tmp_path, "--data", str(text), "--steps", "40", "--compare")
     result = report(tmp_path)
     full_shard, zeropp = result["runs"]
     assert (full_shard["label"], zeropp["label"]) == ("full_shard", "zeropp")
@@ -80,8 +73,6 @@ def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path, te
     ],
 )
 def test_contradictory_arguments_are_refused(arguments: str, message: str) -> None:
-    command = [sys.executable, "examples/train.py", *arguments.split()]
-    environment = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    result = launch(1, "examples/train.py", *arguments.split())
     assert result.returncode == 2
     assert message in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from harness import models
 from harness.adapter import STOCK, Case
 from harness.adapters import LEVELS
+from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool
 from harness.training import gradients, largest_distance
@@ -41,9 +43,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize(("adapter", "case"), CASES.values(), ids=CASES)
-def test_equals_full_shard(pool: Callable[[int], Pool], adapter: Fsdp1, case: Case, levels: str) -> None:
+@over_each(2, trained=CASES, levels=LEVELS)
+def test_equals_full_shard(pool: Callable[[int], Pool], trained: tuple[Fsdp1, Case], levels: str) -> None:
+    adapter, case = trained
     distances = pool(4).run(largest_distance, adapter, case, Strategy(levels, gpus_per_node=2))
     assert max(distances) <= 1e-6
 
@@ -98,8 +100,16 @@ def stepped_in_backward(strategy: Any, micro_batches: int) -> dict[str, Tensor]:
     return adapter.full_weights(model)
 
 
+stock_stepped_in_backward = cache(partial(stepped_in_backward, STOCK))
+
+
+def distance_stepped_in_backward(strategy: Strategy, micro_batches: int) -> float:
+    """In a worker: the distance from stock."""
+    return models.distance(stepped_in_backward(strategy, micro_batches), stock_stepped_in_backward(micro_batches))
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("levels", [levels for levels in LEVELS if levels != "NNN"])
 def test_optimizer_in_backward(pool: Callable[[int], Pool], levels: str, micro_batches: int) -> None:
-    ours = pool(4).run(stepped_in_backward, Strategy(levels, gpus_per_node=2), micro_batches)
-    assert max(map(models.distance, ours, pool(4).run(stepped_in_backward, STOCK, micro_batches))) <= 1e-6
+    strategy = Strategy(levels, gpus_per_node=2)
+    assert max(pool(4).run(distance_stepped_in_backward, strategy, micro_batches)) <= 1e-6

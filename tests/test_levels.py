@@ -1,8 +1,12 @@
-"""All fourteen letters: the weights they train, what a rank holds of each state, and what a micro-batch reduces."""
+"""All fourteen letters: what a rank holds of each state, and what a micro-batch reduces.
+
+test_parity.py has the weights that they train.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,11 +14,12 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.adapters import over_adapters
+from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool, device_type
-from harness.training import gradients, largest_distance, train, trained_weights
+from harness.training import gradients, train, trained_weights
 from harness.wiretap import Wiretap, wiretap
 from torch import Tensor, nn
 
@@ -24,35 +29,6 @@ from fsdp_zpp.strategy import LEGAL_LEVELS
 over_levels = pytest.mark.parametrize("levels", LEGAL_LEVELS)
 SHARDS = {"N": 1, "I": 2, "G": 4}
 """Into how many shards a letter cuts a state on 2 nodes x 2."""
-
-
-@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-6), ("adamw", 1e-4)])
-@pytest.mark.parametrize("micro_batches", [1, 2, 5])
-@over_levels
-@over_adapters
-def test_equals_stock(
-    pool: Callable[[int], Pool], adapter: Adapter, levels: str, micro_batches: int, optimizer: str, bound: float
-) -> None:
-    steps = 20 if micro_batches == 1 else 10
-    case = Case(model=(("blocks", 2),), steps=steps, micro_batches=micro_batches, optimizer=optimizer)
-    assert max(pool(4).run(largest_distance, adapter, case, Strategy(levels, gpus_per_node=2))) <= bound
-
-
-FOUR_NODES = [
-    pytest.param("sgd", 2, 1e-6),
-    *(pytest.param("sgd", micro_batches, 1e-6, marks=pytest.mark.slow) for micro_batches in (1, 5)),
-    *(pytest.param("adamw", micro_batches, 1e-4, marks=pytest.mark.slow) for micro_batches in (1, 2, 5)),
-]
-
-
-@pytest.mark.parametrize(("optimizer", "micro_batches", "bound"), FOUR_NODES)
-@over_levels
-@over_adapters
-def test_equals_stock_on_four_nodes(
-    pool: Callable[[int], Pool], adapter: Adapter, levels: str, optimizer: str, micro_batches: int, bound: float
-) -> None:
-    case = Case(model=(("blocks", 1),), steps=10, micro_batches=micro_batches, optimizer=optimizer)
-    assert max(pool(8).run(largest_distance, adapter, case, Strategy(levels, gpus_per_node=2))) <= bound
 
 
 # ---- what a rank holds
@@ -164,9 +140,7 @@ def discarded(adapter: Adapter, levels: str, clear: str) -> float:
     return models.distance(*weights)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-@pytest.mark.parametrize("levels", ["NNN", "NII", "III", "NNG", "IIG", "GGG"])
-@over_adapters
+@over_pairs(adapter=ADAPTERS, levels=["NNN", "NII", "III", "NNG", "IIG", "GGG"], clear=["optimizer", "model"])
 def test_zero_grad_clears_what_waits(pool: Callable[[int], Pool], adapter: Adapter, levels: str, clear: str) -> None:
     assert max(pool(4).run(discarded, adapter, levels, clear)) == 0
 
@@ -198,11 +172,11 @@ def test_last_micro_batch_may_leave_out_a_unit(pool: Callable[[int], Pool], adap
 
 
 def accumulated_in_bf16(adapter: Adapter, levels: str) -> tuple[float, float]:
-    """In a worker: the distance of gradients of eight bf16 micro-batches from the sum of each alone, and of one."""
+    """In a worker: the distance of gradients of four bf16 micro-batches from the sum of each alone, and of one."""
     case = Case(precision=Precision(torch.bfloat16, torch.float32))
-    singles = [gradient_of(adapter, case, levels, [micro_batch]) for micro_batch in range(8)]
+    singles = [gradient_of(adapter, case, levels, [micro_batch]) for micro_batch in range(4)]
     exact = {name: sum(single[name] for single in singles) for name in singles[0]}
-    together = gradient_of(adapter, case, levels, list(range(8)))
+    together = gradient_of(adapter, case, levels, list(range(4)))
     return models.distance(together, exact), models.distance(singles[0], exact)
 
 
@@ -226,13 +200,19 @@ def test_micro_batches_are_summed_in_fp32(pool: Callable[[int], Pool], adapter: 
 # ---- with codecs, frozen parameters, and weights that only rank 0 has
 
 
+stock_gradients = cache(partial(gradients, case=Case(), strategy=STOCK))
+
+
+def gradients_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """In a worker: our gradients and torch's."""
+    return gradients(adapter, Case(), strategy), stock_gradients(adapter)
+
+
 @over_levels
 @over_adapters
 def test_encoded_gradients(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     strategy = Strategy(levels, gradients=Int8(64), gpus_per_node=2)
-    for ours, exact in zip(
-        pool(4).run(gradients, adapter, Case(), strategy), pool(4).run(gradients, adapter, Case(), STOCK), strict=True
-    ):
+    for ours, exact in pool(4).run(gradients_beside_stock, adapter, strategy):
         error = sum((ours[name] - g).square().sum() for name, g in exact.items()).sqrt()
         norm = sum(g.square().sum() for g in exact.values()).sqrt()
         # Half a step of 1/127 of a block's largest value, a hop; three of them where sums are gathered again.
@@ -278,14 +258,25 @@ def adapted_weights(adapter: Adapter, strategy: Any) -> tuple[dict[str, Tensor],
     return adapter.full_weights(model), reduced, allocated
 
 
+@cache
+def stock_adapted_weights(adapter: Adapter) -> dict[str, Tensor]:
+    """In a worker: what torch's own full sharding makes of it."""
+    return adapted_weights(adapter, STOCK)[0]
+
+
+def adapted_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[float, dict[str, int], bool]:
+    """In a worker: as :func:`adapted_weights`, but the weights' distance from stock."""
+    weights, reduced, allocated = adapted_weights(adapter, strategy)
+    return models.distance(weights, stock_adapted_weights(adapter)), reduced, allocated
+
+
 @over_levels
 @over_adapters
 def test_frozen_beside_trainable(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
-    ours = pool(4).run(adapted_weights, adapter, Strategy(levels, gpus_per_node=2))
-    stock = pool(4).run(adapted_weights, adapter, STOCK)
     trainable = 3 * (22 * 3 + 3 * 22) * 4
-    for (weights, reduced, allocated), (expected, _, _) in zip(ours, stock, strict=True):
-        assert models.distance(weights, expected) <= 1e-4
+    strategy = Strategy(levels, gpus_per_node=2)
+    for distance, reduced, allocated in pool(4).run(adapted_beside_stock, adapter, strategy):
+        assert distance <= 1e-4
         assert not allocated
         # Half of the values go to the other rank of the node; padding is what FSDP aligns small parameters with.
         assert 0 < reduced["intra"] <= 0.75 * trainable
@@ -305,12 +296,19 @@ def encoded_run(adapter: Adapter, strategy: Strategy | None) -> float:
     return loss.item() / dist.get_world_size()
 
 
-@over_levels
-@over_adapters
+stock_run = cache(partial(encoded_run, strategy=STOCK))
+
+
+def encoded_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
+    """In a worker: the losses of ours and of stock."""
+    return encoded_run(adapter, strategy), stock_run(adapter)
+
+
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_encoded_strategies_train(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     strategy = Strategy(levels, weights=Int8(64), gradients=Int4(32), gpus_per_node=2)
-    ours, stock = pool(4).run(encoded_run, adapter, strategy), pool(4).run(encoded_run, adapter, STOCK)
-    assert ours == pytest.approx(stock, rel=0.01)
+    for ours, stock in pool(4).run(encoded_beside_stock, adapter, strategy):
+        assert ours == pytest.approx(stock, rel=0.01)
 
 
 def synchronized(levels: str) -> float:

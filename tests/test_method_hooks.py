@@ -17,7 +17,7 @@ def sgd() -> torch.optim.SGD:
 
 
 def test_a_model_may_go_in_the_middle_of_a_step() -> None:
-    models = [ModelEvents({}, {}), ModelEvents({}, {})]
+    models = [ModelEvents([]), ModelEvents([])]
     alive = weakref.WeakSet(models)
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: (models.clear(), gc.collect()))
     another = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: None)

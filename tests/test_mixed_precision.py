@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.adapters import LEVELS, over_adapters
+from harness.adapters import ADAPTERS, LEVELS, over_adapters
+from harness.covering import over_each, over_pairs
 from harness.pool import Pool, device_type
 from harness.training import gradients, train
 from torch import Tensor
@@ -25,30 +27,32 @@ ZEROPP = Strategy.zeropp(gpus_per_node=2)
 
 def gradient_distances(adapter: Adapter, precision: Precision, strategy: Strategy) -> tuple[float, float]:
     """In a worker: the distances of the gradients of ours and of torch's from torch's reduced in fp32."""
-    case = Case(precision=precision)
-    exact = gradients(adapter, replace(case, precision=replace(precision, reduce=FP32)), STOCK)
+    exact, ours = stock_gradients(adapter, replace(precision, reduce=FP32)), Case(precision=precision)
     return (
-        models.distance(gradients(adapter, case, strategy), exact),
-        models.distance(gradients(adapter, case, STOCK), exact),
+        models.distance(gradients(adapter, ours, strategy), exact),
+        models.distance(stock_gradients(adapter, precision), exact),
     )
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize(
-    "precision",
-    [
-        Precision(BF16, FP32),
-        Precision(BF16, BF16),
-        Precision(BF16),
-        Precision(FP16, FP32),
-        Precision(FP16, FP16),
-        Precision(FP16),
-        Precision(FP32, BF16),
-        Precision(None, BF16),
-    ],
-    ids=["bf16-fp32", "bf16-bf16", "bf16", "fp16-fp32", "fp16-fp16", "fp16", "fp32-bf16", "none-bf16"],
-)
-@over_adapters
+@cache
+def stock_gradients(adapter: Adapter, precision: Precision) -> dict[str, Tensor]:
+    """In a worker: torch's own."""
+    return gradients(adapter, Case(precision=precision), STOCK)
+
+
+PRECISIONS = {
+    "bf16-fp32": Precision(BF16, FP32),
+    "bf16-bf16": Precision(BF16, BF16),
+    "bf16": Precision(BF16),
+    "fp16-fp32": Precision(FP16, FP32),
+    "fp16-fp16": Precision(FP16, FP16),
+    "fp16": Precision(FP16),
+    "fp32-bf16": Precision(FP32, BF16),
+    "none-bf16": Precision(None, BF16),
+}
+
+
+@over_each(3, adapter=ADAPTERS, precision=PRECISIONS, levels=LEVELS)
 def test_mixed_precision(pool: Callable[[int], Pool], adapter: Adapter, precision: Precision, levels: str) -> None:
     """In fp32 sums differ in order only; in 16 bits ours round once a hop, torch's at every rank: a few times both."""
     strategy = Strategy(levels, gpus_per_node=2)
@@ -114,9 +118,9 @@ def overflow(adapter: Adapter, bad: float, everywhere: bool) -> tuple[list[bool]
     return changed, scaler.get_scale()
 
 
-@pytest.mark.parametrize("everywhere", [True, False], ids=["everywhere", "in one element"])
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
-@over_adapters
+@over_pairs(
+    adapter=ADAPTERS, bad=[float("inf"), float("nan")], everywhere={"everywhere": True, "in one element": False}
+)
 def test_overflow_skips_the_step_on_every_rank(
     pool: Callable[[int], Pool], adapter: Adapter, bad: float, everywhere: bool
 ) -> None:

@@ -12,6 +12,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.adapters import ADAPTERS, LEVELS, over_adapters
 from harness.bytes_on_the_wire import Sent, sent_in
+from harness.covering import over_pairs
 from harness.pool import Pool
 from harness.training import train
 from harness.wiretap import Wiretap, wiretap
@@ -58,12 +59,11 @@ def test_adapters_send_the_same(pool: Callable[[int], Pool], strategy: Strategy)
             assert sent[kind] == pytest.approx(expected[kind], rel=2e-3)
 
 
-@pytest.mark.parametrize(("world", "gpus_per_node"), [(4, 2), (4, 1), (4, 4), (2, 1)])
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-@over_adapters
+@over_pairs(adapter=ADAPTERS, strategy=STRATEGIES, layout=[(4, 2), (4, 1), (4, 4), (2, 1)])
 def test_traffic_agrees_with_the_wire(
-    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, world: int, gpus_per_node: int
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, layout: tuple[int, int]
 ) -> None:
+    world, gpus_per_node = layout
     strategy = replace(strategy, gpus_per_node=gpus_per_node)
     case = Case(steps=1, clip=None, micro_batches=2, synced=True)
     # On one node torch's own collectives do it all, unless something is to be kept or to be encoded even there.

@@ -4,8 +4,12 @@
 For each weight there are two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``,
 fp32, one for each block. Chunks are whole blocks ([Note: Frozen chunks] in placement.py), so a chunk of any layout is
 a slice of both: its payload is put together from them without quantizing again, at any world size. What is frozen but
-not quantized is stored as it is. Names are those of the model without adapters and wrappers. An index has the file of
-each tensor and, as metadata, each weight's shape, dtype and codec.
+not quantized is stored as it is, and so are the buffers that state dicts have. Names are those of the model without
+adapters and wrappers. An index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
+
+[Note: A save is all or nothing]
+Each save writes files of new names, then replaces the index, then removes what the older index named. So a folder holds
+the older base until the index is replaced, the newer one afterwards, and never some of both, wherever a save ends.
 """
 
 from __future__ import annotations
@@ -20,9 +24,14 @@ from torch import Tensor
 
 from ..codecs import Int4, Int8
 from ..nf4 import NF4
+from ..support import DTYPES
+from .tensor_files import Header, TensorFiles, read_index
 from .weight import FrozenWeight
 
 INDEX = "frozen_base.safetensors.index.json"
+FORMAT = "fsdp_zpp"
+CODES, SCALES = "codes", "scales"
+REMEDY = "save the base again with save_frozen_params, into a folder of its own"
 Storable = Int8 | Int4 | NF4
 CODECS: dict[str, type[Storable]] = {"Int8": Int8, "Int4": Int4, "NF4": NF4}
 
@@ -56,6 +65,13 @@ class StoredWeight:
     def torch_dtype(self) -> torch.dtype:
         """Its dtype."""
         return getattr(torch, self.dtype)
+
+    def headers(self) -> tuple[Header, Header]:
+        """Shape and dtype of its codes and its scales in files."""
+        layout = self.make_codec().layout
+        blocks = layout.blocks(torch.Size(self.shape).numel())
+        codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
+        return codes, Header((blocks,), torch.float32)
 
 
 def whole_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
@@ -94,24 +110,53 @@ def row_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
     return row
 
 
-def write_index(folder: Path, files: dict[str, str], weights: dict[str, StoredWeight]) -> None:
-    """Write the index."""
-    metadata = {"format": "fsdp_zpp", "weights": {name: asdict(stored) for name, stored in weights.items()}}
-    (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": files}, indent=1))
+def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
+    """The index."""
+    metadata = {"format": FORMAT, "weights": {name: asdict(stored) for name, stored in weights.items()}}
+    return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
 
 
-def read_index(folder: Path) -> tuple[dict[str, Path], dict[str, StoredWeight]]:
-    """For each tensor its file, and each weight's metadata.
+def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
+    """The files of a quantized base, and each weight's metadata, which its codes and scales fit.
 
     Raises:
-        ValueError: If there is no index of a frozen base in ``folder``.
+        ValueError: If there is no whole base in ``folder``.
     """
     path = folder / INDEX
     if not path.exists():
         raise ValueError(f"{folder} has no {INDEX}, which save_frozen_params writes")
-    index = json.loads(path.read_text())
-    weights = {
-        name: StoredWeight(tuple(stored["shape"]), stored["dtype"], stored["codec"], stored["block"])
-        for name, stored in index["metadata"]["weights"].items()
-    }
-    return {name: folder / file for name, file in index["weight_map"].items()}, weights
+    where, index = read_index(path, REMEDY)
+    metadata = index.get("metadata")
+    said = metadata.get("weights") if isinstance(metadata, dict) and metadata.get("format") == FORMAT else None
+    if not isinstance(said, dict) or not said:
+        raise ValueError(f"{path} is no index of a quantized base; {REMEDY}")
+    weights = {name: _stored_weight(name, of_it, path) for name, of_it in said.items()}
+    files = TensorFiles(where, path, REMEDY)
+    for name, stored in weights.items():
+        for kind, expected in zip((CODES, SCALES), stored.headers(), strict=True):
+            key = f"{name}.{kind}"
+            if key not in files:
+                raise ValueError(f"{path} has no {key}, though it has a weight {name}; {REMEDY}")
+            if (found := files.header(key)) != expected:
+                raise ValueError(
+                    f"{files.file_of(key)} has {key} as {found.dtype} {found.shape}; {name}, {stored.codec} in blocks "
+                    f"of {stored.block} and of shape {stored.shape}, takes {expected.dtype} {expected.shape}; {REMEDY}"
+                )
+    return files, weights
+
+
+def _stored_weight(name: str, said: Any, path: Path) -> StoredWeight:
+    """A weight's metadata.
+
+    Raises:
+        ValueError: If it makes no sense.
+    """
+    try:
+        stored = StoredWeight(tuple(said["shape"]), said["dtype"], said["codec"], said["block"])
+        sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
+        if not sizes_fit or stored.torch_dtype() not in DTYPES:
+            raise ValueError(f"a weight of shape {stored.shape} and dtype {stored.dtype}")
+        stored.make_codec()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} says of {name} {said!r}, which is no quantized weight ({error}); {REMEDY}") from error
+    return stored

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from ..support import model_name
 from .base import base_for
-from .file_format import StoredWeight, read_index, row_from_slices
+from .coverage import check_header, found_in
+from .file_format import CODES, SCALES, StoredWeight, read_base, row_from_slices
+from .model_tensors import ModelTensor, frozen_names
+from .outcome import agree
+from .placement import Placement
 from .quantize import device_of, place_base, put_in_place, refuse_sharded
 from .report import FrozenReport, log_report
-from .selection import Candidate, select
-from .source import Checkpoint, stored_name
+from .selection import Candidate, Selection, select
+from .tensor_files import Header, TensorFiles
 from .weight import FrozenWeight
 from .wrapped import check_base_agreement
+
+_REMEDY = (
+    "load it into the architecture that it was saved from, in which what was trained then, and is not in the files, is "
+    "trainable and has values"
+)
 
 
 def load_frozen_params(
@@ -28,12 +39,14 @@ def load_frozen_params(
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
 ) -> FrozenReport:
-    """Put the base that :func:`save_frozen_params` wrote into ``model``, without quantizing again.
+    """Put the base that :func:`save_frozen_params` wrote into ``model``, without quantizing again. Collective.
 
-    Each rank reads the slices that it keeps. Call it before wrapping.
+    Each rank reads the slices that it keeps. Call it before wrapping. The files must have every frozen parameter and
+    persistent buffer of ``model``, and ``model`` a place for all that they have.
 
     Args:
         model: The same architecture, its base frozen, with any values or on the meta device; with adapters or not.
+            What was trained when the base was saved is not in the files, and must be trainable here, too.
         path: The folder.
         placement, gpus_per_node, process_group, device: As for :func:`quantize_frozen_params`; any that suit the job.
 
@@ -41,65 +54,114 @@ def load_frozen_params(
         What is quantized now, and what was left.
 
     Raises:
-        ValueError: If the files don't fit the model, or the model is sharded already.
+        ValueError: If the files are broken or don't fit the model exactly, on any rank, or the model is sharded
+            already; on every rank, and nothing of the model has changed.
     """
     group = process_group if process_group is not None else dist.group.WORLD
-    files, stored = read_index(Path(path))
     selection = select(model, 1)
     refuse_sharded(selection, "call load_frozen_params before you wrap the model")
-    candidates = {stored_name(candidate.name): candidate for candidate in selection.chosen}
-    _check(candidates, stored, Path(path))
-    check_base_agreement(
-        "load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement, **stored}
-    )
-    where = place_base(placement, group, gpus_per_node)
-    checkpoint, base = Checkpoint(files), base_for(model)
-    keep = device_of(group, device) or torch.device("cpu")
-    before, after = 0, 0
-    for name, one in stored.items():
-        candidate = candidates[name]
-        weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
-        row = row_from_slices(weight, checkpoint.slice(f"{name}.codes"), checkpoint.slice(f"{name}.scales"))
-        before += candidate.parameter.nbytes
-        after += row.nbytes
-        put_in_place(candidate, weight, row.to(keep), base)
-    others = _load_others(model, checkpoint, device_of(group, device))
+    check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
+    where, kept_on = place_base(placement, group, gpus_per_node), device_of(group, device) or torch.device("cpu")
+    read = agree(group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index)
+    base = base_for(model)
+    before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
+    for one in read.weights:
+        put_in_place(one.candidate, one.weight, one.row, base)
+    left = {tensor.name: tensor for tensor, _ in read.others if _is_frozen(tensor)}
+    for tensor, value in read.others:
+        tensor.fill(value, kept_on)
     report = FrozenReport(
         type(model).__name__,
-        next(iter(stored.values())).make_codec(),
+        read.weights[0].weight.codec,
         where,
-        len(stored),
-        sum(torch.Size(one.shape).numel() for one in stored.values()),
+        len(read.weights),
+        sum(one.weight.shape.numel() for one in read.weights),
         before,
-        after,
-        {"not quantized in the files": tuple(others)} if others else {},
-        sum(others.values()),
+        sum(one.row.nbytes for one in read.weights),
+        {"not quantized in the files": tuple(left)} if left else {},
+        sum(tensor.tensor.numel() for tensor in left.values()),
     )
     log_report([report])
     return report
 
 
-def _check(candidates: dict[str, Candidate], stored: dict[str, StoredWeight], path: Path) -> None:
-    for name, one in stored.items():
-        if name not in candidates:
-            raise ValueError(f"{path} has a weight {name}, which is no frozen weight of this model")
-        shape = tuple(candidates[name].parameter.shape)
-        if shape != one.shape:
-            raise ValueError(f"{name} is {shape} in the model and {one.shape} in {path}")
+@dataclass(frozen=True)
+class _Quantized:
+    """A weight of the model, and this rank's chunk of the stored one."""
+
+    candidate: Candidate
+    weight: FrozenWeight
+    row: Tensor
 
 
-def _load_others(model: nn.Module, checkpoint: Checkpoint, device: torch.device | None) -> dict[str, int]:
-    """Set what is frozen but not quantized to the values in the files; names and sizes."""
-    found = {}
-    for path, module in model.named_modules():
-        for name, old in list(module._parameters.items()):
-            full = f"{path}.{name}".removeprefix(".")
-            if old is None or old.requires_grad or (value := checkpoint.read(full)) is None:
-                continue
-            found[stored_name(full)] = old.numel()
-            if old.is_meta:
-                value = value.to(device or torch.device("cpu"), old.dtype)
-                module._parameters[name] = nn.Parameter(value, requires_grad=False)
-            else:
-                old.data.copy_(value)
-    return found
+@dataclass(frozen=True)
+class _Read:
+    """All that a base's files have for a model, before any of it is in the model."""
+
+    index: str
+    weights: list[_Quantized]
+    others: list[tuple[ModelTensor, Tensor]]
+
+
+def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device) -> _Read:
+    """Read a base, having checked that it is this model's, both ways."""
+    files, stored = read_base(folder)
+    keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
+    found = found_in(model, keys, f"the base in {folder}", _REMEDY)
+    _check_both_ways(model, selection, files, stored, keys, found)
+    candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
+    weights, others = [], []
+    for tensor, (key, *_) in found:
+        if key not in stored:
+            others.append((tensor, files.read(key)))
+            continue
+        candidate, one = candidates[id(tensor.tensor)], stored[key]
+        weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
+        row = row_from_slices(weight, files.slice(f"{key}.{CODES}"), files.slice(f"{key}.{SCALES}"))
+        weights.append(_Quantized(candidate, weight, row.to(device)))
+    index = repr([stored, [(key, files.file_of(key).name) for key in files]])
+    return _Read(index, weights, others)
+
+
+def _check_both_ways(
+    model: nn.Module,
+    selection: Selection,
+    files: TensorFiles,
+    stored: dict[str, StoredWeight],
+    keys: list[str],
+    found: list[tuple[ModelTensor, list[str]]],
+) -> None:
+    """Raise unless each stored tensor has its place in ``model``, in exactly its shape."""
+    name, source = model_name(model), files.source
+    by_key = {key: tensor for tensor, those in found for key in those}
+    if unknown := [key for key in keys if key not in by_key]:
+        quantized = {name for names in frozen_names(model).values() for name in names}
+        why = "which is quantized already" if unknown[0] in quantized else "for which there is no place"
+        more = f" ({len(unknown)} tensors in all)" if len(unknown) > 1 else ""
+        raise ValueError(
+            f"{source} has {unknown[0]}, {why} in this {name}{more}; load the base into the architecture that it was "
+            "saved from, before anything of it is quantized"
+        )
+    reasons = {id(parameter): reason for reason, those in selection.left.items() for _, parameter in those}
+    chosen = {id(candidate.parameter) for candidate in selection.chosen}
+    for tensor, (key, *others) in found:
+        if others:
+            raise ValueError(
+                f"this {name} ties {key} and {others[0]}, which {source} has one by one; construct the model with "
+                "tie_word_embeddings=False"
+            )
+        if key in stored:
+            shape, dtype = stored[key].shape, stored[key].torch_dtype()
+            check_header(tensor, key, Header(shape, dtype), source)
+            if id(tensor.tensor) not in chosen:
+                reason = "trainable" if tensor.tensor.requires_grad else reasons.get(id(tensor.tensor), "no weight")
+                raise ValueError(
+                    f"{source} has {key}, quantized, which is no frozen weight of this {name}, but {reason}; freeze "
+                    "what was frozen when the base was saved"
+                )
+        else:
+            check_header(tensor, key, files.header(key), files.file_of(key))
+
+
+def _is_frozen(tensor: ModelTensor) -> bool:
+    return isinstance(tensor.tensor, nn.Parameter) and not tensor.tensor.requires_grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,14 +14,19 @@ from ..codecs import Codec, Int8
 from ..support import DTYPES, model_name
 from ..topology import ProcessMesh, Topology, process_mesh
 from .base import FrozenBase, Unsettled, base_for
+from .model_tensors import ModelTensor
 from .module import FrozenModule, freeze, frozen_modules, unfreeze
+from .outcome import agree
 from .owners import Flattened
 from .placement import Placement
 from .report import FrozenReport, log_report, merge, named_left
 from .selection import SHARDED, Candidate, Selection, select
-from .source import AnySource, Source, source_from
+from .source import Source, source_from
 from .weight import FrozenWeight, ReadRows
 from .wrapped import check_base_agreement, wrapping_mesh
+
+Encoded = tuple[FrozenWeight, Tensor]
+"""A frozen weight and this rank's chunk of its codes."""
 
 MIN_NUMEL = 4096
 """Below it a weight costs more to look after than it takes."""
@@ -84,7 +89,9 @@ def quantize_frozen_params(
         gpus_per_node: As in :class:`Strategy`. Default: the strategy's that the model is wrapped with, before or after.
         process_group: The data-parallel ranks. Default: all of them, or this process alone without a process group.
         checkpoint: Where the weights are: a safetensors file, an index of several, a folder with either, or a function
-            of a parameter's name. Each rank reads the rows that it keeps. Default: in the model.
+            of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must have all
+            frozen parameters and persistent buffers, quantized or not; what is trained is read, too, if it is in a
+            file. Default: in the model.
         min_numel: Weights with fewer values are left as they are.
         device: Where the codes are kept. Default: this process's accelerator, if ranks talk through it; else where
             the weights are.
@@ -102,7 +109,8 @@ def quantize_frozen_params(
         ValueError: If an argument is out of range, weights have no values, or weights are sharded already: in a model
             that had a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel without
             ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
-            ``sync_module_states``, which are for weights that are not.
+            ``sync_module_states``, which are for weights that are not. If a checkpoint is broken or not of this model,
+            on any rank: on all of them, and nothing of the model has changed.
 
     Example:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -126,24 +134,47 @@ def quantize_frozen_params(
         "before a state dict is saved or loaded)",
     )
     facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
+    facts |= {"from a checkpoint": checkpoint is not None}
     check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
     options = FrozenOptions(
         codec,
-        place_base(placement, group, gpus_per_node, None if process_group is not None else wrapping_mesh(model)),
+        place_base(placement, group, gpus_per_node, wrapping_mesh(model, group) if gpus_per_node is None else None),
         min_numel,
         device_of(group, device),
         dtype,
         group if sync_module_states else None,
     )
-    source = None if checkpoint is None else source_from(checkpoint)
-    if source is not None:
-        source.check(candidate.name for candidate in selection.chosen)
+    read = None
+    if checkpoint is not None:
+        read = agree(group, lambda: _read(model, checkpoint, selection, options), lambda read: read.summary)
     parts = [_quantize_flattened(model, holder, options, ignored_params) for holder in selection.to_open]
-    report = merge([*parts, quantize_selected(model, selection, options, source)[0]])
+    report = merge([*parts, quantize_selected(model, selection, options, read.encoded if read else None)[0]])
     log_report([report])
-    if source is not None:
-        source.load_left(model, options.device)
+    for tensor, value in read.others if read is not None else ():
+        tensor.fill(value, options.device or torch.device("cpu"))
     return report
+
+
+@dataclass(frozen=True)
+class _Read:
+    """All that a checkpoint has for a model, before any of it is in the model."""
+
+    encoded: list[Encoded]
+    others: list[tuple[ModelTensor, Tensor]]
+    summary: str
+
+
+def _read(model: nn.Module, checkpoint: Source, selection: Selection, options: FrozenOptions) -> _Read:
+    """Read a checkpoint, having checked that it has all of the model, and quantize what is to be."""
+    source = source_from(checkpoint)
+    tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
+    encoded = []
+    for candidate in selection.chosen:
+        tensor = tensors.pop(id(candidate.parameter), None)
+        if tensor is None and candidate.parameter.is_meta:
+            raise ValueError(f"{candidate.name} is on the meta device and no part of the base; give it values first")
+        encoded.append(_encode(candidate, options, None if tensor is None else source.reader(tensor)))
+    return _Read(encoded, [(tensor, source.read(tensor)) for tensor in tensors.values()], source.summary())
 
 
 def refuse_sharded(selection: Selection, remedy: str) -> None:
@@ -160,21 +191,31 @@ def refuse_sharded(selection: Selection, remedy: str) -> None:
 
 
 def quantize_selected(
-    model: nn.Module, selection: Selection, options: FrozenOptions, source: AnySource | None = None
+    model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
 ) -> tuple[FrozenReport, FrozenBase | None]:
-    """Quantize what was chosen of ``model``; arguments are taken as checked, but for weights without values."""
+    """Quantize what was chosen of ``model``; arguments are taken as checked, but for weights without values.
+
+    Args:
+        model: The model.
+        selection: What was chosen of it.
+        options: How to quantize.
+        encoded: What was chosen, quantized already. Default: it is taken from the model, one weight at a time.
+    """
     on_meta = [candidate.name for candidate in selection.chosen if candidate.parameter.is_meta]
-    if on_meta and source is None and options.broadcast is None:
+    if on_meta and encoded is None and options.broadcast is None:
         raise ValueError(
             f"{on_meta[0]} is on the meta device and has no values; give quantize_frozen_params a checkpoint= to read "
             "them from, before you wrap the model, or load it first"
         )
+    if encoded is None:
+        encoded = (_encode(candidate, options) for candidate in selection.chosen)
     base = base_for(model) if selection.chosen or any(True for _ in frozen_modules(model)) else None
     before, after = 0, 0
-    for candidate in selection.chosen:
+    for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
         assert base is not None
         before += candidate.parameter.nbytes
-        after += _quantize(candidate, base, options, source)
+        after += row.nbytes
+        put_in_place(candidate, weight, row, base)
     left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
         model_name(model),
@@ -201,17 +242,15 @@ def _quantize_flattened(
     return report
 
 
-def _quantize(candidate: Candidate, base: FrozenBase, options: FrozenOptions, source: AnySource | None) -> int:
-    """Quantize one weight, put it in its modules' place, and return the bytes that this rank keeps."""
+def _encode(candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None) -> Encoded:
+    """Quantize one weight, from what ``read`` reads or where it is now."""
     parameter = candidate.parameter
     own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
     weight = FrozenWeight(candidate.name, parameter.shape, options.dtype or own_dtype, options.codec, options.placement)
     device = options.device if options.device is not None else parameter.device
-    read = _reader(candidate, options, source, device)
+    read = _reader(candidate, options, device) if read is None else read
     with torch.no_grad():
-        row = weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
-    put_in_place(candidate, weight, row, base)
-    return row.nbytes
+        return weight, weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
 
 
 def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
@@ -224,11 +263,9 @@ def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: 
         freeze(module, weight)
 
 
-def _reader(candidate: Candidate, options: FrozenOptions, source: AnySource | None, device: torch.device) -> ReadRows:
-    """What reads rows of a weight: from the model, from its first rank, or from a checkpoint."""
+def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
+    """What reads rows of a weight: from the model, or from its first rank."""
     parameter = candidate.parameter
-    if source is not None:
-        return source.reader(candidate.name, parameter.shape)
     if candidate.owner is not None:
         whole = candidate.owner.whole()
         return lambda first, last: whole[first:last]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,18 +14,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .base import original_path
-from .file_format import StoredWeight, whole_codes, write_index
-from .module import frozen_modules
-from .source import stored_name
-from .weight import FrozenWeight
-from .whole import whole_parameters
+from .file_format import CODES, FORMAT, INDEX, SCALES, StoredWeight, index_text, whole_codes
+from .model_tensors import frozen_names, walk
+from .whole import whole_buffers, whole_parameters
+
+_OURS = re.compile(rf"frozen_base-(?:[0-9a-f]{{16}}-)?[0-9]{{5}}\.safetensors|{re.escape(INDEX)}\.[0-9a-f]{{16}}")
 
 
 def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_file_size: int = 5 * 2**30) -> None:
     """Write the quantized base of ``model``, codes and scales, to safetensors files in a folder. Collective.
 
-    Rank 0 writes, one weight at a time. :func:`load_frozen_params` reads them on as many ranks as there are then,
-    without quantizing again. The model in memory stays as it is.
+    Rank 0 writes, one weight at a time. With the base goes what is frozen but not quantized, and persistent buffers;
+    what is trained and adapters do not. :func:`load_frozen_params` reads it on as many ranks as there are then, without
+    quantizing again. The model in memory stays as it is. A base that is in the folder already is replaced at the very
+    end, when the new one is on disk as a whole; until then there has to be place for both.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
@@ -30,23 +36,21 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
 
     Raises:
         ValueError: If nothing of ``model`` is quantized, or by a codec of one's own.
-        RuntimeError: If rank 0 could not write; on every rank.
+        RuntimeError: If rank 0 could not write; on every rank. What was in the folder before is still there.
     """
-    weights: dict[FrozenWeight, str] = {}
-    for module_path, _, weight in frozen_modules(model):
-        weights.setdefault(weight, stored_name(f"{original_path(module_path)}.weight".removeprefix(".")))
+    weights = {weight: names[0] for weight, names in frozen_names(model).items()}
     if not weights:
         raise ValueError(f"nothing of this {type(model).__name__} is quantized; see quantize_frozen_params")
     stored = {name: StoredWeight.of(weight) for weight, name in weights.items()}
-    left = whole_parameters(model, lambda name, p: not p.requires_grad and "lora_" not in name)
+    left = _not_quantized(model)
     writer = _Writer(Path(path), max_file_size) if not dist.is_initialized() or dist.get_rank() == 0 else None
     for weight, name in weights.items():
         codes, scales = whole_codes(weight)
         if writer is not None:
-            writer.add({f"{name}.codes": codes, f"{name}.scales": scales})
+            writer.add({f"{name}.{CODES}": codes, f"{name}.{SCALES}": scales})
     error = ""
     if writer is not None:
-        error = writer.finish({stored_name(name): tensor for name, tensor in left.items()}, stored)
+        error = writer.finish(left, stored)
     if dist.is_initialized():
         said = [error]
         dist.broadcast_object_list(said, src=0)
@@ -55,11 +59,28 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
         raise RuntimeError(f"the frozen base could not be saved to {os.fspath(path)}: {error}")
 
 
+def _not_quantized(model: nn.Module) -> dict[str, Tensor]:
+    """What else is of the base, by its names: frozen parameters and persistent buffers. Collective."""
+    bases = {original_path(path): base for path, base, _ in walk(model)}
+
+    def name_of(path: str) -> str | None:
+        module, _, own_name = path.rpartition(".")
+        base = bases[module]
+        return None if base is None else f"{base}.{own_name}".removeprefix(".")
+
+    parameters = whole_parameters(model, lambda path, p: not p.requires_grad and name_of(path) is not None)
+    named = {name_of(path): tensor for path, tensor in (parameters | whole_buffers(model)).items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
 class _Writer:
-    """Safetensors files of limited size. What goes wrong is said at the end: other ranks wait in collectives."""
+    """Safetensors files of limited size, and their index. See [Note: A save is all or nothing] in file_format.py.
+
+    What goes wrong is said at the end: other ranks wait in collectives.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self._folder, self._limit = folder, limit
+        self._folder, self._limit, self._save = folder, limit, secrets.token_hex(8)
         self._pending: dict[str, Tensor] = {}
         self._files: dict[str, str] = {}
         self._error = ""
@@ -73,22 +94,52 @@ class _Writer:
 
     def finish(self, left: dict[str, Tensor], stored: dict[str, StoredWeight]) -> str:
         """Write the rest, and the index; returns what went wrong, if anything did."""
-        self.add(left)
+        for name, tensor in left.items():
+            self.add({name: tensor})
         self._flush()
+        replaced = False
         if not self._error:
+            draft = self._folder / f"{INDEX}.{self._save}"
             try:
-                write_index(self._folder, self._files, stored)
+                draft.write_text(index_text(self._files, stored))
+                _to_disk(draft)
+                _to_disk(self._folder)  # the names of the files, before the index that has them
+                draft.replace(self._folder / INDEX)
+                replaced = True
+                _to_disk(self._folder)
             except OSError as failure:
                 self._error = str(failure)
+        if not replaced:
+            self._remove(lambda name: self._save in name)
+            self._error += "; what was there before still is"
+        elif not self._error:
+            self._remove(lambda name: _OURS.fullmatch(name) is not None and name not in self._files.values())
         return self._error
 
     def _flush(self) -> None:
-        name = f"frozen_base-{len(set(self._files.values())) + 1:05}.safetensors"
+        name = f"frozen_base-{self._save}-{len(set(self._files.values())) + 1:05}.safetensors"
         if not self._error:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                save_file(self._pending, self._folder / name, {"format": "fsdp_zpp"})
+                save_file(self._pending, self._folder / name, {"format": FORMAT})
+                _to_disk(self._folder / name)
             except Exception as failure:
                 self._error = str(failure)
         self._files |= dict.fromkeys(self._pending, name)
         self._pending = {}
+
+    def _remove(self, is_waste: Callable[[str], bool]) -> None:
+        """Remove files of this save or of older ones. What can't be removed does no harm."""
+        with suppress(OSError):
+            for file in self._folder.glob("frozen_base*"):
+                if is_waste(file.name):
+                    file.unlink()
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

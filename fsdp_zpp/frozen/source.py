@@ -2,104 +2,168 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..support import model_name
+from .coverage import check_header, found_in, refuse_sharded_tensors, refuse_unfilled
+from .expert_stacks import StackedFiles
+from .file_format import INDEX
+from .model_tensors import ModelTensor, frozen_names, model_tensors
+from .tensor_files import Header, TensorFiles, find_checkpoint, open_file, read_index
 from .weight import ReadRows
 
-Source = str | os.PathLike[str] | Callable[[str], Tensor]
-"""A safetensors file, an index of several, a folder with either, or a function of a parameter's name."""
+logger = logging.getLogger("fsdp_zpp")
 
-_PEFT_PREFIX = "base_model.model."
+Source = str | os.PathLike[str] | Callable[[str], Tensor]
+"""A safetensors file, an index of several, a folder with either, or a function of a tensor's name."""
+
+_REMEDY = "give a complete checkpoint of this model in safetensors, downloaded or converted again"
+_COMPARED = 2**22
+
+
+class WeightSource(Protocol):
+    """What a model's tensors are read from."""
+
+    def cover(self, model: nn.Module) -> list[ModelTensor]:
+        """The tensors that are to be read. Changes nothing.
+
+        Raises:
+            ValueError: If ``model`` needs others, or has them in another shape or kind.
+        """
+
+    def reader(self, tensor: ModelTensor) -> ReadRows:
+        """What reads rows of one of them."""
+
+    def read(self, tensor: ModelTensor) -> Tensor:
+        """One of them, whole; a copy."""
+
+    def summary(self) -> str:
+        """What must be the same on all ranks."""
 
 
 class Checkpoint:
-    """Weights in safetensors files, read slice by slice.
+    """Weights in safetensors files.
 
     Args:
-        files: For each tensor its file.
+        path: A file, an index, or a folder with either.
+
+    Raises:
+        ValueError: If it holds no safetensors.
     """
 
-    def __init__(self, files: dict[str, Path]) -> None:
-        self._files = files
-        self._open: dict[Path, Any] = {}
+    def __init__(self, path: Path) -> None:
+        self._source = find_checkpoint(path, INDEX)
+        if self._source.name.endswith(".index.json"):
+            files, _ = read_index(self._source, _REMEDY)
+        else:
+            files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
+        self._files = StackedFiles(TensorFiles(files, self._source, _REMEDY))
+        self._keys: dict[ModelTensor, str] = {}
+        self._headers: list[tuple[str, Header]] = []
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raise for what is missing.
+    def cover(self, model: nn.Module) -> list[ModelTensor]:
+        found = found_in(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
+        for tensor, keys in found:
+            for key in keys:
+                header = self._files.header(key)
+                check_header(tensor, key, header, f"the checkpoint's {self._files.file_of(key)}")
+                self._headers.append((key, header))
+            for other in keys[1:]:
+                self._check_equal(model, keys[0], other)
+            self._keys[tensor] = keys[0]
+        self._warn_of_others(model)
+        return list(self._keys)
 
-        Raises:
-            ValueError: Naming it.
-        """
-        for name in names:
-            if self._stored(name) is None:
-                raise ValueError(
-                    f"the checkpoint has no {stored_name(name)}; it has {', '.join(list(self._files)[:4])}, ..."
-                )
+    def reader(self, tensor: ModelTensor) -> ReadRows:
+        key = self._keys[tensor]
+        return lambda first, last: self._files.rows(key, first, last)
 
-    def reader(self, name: str, shape: torch.Size) -> ReadRows:
-        """What reads rows of a weight."""
-        part = self.slice(name)
-        if tuple(part.get_shape()) != tuple(shape):
-            raise ValueError(f"{name} is {tuple(shape)} in the model and {tuple(part.get_shape())} in the checkpoint")
-        return lambda first, last: part[first:last]
+    def read(self, tensor: ModelTensor) -> Tensor:
+        return self._files.read(self._keys[tensor])
 
-    def read(self, name: str) -> Tensor | None:
-        """A whole tensor, if there is one of this name."""
-        return None if self._stored(name) is None else self.slice(name)[:]
+    def summary(self) -> str:
+        return repr(self._headers)
 
-    def load_left(self, model: nn.Module, device: torch.device | None) -> None:
-        """Give values to the parameters and buffers of ``model`` that are still on the meta device."""
-        load_left(model, device, self.read)
+    def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
+        """Raise if the model ties what is stored twice and differs."""
+        shape = self._files.header(one).shape
+        if not shape:
+            same = torch.equal(self._files.read(one), self._files.read(other))
+        else:
+            step = max(1, _COMPARED * shape[0] // max(1, torch.Size(shape).numel()))
+            starts = range(0, shape[0], step)
+            same = all(
+                torch.equal(self._files.rows(one, i, i + step), self._files.rows(other, i, i + step)) for i in starts
+            )
+        if not same:
+            raise ValueError(
+                f"this {model_name(model)} ties {one} and {other}, but they differ in the checkpoint {self._source}; "
+                "construct the model with tie_word_embeddings=False"
+            )
 
-    def _stored(self, name: str) -> str | None:
-        return next((key for key in (name, stored_name(name)) if key in self._files), None)
-
-    def slice(self, name: str) -> Any:
-        """A tensor, of which parts can be read."""
-        key = self._stored(name)
-        assert key is not None
-        path = self._files[key]
-        if path not in self._open:
-            self._open[path] = safe_open(path, "pt")
-        return self._open[path].get_slice(key)
+    def _warn_of_others(self, model: nn.Module) -> None:
+        """Say what the model has no place for: it may be a smaller one than the checkpoint's."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        known = {key for tensor in model_tensors(model) for key in tensor.keys}
+        known |= {name for names in frozen_names(model).values() for name in names}
+        parts = {key: self._files.parts(key) for key in self._files.keys}
+        used = {part for key in known & parts.keys() for part in parts[key]}
+        if others := [key for key, those in parts.items() if those == [key] and key not in used]:
+            logger.warning(
+                "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
+                model_name(model),
+                self._source,
+                len(others),
+                ", ".join(others[:4]),
+            )
 
 
 class Generated:
-    """Weights that a function makes, whole, one at a time."""
+    """Weights that a function makes, whole, one at a time.
+
+    Args:
+        make: Makes one, by its name in the model without adapters.
+    """
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         self._make = make
 
-    def check(self, names: Iterable[str]) -> None:
-        """Whatever is asked for is made."""
+    def cover(self, model: nn.Module) -> list[ModelTensor]:
+        refuse_sharded_tensors(model, "a checkpoint")
+        tensors = model_tensors(model)
+        refuse_unfilled(model, tensors)
+        return [tensor for tensor in tensors if tensor.needs_a_value]
 
-    def reader(self, name: str, shape: torch.Size) -> ReadRows:
-        """What makes rows of a weight."""
+    def reader(self, tensor: ModelTensor) -> ReadRows:
+        return lambda first, last: self.read(tensor)[first:last]
 
-        def read(first: int, last: int) -> Tensor:
-            whole = self._make(name)
-            if whole.shape != shape:
-                raise ValueError(f"{name} is {tuple(shape)} in the model, but was made as {tuple(whole.shape)}")
-            return whole[first:last]
+    def read(self, tensor: ModelTensor) -> Tensor:
+        try:
+            value = self._make(tensor.name)
+        except KeyError as error:
+            raise ValueError(
+                f"the checkpoint function has no {tensor.name} (KeyError: {error}); it is asked for all frozen "
+                "parameters and persistent buffers"
+            ) from error
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the checkpoint function must return a tensor, got {value!r} for {tensor.name}")
+        check_header(tensor, tensor.name, Header(tuple(value.shape), value.dtype), "what the checkpoint function made")
+        return value.detach().clone()
 
-        return read
-
-    def load_left(self, model: nn.Module, device: torch.device | None) -> None:
-        """As :meth:`Checkpoint.load_left`."""
-        load_left(model, device, self._make)
+    def summary(self) -> str:
+        return ""
 
 
-AnySource = Checkpoint | Generated
-
-
-def source_from(checkpoint: Source) -> AnySource:
+def source_from(checkpoint: Source) -> WeightSource:
     """What ``checkpoint`` stands for.
 
     Raises:
@@ -110,45 +174,4 @@ def source_from(checkpoint: Source) -> AnySource:
         return Generated(checkpoint)
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise TypeError(f"checkpoint must be a path or a function of a parameter's name, got {checkpoint!r}")
-    return Checkpoint(files_of(Path(checkpoint)))
-
-
-def files_of(path: Path) -> dict[str, Path]:
-    """For each tensor at ``path`` its file."""
-    if path.is_dir():
-        found = [*sorted(path.glob("*.safetensors.index.json")), *sorted(path.glob("*.safetensors"))]
-        if not found:
-            raise ValueError(f"{path} holds neither *.safetensors nor *.safetensors.index.json")
-        path = found[0]
-    if not path.exists():
-        raise ValueError(f"there is no {path}")
-    if path.name.endswith(".index.json"):
-        where = json.loads(path.read_text())["weight_map"]
-        return {name: path.parent / file for name, file in where.items()}
-    with safe_open(path, "pt") as file:
-        return dict.fromkeys(file.keys(), path)
-
-
-def stored_name(name: str) -> str:
-    """A parameter's name as the model without adapters has it."""
-    return name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
-def load_left(model: nn.Module, device: torch.device | None, read: Callable[[str], Tensor | None]) -> None:
-    """Give values to frozen parameters and persistent buffers that are on the meta device, if ``read`` has some."""
-    device = device or torch.device("cpu")
-    for path, module in model.named_modules():
-        for name, old in list(module._parameters.items()):
-            if old is None or not old.is_meta or old.requires_grad:
-                continue
-            value = read(f"{path}.{name}".removeprefix("."))
-            if value is not None:
-                fresh = nn.Parameter(value.to(device, old.dtype), requires_grad=False)
-                _replace_everywhere(model, old, fresh)
-
-
-def _replace_everywhere(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+    return Checkpoint(Path(checkpoint))

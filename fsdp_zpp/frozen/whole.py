@@ -30,6 +30,16 @@ def whole_parameters(model: nn.Module, wanted: Callable[[str, nn.Parameter], boo
         }
 
 
+def whole_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies on the CPU of the buffers that state dicts have, by their paths without wrappers. Collective."""
+    return {
+        original_path(f"{path}.{name}").removeprefix("."): _whole(buffer.detach())
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 def _has_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 

@@ -1,8 +1,8 @@
-"""Private names of torch's FullyShardedDataParallel: what there must be of them, and those of construction.
+"""Private names of torch's FullyShardedDataParallel: those of construction.
 
 With ``_torch_handle.py``, ``_torch_flat.py`` and ``_torch_backward.py``, which hold those of flat parameters and of
-backwards, this is all that the adapter touches of torch's internals, and these files do nothing else. Checked on torch
-2.11 to 2.13. A torch that lacks one of the names fails here, at import, with a clear error.
+backwards, this is all that the adapter touches of torch's internals, and these files do nothing else. Each has a table
+of what it needs, which is checked before anything is imported from there.
 """
 
 from __future__ import annotations
@@ -20,57 +20,47 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-try:
-    from torch.distributed.fsdp import (
-        _init_utils,
-        _runtime_utils as runtime_utils,
-        _unshard_param_utils as unshard_param_utils,
-        fully_sharded_data_parallel as _wrapper,
-    )
-    from torch.distributed.fsdp._common_utils import (
-        TrainingState,
-        _no_dispatch_record_stream as no_dispatch_record_stream,
-    )
-    from torch.distributed.fsdp._flat_param import (
-        FlatParamHandle,
-        HandleShardingStrategy,
-        HandleTrainingState,
-    )
+from ..torch_internals import Needed, check_needed
 
-    _PATCHED = (
-        _init_utils.SHARDING_STRATEGY_MAP,
-        _init_utils._init_param_handle_from_params,
-        _init_utils._sync_module_params_and_buffers,
-        _wrapper._init_process_group_state,
-        _wrapper._unshard_params,
-        runtime_utils._share_state_and_init_handle_attrs,
-        runtime_utils._accumulate_sharded_grad,
-        runtime_utils._get_reduce_scatter_tensors,
-        runtime_utils._post_backward_final_callback,
-        runtime_utils._post_backward_hook,
-        runtime_utils._post_reduce_grad_callback,
-        runtime_utils._reduce_grad,
-        runtime_utils._reduce_grad_no_shard,
-        unshard_param_utils._writeback_to_local_shard,
-        FlatParamHandle._all_gather_flat_param,
-        FlatParamHandle._use_low_precision_shard,
-        FlatParamHandle._force_full_precision,
-        FlatParamHandle._get_unflat_views_aligned,
-        FlatParamHandle._writeback_orig_params,
-        torch._C._current_graph_task_id,
-    )
-except (ImportError, AttributeError) as error:
-    raise RuntimeError(
-        f"fsdp_zpp's adapter for FullyShardedDataParallel does not fit torch {torch.__version__}: {error}"
-    ) from error
+_FSDP = "torch.distributed.fsdp"
+_INSTANCE = f"{_FSDP}.fully_sharded_data_parallel.FullyShardedDataParallel"
+_NEEDED = (
+    Needed(f"{_FSDP}._init_utils", "SHARDING_STRATEGY_MAP", "a Strategy is taken for a sharding strategy"),
+    Needed(f"{_FSDP}._flat_param.HandleShardingStrategy", "FULL_SHARD NO_SHARD", "the same"),
+    Needed(f"{_FSDP}.fully_sharded_data_parallel", "_init_process_group_state", "sharding over the strategy's ranks"),
+    Needed(_INSTANCE, "process_group rank world_size _device_mesh", "the same"),
+    Needed(f"{_FSDP}.fully_sharded_data_parallel", "sharding_strategy", "state dicts of what is not sharded"),
+    Needed(f"{_FSDP}._init_utils", "_sync_module_params_and_buffers", "broadcasting initial weights to all ranks"),
+    Needed(f"{_FSDP}._init_utils", "_init_param_handle_from_params", "keeping frozen parameters apart"),
+    Needed(
+        _INSTANCE, "_fsdp_wrapped_module _ignored_params _ignored_modules _ignored_buffer_names", "keeping them apart"
+    ),
+    Needed(f"{_FSDP}.fully_sharded_data_parallel", "_unshard_params", "summoning frozen parameters that are apart"),
+    Needed(f"{_FSDP}._runtime_utils", "_share_state_and_init_handle_attrs", "learning which instance is the root"),
+    Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_apply", "moves of a model"),
+    Needed(_INSTANCE, "register_comm_hook _comm_hook_state", "communication hooks with a state for each instance"),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+    Needed(f"{_FSDP}._flat_param", "FlatParamHandle HandleTrainingState", "what the files beside this one build on"),
+    Needed(f"{_FSDP}._common_utils", "TrainingState _no_dispatch_record_stream", "the same"),
+    Needed(f"{_FSDP}._unshard_param_utils", "_writeback_to_local_shard", "the same"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
+from torch.distributed.fsdp import (
+    _init_utils,
+    _runtime_utils as runtime_utils,
+    _unshard_param_utils as unshard_param_utils,
+    fully_sharded_data_parallel as _wrapper,
+)
+from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
+from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy, HandleTrainingState
 
 __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
     "TrainingState",
+    "after_moves",
     "after_root_is_known",
-    "after_zero_grad",
     "frozen_apart",
     "in_backward",
     "intercept_construction",
@@ -245,12 +235,17 @@ def after_root_is_known(callback: Callable[[nn.Module], None]) -> None:
     runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
 
 
-def after_zero_grad(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(model)`` run after every ``model.zero_grad()`` of an instance of FSDP."""
+def after_moves(callback: Callable[[FullyShardedDataParallel], None]) -> None:
+    """Have ``callback(instance)`` run after the flat parameter of an instance was moved or cast: ``to()``, ``half()``.
 
-    @functools.wraps(nn.Module.zero_grad)
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        nn.Module.zero_grad(self, set_to_none)
+    Whatever moves a model goes through ``_apply``, module by module.
+    """
+    original = FullyShardedDataParallel._apply
+
+    @functools.wraps(original)
+    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        moved = original(self, *args, **kwargs)
         callback(self)
+        return moved
 
-    FullyShardedDataParallel.zero_grad = zero_grad  # type: ignore[method-assign]
+    FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]

@@ -10,8 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._torch import FlatParamHandle, HandleTrainingState, TrainingState, runtime_utils
+from ..reduction_order import ReductionOrder
+from ..torch_internals import Needed, check_needed
+from ..usage import used_by_any
+from ._torch import FlatParamHandle, HandleTrainingState, TrainingState, no_dispatch_record_stream, runtime_utils
 from ._torch_handle import StrategyHandle
+
+_ORDER = "_fsdp_zpp_reduction_order"
+_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+_INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
+_NEEDED = (
+    Needed(_RUNTIME, "_post_backward_final_callback _post_backward_hook", "reducing at the end of backwards"),
+    Needed(_RUNTIME, "_reduce_grad_no_shard", "reducing what is not sharded"),
+    Needed(_RUNTIME, "_accumulate_sharded_grad _post_reduce_grad_callback", "gradients that wait"),
+    Needed(_RUNTIME, "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
+    Needed(_RUNTIME, "_share_state_and_init_handle_attrs _post_backward_stream", "reducing in two streams"),
+    Needed(_INSTANCE, "_all_fsdp_states _sync_gradients _handle training_state _device_handle", "states of the units"),
+    Needed(
+        "torch.distributed.fsdp._flat_param.FlatParamHandle",
+        "_training_state _reduce_dtype _orig_param_dtype _force_full_precision reshard uses_sharded_strategy "
+        "flat_param device",
+        "the same",
+    ),
+    Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
@@ -20,24 +43,36 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
 
     @functools.wraps(original)
     def post_backward_final_callback(state: Any, module: nn.Module) -> None:
+        handles = {each._handle: each for each in state._all_fsdp_states if isinstance(each._handle, StrategyHandle)}
         if state._sync_gradients:
-            _reduce_what_waits(state)
+            _reduce_what_waits(handles)
             _wait_for_reductions(state)
+        else:
+            for handle in _order_of(state).remaining():
+                _accumulate(handles[handle], handle)
         original(state, module)
-        for each in state._all_fsdp_states:
-            handle = each._handle
-            if not isinstance(handle, StrategyHandle):
-                continue
+        for handle in handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
             if not handle.uses_sharded_strategy:
                 handle.reshard(False)
-            # The last micro-batch may have left out a unit that earlier ones have used.
-            if handle._hides_gradients and state._sync_gradients:
-                handle._use_sharded_grad_views()
+            handle.end_backward(state._sync_gradients)
         if state._sync_gradients:
+            _order_of(state).restart()
             callback(module)
 
     runtime_utils._post_backward_final_callback = post_backward_final_callback
+
+
+def _order_of(root_state: Any) -> ReductionOrder[StrategyHandle]:
+    """The one order in which the units below a root reduce."""
+    order: ReductionOrder[StrategyHandle] | None = getattr(root_state, _ORDER, None)
+    if order is None:
+        handles = [each._handle for each in root_state._all_fsdp_states if isinstance(each._handle, StrategyHandle)]
+        order = ReductionOrder(handles)
+        setattr(root_state, _ORDER, order)
+        for handle in handles:
+            handle._order = order
+    return order
 
 
 def reduce_in_turns() -> None:
@@ -47,6 +82,10 @@ def reduce_in_turns() -> None:
     @functools.wraps(original)
     def share_state_and_init_handle_attrs(root_state: Any, root_module: nn.Module) -> None:
         original(root_state, root_module)
+        _order_of(root_state)
+        for state in root_state._all_fsdp_states:
+            if isinstance(state._handle, StrategyHandle):
+                state._handle._owner = state
         states = [state for state in root_state._all_fsdp_states if _has_two_hops(state._handle)]
         if len(states) > 1:
             second = root_state._device_handle.Stream()
@@ -68,41 +107,57 @@ def _wait_for_reductions(root_state: Any) -> None:
 
 
 def reduce_in_every_backward() -> None:
-    """Have handles of strategies hand over their gradients in every backward, inside of no_sync too.
+    """Have handles of strategies reduce in every backward, inside of no_sync too, as far as their letters say.
 
-    What becomes of them there is said in [Note: What a micro-batch reduces] in gradient_reduce.py.
+    See [Note: What a micro-batch reduces] in gradient_reduce.py and, for their turns, [Note: The order of reductions]
+    in reduction_order.py.
     """
-    hook, reduce_grad = runtime_utils._post_backward_hook, runtime_utils._reduce_grad
+    hook = runtime_utils._post_backward_hook
 
     @functools.wraps(hook)
     def post_backward_hook(state: Any, handle: FlatParamHandle, *args: Any) -> None:
-        if isinstance(handle, StrategyHandle) and handle.reduces_now and not state._sync_gradients:
-            state._sync_gradients = handle._more_micro_batches = True
-            try:
-                hook(state, handle, *args)
-            finally:
-                state._sync_gradients = handle._more_micro_batches = False
+        if not isinstance(handle, StrategyHandle):
+            hook(state, handle, *args)
             return
-        if isinstance(handle, StrategyHandle) and not handle.uses_sharded_strategy:
-            handle._unreduced = not state._sync_gradients
-        hook(state, handle, *args)
-
-    @functools.wraps(reduce_grad)
-    def reduce_or_accumulate(state: Any, handle: FlatParamHandle) -> None:
-        if (
-            isinstance(handle, StrategyHandle)
-            and handle._more_micro_batches
-            and handle._reduce is not None
-            and handle._reduce.accumulates
-        ):
-            flat_param: Any = handle.flat_param
-            gradient, flat_param.grad = flat_param.grad.data, None
-            handle._reduce.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0])
-        else:
-            reduce_grad(state, handle)
+        handle._used_in_step |= handle.flat_param.grad is not None
+        if state._sync_gradients:
+            if handle.flat_param.grad is not None and handle._order is not None:
+                handle._order.synchronized(handle)
+            hook(state, handle, *args)
+            return
+        if not handle.uses_sharded_strategy:
+            handle._unreduced = True
+        hook(state, handle, *args)  # FSDP leaves the gradient unsharded
+        if not handle.reduces_early or handle.flat_param.grad is None:
+            return
+        assert handle._reduce is not None
+        assert handle._order is not None
+        if not handle._reduce.communicates_early:
+            _accumulate(state, handle)
+            return
+        for due in handle._order.finished(handle):
+            _accumulate(due._owner, due)
 
     runtime_utils._post_backward_hook = post_backward_hook
-    runtime_utils._reduce_grad = reduce_or_accumulate
+
+
+def _accumulate(state: Any, handle: StrategyHandle) -> None:
+    """Take the gradient that FSDP has left unsharded, zeros if there is none, as far as the gradient letter says."""
+    flat_param: Any = handle.flat_param
+    unsharded, flat_param.grad = flat_param.grad, None
+    handle.hide_gradients()
+    handle._took_part, flat_param._post_backward_called = True, True
+    stream, dtype = state._post_backward_stream, handle.gradient_dtype
+    stream.wait_stream(state._device_handle.current_stream())
+    with state._device_handle.stream(stream):
+        if unsharded is None:
+            size = flat_param._unpadded_unsharded_size
+            gradient = torch.zeros(size, dtype=dtype, device=handle.device)
+        else:
+            no_dispatch_record_stream(unsharded.data, stream)
+            gradient = unsharded.data.to(dtype)
+        assert handle._reduce is not None
+        handle._reduce.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0])()
 
 
 def shard_gradients_in_constant_time() -> None:
@@ -125,11 +180,11 @@ def shard_gradients_in_constant_time() -> None:
     runtime_utils._get_reduce_scatter_tensors = get_reduce_scatter_tensors
 
 
-def _reduce_what_waits(root_state: Any) -> None:
+def _reduce_what_waits(handles: dict[StrategyHandle, Any]) -> None:
     """Reduce gradients of earlier micro-batches for units that took no part in the last one."""
-    for state in root_state._all_fsdp_states:
-        handle = state._handle
-        if not isinstance(handle, StrategyHandle) or handle._reduce is None:
+    _drop_unused(list(handles))
+    for handle, state in handles.items():
+        if handle._reduce is None:
             continue
         flat_param: Any = handle.flat_param
         unreduced, handle._unreduced = handle._unreduced and flat_param.grad is not None, False
@@ -143,9 +198,25 @@ def _reduce_what_waits(root_state: Any) -> None:
             if unreduced:
                 runtime_utils._reduce_grad_no_shard(state, handle)
             if handle._reduce.waiting:
-                size, dtype = flat_param._unpadded_unsharded_size, handle._reduce_dtype
+                size, dtype = flat_param._unpadded_unsharded_size, handle.gradient_dtype
                 nothing = torch.zeros(size, dtype=dtype, device=handle.device)
                 gradient, shard = runtime_utils._get_reduce_scatter_tensors(state, nothing)
                 handle._reduce(gradient, shard)
                 shard = runtime_utils._accumulate_sharded_grad(state, handle, shard)
                 runtime_utils._post_reduce_grad_callback(state, handle, shard)
+
+
+def _drop_unused(handles: list[StrategyHandle]) -> None:
+    """Have no gradients of units that micro-batches have gathered, but no rank has used. Collective."""
+    for mesh in dict.fromkeys(handle._mesh for handle in handles):
+        asked = [handle for handle in handles if handle._mesh == mesh and handle._took_part]
+        if not asked:
+            continue
+        answer = used_by_any([handle._used_in_step for handle in asked], mesh)
+        if all(handle._used_in_step for handle in asked):
+            continue
+        for handle, used in zip(asked, answer(), strict=True):
+            if not used and handle._reduce is not None:
+                handle._reduce.discard()
+                flat_param: Any = handle.flat_param
+                flat_param._post_backward_called = False

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ..reduction_order import ReductionOrder
+from ..tensor_version import version_of
+from ..topology import ProcessMesh
+from ..torch_internals import Needed, check_needed
 from ._torch import FlatParamHandle, HandleTrainingState, in_backward, no_dispatch_record_stream, unshard_param_utils
+
+_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
+_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
+_INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
+_NEEDED = (
+    Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
+    Needed(_HANDLE, "_use_low_precision_shard", "encoding the full-precision shard"),
+    Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
+    Needed(_HANDLE, "reshard _free_unsharded_flat_param _prefetched", "keeping and dropping what was gathered"),
+    Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
+    Needed(_HANDLE, "flat_param_to", "moves of a model"),
+    Needed(_HANDLE, "_use_orig_params _use_sharded_views _writeback_orig_params _skip_writeback_check", "writebacks"),
+    Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
+    Needed(_HANDLE, "_offload_params _device_handle device rank flat_param", "shards on the CPU and their ranks"),
+    Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
+    Needed(_FLAT, "_numels_with_padding _is_padding_mask", "zeroing the padding"),
+    Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 class Gather(Protocol):
@@ -26,7 +50,7 @@ class Reduce(Protocol):
     """Fills the sharded gradient from the unsharded ones, of one micro-batch or several."""
 
     @property
-    def accumulates(self) -> bool: ...
+    def communicates_early(self) -> bool: ...
 
     @property
     def has_two_hops(self) -> bool: ...
@@ -36,7 +60,9 @@ class Reduce(Protocol):
 
     def __call__(self, gradient: Tensor, out: Tensor) -> None: ...
 
-    def accumulate(self, gradient: Tensor) -> None: ...
+    def accumulate(self, gradient: Tensor) -> Callable[[], None]: ...
+
+    def discard(self) -> None: ...
 
 
 class StrategyHandle(FlatParamHandle):
@@ -50,10 +76,13 @@ class StrategyHandle(FlatParamHandle):
     _gather_is_lossy: bool
     _keep_unsharded: bool
     _reduce: Reduce | None
-    _more_micro_batches: bool
+    _mesh: ProcessMesh
+    _owner: Any
+    _order: ReductionOrder[StrategyHandle] | None
     _unreduced: bool
-    _hides_gradients: bool
-    _has_optim_in_backward: bool
+    _was_gathered: bool
+    _took_part: bool
+    _used_in_step: bool
     _holds_decoded_weights: bool
     _written_back: Callable[[], None]
     _version_at_summon: Hashable
@@ -63,9 +92,11 @@ class StrategyHandle(FlatParamHandle):
         return summoned or self._force_full_precision
 
     def pre_unshard(self) -> bool:
+        unsharding = super().pre_unshard()
+        # Not before, for this has written to the shard what parameters were replaced by.
         if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
             self._version_at_summon = self._shard_version()
-        return super().pre_unshard()
+        return unsharding
 
     def unshard(self) -> None:
         if self._keep_unsharded and self._holds_decoded_weights and not self._wants_full_precision():
@@ -98,14 +129,21 @@ class StrategyHandle(FlatParamHandle):
         if self._gather is None:
             super()._use_low_precision_shard()
         # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
-        elif self._offload_params:
+        else:
             self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
+        self._was_gathered = True
         if self._gather is None or self._wants_full_precision():
             self._holds_decoded_weights = False
             return super()._all_gather_flat_param(padded_unsharded_flat_param)
         shard = self.flat_param.data
+        if shard.dtype != (dtype := self.flat_param._local_shard.dtype):
+            raise ValueError(
+                f"the parameters of {type(self._fully_sharded_module).__name__} were cast from {dtype} to "
+                f"{shard.dtype} after their first forward, which FullyShardedDataParallel can't gather; cast a model "
+                "before its first forward, or pass mixed_precision=MixedPrecision(param_dtype=...) instead"
+            )
         self._gather(shard, padded_unsharded_flat_param, self._shard_version())
         self._holds_decoded_weights = True
         if self._offload_params:
@@ -113,12 +151,31 @@ class StrategyHandle(FlatParamHandle):
         return padded_unsharded_flat_param
 
     @property
-    def reduces_now(self) -> bool:
+    def reduces_early(self) -> bool:
         """Whether a micro-batch that is not the last reduces, as far as the gradient letter says."""
-        # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see. And an
-        # optimizer in the backward would step with what is reduced.
-        waits = self._reduce is not None and self._reduce.accumulates
-        return self.uses_sharded_strategy and (waits or not self._has_optim_in_backward)
+        # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
+        return self.uses_sharded_strategy and self._reduce is not None
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether ranks have gathered it for this micro-batch, and it has hops to make before the last one."""
+        if self._reduce is None or not (self.reduces_early and self._reduce.communicates_early):
+            return False
+        kept = self._keep_unsharded and not super().needs_unshard()
+        return self.flat_param.requires_grad and (self._was_gathered or kept)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        dtype = self._orig_param_dtype if self._force_full_precision else self._reduce_dtype
+        assert dtype is not None
+        return dtype
+
+    def end_backward(self, synchronized: bool) -> None:
+        """The backward is over."""
+        self._was_gathered = False
+        if synchronized:
+            self._took_part, self._used_in_step = False, False
 
     def drop_unsharded(self) -> None:
         """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
@@ -128,13 +185,9 @@ class StrategyHandle(FlatParamHandle):
         if initialized and self._training_state == HandleTrainingState.IDLE and not self._prefetched:
             self._free_unsharded_flat_param()
 
-    def _use_sharded_grad_views(self) -> None:
-        # Before the last micro-batch the sum of reduced gradients stays with FSDP. Shown as gradients of the original
-        # parameters, FSDP would take it for a user's, and copy it in a stream that does not wait for the reduction.
-        self._hides_gradients = self._more_micro_batches
-        if not self._hides_gradients:
-            super()._use_sharded_grad_views()
-            return
+    def hide_gradients(self) -> None:
+        """Before the last micro-batch, what is reduced waits where FSDP and optimizers do not see it."""
+        # FSDP would take it for a user's, and copy it in a stream that does not wait for the reduction.
         for param in (*(self.flat_param._params or ()), *(self.flat_param._shared_params or ())):
             param.grad = None
 
@@ -158,6 +211,23 @@ class StrategyHandle(FlatParamHandle):
         shard = self.flat_param._local_shard
         return shard.to(self.device, non_blocking=True), self._shard_version()
 
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        super().flat_param_to(*args, **kwargs)
+        # Between forwards it is a user who moves it, but for what FSDP offloads.
+        if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
+            self.moved()
+
+    def moved(self) -> None:
+        """The flat parameter was moved, cast, or both."""
+        flat_param = self.flat_param
+        shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
+        # FSDP would go back to the old memory after the next forward, and lose what is written to the new one before.
+        # Not so if the dtype has changed, which FSDP refuses to gather.
+        same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
+        if same_kind and not self._offload_params:
+            flat_param._local_shard = flat_param.data
+        self._written_back()
+
     def zero_padding(self) -> None:
         """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
         flat_param = self.flat_param
@@ -169,10 +239,10 @@ class StrategyHandle(FlatParamHandle):
             start = end
 
     def _shard_version(self) -> Hashable:
-        """Changes with every write to the shard that torch can see from here."""
+        """Changes with every write to the shard that torch can see from here, and when it is moved."""
         flat_param = self.flat_param
-        tensors = (flat_param, flat_param._local_shard, *(flat_param._params or ()))
-        return tuple(tensor._version for tensor in tensors)
+        writes = (tensor._version for tensor in (flat_param, *(flat_param._params or ())))
+        return version_of(flat_param._local_shard), *writes
 
 
 def adopt_handle(
@@ -181,6 +251,7 @@ def adopt_handle(
     lossy: bool,
     keep_unsharded: bool,
     reduce: Reduce | None,
+    mesh: ProcessMesh,
     written_back: Callable[[], None],
 ) -> StrategyHandle | None:
     """Have ``module``'s flat parameter, if it has one, gathered by ``gather`` and its gradient reduced by ``reduce``.
@@ -191,6 +262,7 @@ def adopt_handle(
         lossy: Whether what it gathers differs from the weights.
         keep_unsharded: Whether what it gathered is kept until the weights change.
         reduce: Reduces the gradients; None leaves it to torch.
+        mesh: Over which ranks.
         written_back: Called after summoned or loaded parameters were written to the shard.
 
     Returns:
@@ -208,17 +280,17 @@ def adopt_handle(
     handle: Any = module._handle
     handle.__class__ = StrategyHandle
     handle._gather, handle._gather_is_lossy, handle._keep_unsharded = gather, lossy, keep_unsharded
-    handle._reduce, handle._more_micro_batches, handle._unreduced = reduce, False, False
-    handle._hides_gradients = False
+    handle._reduce, handle._mesh, handle._owner, handle._order = reduce, mesh, module, None
+    handle._unreduced, handle._was_gathered, handle._took_part, handle._used_in_step = False, False, False, False
     handle._written_back, handle._version_at_summon, handle._holds_decoded_weights = written_back, None, False
     handle.zero_padding()
     return handle
 
 
-def parameters_of(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters of ``module``'s own unit as an optimizer may hold them: original, or flat."""
-    if module._handle is not None:
-        yield from module._handle.flat_param._params or (module._handle.flat_param,)
+def parameters_of(module: FullyShardedDataParallel) -> list[nn.Parameter]:
+    """The parameters of ``module``'s own unit as an optimizer may hold them by now: original, or flat."""
+    handle = module._handle
+    return [] if handle is None else list(handle.flat_param._params or (handle.flat_param,))
 
 
 def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
@@ -227,8 +299,8 @@ def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
     return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
 
 
-def source_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
-    """Where ``module``'s weights are to be had from ahead of their gather."""
+def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
+    """The handle of ``module``'s flat parameter, if it was adopted: where the weights are to be had from."""
     handle = module._handle
     return handle if isinstance(handle, StrategyHandle) else None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -17,12 +18,12 @@ from .. import units
 from ..activity import log_reduction
 from ..agreement import check_agreement, described, parameter_facts
 from ..comm_hook import QuantizedReduceState
-from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..frozen.owners import register_flattened
 from ..frozen.quantize import device_of
 from ..frozen.wrapped import follow_strategy
-from ..staleness import ModelEvents, gradients_cleared, watch
+from ..managed_unit import ManagedUnit
+from ..staleness import ModelEvents, watch
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import (
@@ -37,6 +38,7 @@ from ..support import (
 from . import _torch, _torch_backward, _torch_flat, _torch_handle
 
 _EVENTS = "_fsdp_zpp_events"
+U = TypeVar("U")
 
 
 class HookedUnit:
@@ -63,7 +65,7 @@ def install() -> None:
     _torch_backward.shard_gradients_in_constant_time()
     _torch_backward.after_synchronizing_backward(_gradients_synchronized)
     _torch_handle.announce_writebacks()
-    _torch.after_zero_grad(gradients_cleared)
+    _torch.after_moves(_moved)
     _torch.summon_frozen_too()
     register_flattened(lambda model: _torch_flat.flat_units(model, _readopt))
 
@@ -127,11 +129,14 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
         lossy=unit.gather is not None and unit.gather.codec is not None,
         keep_unsharded=unit.keep_unsharded,
         reduce=unit.reduce,
+        mesh=unit.mesh,
         written_back=unit.invalidate,
     )
     if handle is None:
         unit.when_stale = unit.when_cleared = lambda: None  # not the flat parameter's that was there before
     else:
+        if unit.gather is not None:
+            unit.gather.shard_ahead = handle.shard_ahead
         unit.when_stale, unit.when_cleared = handle.drop_unsharded, handle.forget_gradients
 
 
@@ -143,23 +148,26 @@ def _readopt(module: FullyShardedDataParallel) -> None:
 
 def _watch(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
-    found: dict[str, StrategyUnit] = {}
-    parameters: dict[str, list[nn.Parameter]] = {}
-    shards: dict[str, list[Tensor]] = {}
-    sources: dict[str, Source] = {}
-    for path, module in root.named_modules():
-        unit = units.unit_of(module)
-        if isinstance(unit, StrategyUnit) and isinstance(module, FullyShardedDataParallel):
-            name = _name_of(path)
-            found[name], parameters[name] = unit, list(_torch_handle.parameters_of(module))
-            shards[name] = _torch_handle.shard_of(module)
-            if (source := _torch_handle.source_of(module)) is not None:
-                sources[name] = source
+    found = [
+        _managed(_name_of(path), unit, module)
+        for path, module in root.named_modules()
+        if isinstance(module, FullyShardedDataParallel) and isinstance(unit := units.unit_of(module), StrategyUnit)
+    ]
     _check_one_group(found)
     if found:
         name = model_name(root)
-        setattr(root, _EVENTS, watch(name, found, parameters, shards, sources))
-        warn_if_nothing_is_frozen(root, name, ((unit.strategy, unit.mesh) for unit in found.values()))
+        setattr(root, _EVENTS, watch(name, found))
+        warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.mesh) for managed in found))
+
+
+def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
+    parameters, shards = partial(_torch_handle.parameters_of, instance), partial(_torch_handle.shard_of, instance)
+    return ManagedUnit(name, unit, parameters, shards, _torch_handle.handle_of(instance))
+
+
+def _moved(instance: FullyShardedDataParallel) -> None:
+    if (handle := _torch_handle.handle_of(instance)) is not None:
+        handle.moved()
 
 
 def _name_of(path: str) -> str:
@@ -169,8 +177,8 @@ def _name_of(path: str) -> str:
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
 
 
-def _check_one_group(found: dict[str, StrategyUnit]) -> None:
-    by_letter = {unit.levels.optimizer: name for name, unit in found.items()}
+def _check_one_group(found: Iterable[ManagedUnit[StrategyUnit]]) -> None:
+    by_letter = {managed.unit.levels.optimizer: managed.name for managed in found}
     if "I" in by_letter and len(by_letter) > 1:
         other = next(name for letter, name in by_letter.items() if letter != "I")
         raise ValueError(
@@ -275,16 +283,14 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
     states = {name: state.of_unit(name) for name in map(_name_of, instances)}
-    hooked: dict[str, HookedUnit] = {}
-    parameters: dict[str, list[nn.Parameter]] = {}
+    hooked: list[ManagedUnit[HookedUnit]] = []
     error_nbytes = 0
     for (name, own), instance in zip(states.items(), instances.values(), strict=True):
-        hooked[name] = HookedUnit(own)
+        hooked.append(_managed(name, HookedUnit(own), instance))
         if units.unit_of(instance) is None:
-            units.attach(instance, hooked[name])
-        parameters[name] = list(_torch_handle.parameters_of(instance))
+            units.attach(instance, hooked[-1].unit)
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_handle.shard_of(instance))
     log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:
-        setattr(model, _EVENTS, ModelEvents(hooked, parameters))
+        setattr(model, _EVENTS, ModelEvents(hooked))
     return dict(zip(instances.values(), states.values(), strict=True))

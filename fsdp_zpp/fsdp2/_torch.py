@@ -1,13 +1,14 @@
 """Every private name of torch's fully_shard that the adapter touches, but for those in _torch_owned.py.
 
-Checked on torch 2.11 to 2.13. A torch that lacks one of the names fails here, at import, with a clear error.
+They are in a table, which is checked before anything is imported from there.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,35 +18,58 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import record_function
 
 from ..labels import profiled
+from ..reduction_order import ReductionOrder
+from ..tensor_version import version_of
+from ..torch_internals import Needed, check_needed
 
-try:
-    from torch.distributed.fsdp._fully_shard import _fsdp_common
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_STATE = f"{_FSDP}._fsdp_state.FSDPState"
+_NEEDED = (
+    Needed(f"{_FSDP}._fsdp_api", "AllGather ReduceScatter", "a strategy's own communication"),
+    Needed(f"{_FSDP}._fully_shard.fully_shard", "state", "the state of a module"),
+    Needed("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "the same"),
+    Needed(_STATE, "_fsdp_param_group", "the groups of a module", until=(2, 11)),
+    Needed(_STATE, "_fsdp_param_groups", "the groups of a module", since=(2, 12)),
+    Needed(_STATE, "_state_ctx _modules _root_post_backward_final_callback", "the end of a backward"),
+    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the same"),
+    Needed(_GROUP, "modules fsdp_params _module_fqn", "what a group consists of"),
+    Needed(_GROUP, "unshard wait_for_unshard unshard_in_backward is_unsharded _all_gather_result", "gathering weights"),
+    Needed(_GROUP, "_all_gather_process_group _all_gather_comm comm_ctx device device_handle _with_fqn", "the same"),
+    Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "get_all_gather_streams", "the streams to gather in"),
+    Needed(
+        f"{_FSDP}._fsdp_collectives.AllGatherResult",
+        "all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
+        "param_all_gather_input_numels all_gather_input_split_sizes",
+        "handing over what was gathered",
+    ),
+    Needed(f"{_FSDP}._fsdp_common", "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
+    Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE PRE_BACKWARD", "who asks for weights"),
+    Needed(_GROUP, "reshard _to_sharded _training_state", "keeping and dropping what was gathered"),
+    Needed(_GROUP, "lazy_init", "learning which module is the root"),
+    Needed(_GROUP, "reduce_grads _reduce_scatter_process_group", "taking over the reduction"),
+    Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
+    Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what gradients are divided by"),
+    Needed(_PARAM, "sharded_param _sharded_param_data _sharded_local_tensor _param_fqn _module_info", "the shards"),
+    Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module shared_modules", "the modules that hold a parameter"),
+    Needed(_PARAM, "param_dtype unsharded_param", "unsharded parameters"),
+    Needed("torch.distributed.fsdp.FSDPModule", "_apply", "moves of a model"),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+)
+check_needed("adapter for fully_shard", _NEEDED)
 
-    state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
-    _USED = (
-        FSDPModule._get_fsdp_state,
-        FSDPModule.set_all_reduce_hook,
-        torch._C._current_graph_task_id,
-        FSDPParam.__annotations__["_sharded_param_data"],
-        FSDPParam.unsharded_param,
-        AllGatherResult.all_gather_output,
-        FSDPCommContext.get_all_gather_streams,
-        FSDPParamGroup._all_gather_process_group,
-        FSDPParamGroup._with_fqn,
-        FSDPParamGroup.lazy_init,
-        FSDPParamGroup.post_backward,
-        FSDPParamGroup.wait_for_unshard,
-        FSDPParamGroup._reduce_scatter_process_group,
-        FSDPState._root_post_backward_final_callback,
-    )
-except (ImportError, AttributeError, KeyError) as error:
-    raise RuntimeError(f"fsdp_zpp's adapter for fully_shard does not fit torch {torch.__version__}: {error}") from error
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
+
+from ._torch_reduction import ReducingGroup
 
 # torch 2.13 steps out of functorch's transforms to communicate.
 _without_functorch: Callable[[Any], Any] = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
@@ -59,7 +83,7 @@ __all__ = [
     "ShardGather",
     "StrategyGroup",
     "adopt_group",
-    "after_zero_grad",
+    "after_moves",
     "factor_of",
     "groups_of",
     "process_group_of",
@@ -83,59 +107,26 @@ class Weights(Protocol):
     def check_unchanged(self, version: Hashable) -> None: ...
 
 
-class Gradients(Protocol):
-    """Knows of gradients of earlier micro-batches."""
-
-    @property
-    def accumulates(self) -> bool: ...
-
-    @property
-    def waiting(self) -> bool: ...
-
-
-class Completion(Protocol):
-    """Completes a reduction, and runs a user's all-reduce hook after that."""
-
-    then: Callable[[Tensor], None] | None
-
-    def __call__(self, gradient: Tensor) -> None: ...
-
-
-class StrategyGroup(FSDPParamGroup):
+class StrategyGroup(ReducingGroup):
     """A parameter group that a strategy gathers and reduces. Made by :func:`adopt_group` from the one torch built.
 
     Attributes:
         kept: What is to be asked before weights are used that stay unsharded from one micro-batch to the next; None
             if they don't.
-        gradients: What is to accumulate gradients where the strategy does; None where torch does.
-        every_backward_reduces: Whether a micro-batch hands over its gradients although it is not the last.
-        more_micro_batches: Whether the backward that runs is such a micro-batch's.
-        own_all_reduce: What must be the all-reduce hook; None if that is free for users.
-        completion: What runs as the all-reduce hook before a user's; None if nothing does.
     """
 
     _state: FSDPState
     _root_is_known: Callable[[nn.Module], None] | None
     kept: Weights | None
-    gradients: Gradients | None
-    every_backward_reduces: bool
-    more_micro_batches: bool
-    own_all_reduce: Callable[[Tensor], None] | None
-    completion: Completion | None
-    _received: set[int]
-
-    @property
-    def is_last_micro_batch(self) -> bool:
-        """Whether a backward leaves the gradients of its step, as FSDPModule's setters say."""
-        accumulates = self.gradients is not None and self.gradients.accumulates
-        # Without replicas that torch knows of, its all-reduce is ours, for letters that leave something to be reduced.
-        return self.reduce_grads and (self.all_reduce_grads or not accumulates)
 
     @_without_functorch
     def unshard(self, async_op: bool = False) -> None:
         if self.kept is not None and self.is_unsharded:
             self.kept.check_unchanged(self.shard_version())
-        if isinstance(self._all_gather_comm, ShardGather) and self._must_gather():
+        must_gather = self._must_gather()
+        if must_gather:
+            self.note_gather()
+        if isinstance(self._all_gather_comm, ShardGather) and must_gather:
             self._all_gather_result = self._gathered(self._all_gather_comm, async_op)
         else:
             super().unshard(async_op)
@@ -170,64 +161,6 @@ class StrategyGroup(FSDPParamGroup):
     def reshard(self) -> None:
         if self.kept is None or self._training_state == TrainingState.IDLE:  # idle: a user asks for it
             super().reshard()
-
-    def post_backward(self, *unused: Any) -> None:
-        """See [Note: What a micro-batch reduces] in gradient_reduce.py."""
-        if self.own_all_reduce is not None and self._all_reduce_hook is not self.own_all_reduce:
-            raise RuntimeError(
-                f"set_all_reduce_hook has replaced the hook by which the strategy reduces the gradients of "
-                f"{self.name}, which are sharded over no ranks; choose a strategy whose third letter is not N"
-            )
-        if self.completion is not None and self._all_reduce_hook is not self.completion:
-            self.completion.then, self._all_reduce_hook = self._all_reduce_hook, self.completion
-        self.more_micro_batches = self.every_backward_reduces and not self.is_last_micro_batch
-        reduce_grads, self.reduce_grads = self.reduce_grads, self.reduce_grads or self.more_micro_batches
-        never_used = self._zero_missing_gradients()
-        before = [(param, param.sharded_param.grad) for param in never_used]
-        try:
-            with self._optimizers_kept_away() if self.more_micro_batches else nullcontext():
-                super().post_backward(*unused)
-        finally:
-            self.reduce_grads, self.more_micro_batches = reduce_grads, False
-        for param, gradient in before:
-            param.sharded_param.grad = gradient
-
-    def _zero_missing_gradients(self) -> list[FSDPParam]:
-        """Micro-batches can be added up only if they reduce the same parameters, used or not.
-
-        Returns:
-            Those that no micro-batch of the step has used so far, of which an optimizer is to see no zeros.
-        """
-        if self.gradients is None or not self.gradients.accumulates:
-            return []
-        if not self.gradients.waiting:
-            self._received = set()
-        trainable = [p for p in self.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
-        missing = [p for p in trainable if p.unsharded_accumulated_grad is None and p.unsharded_param.grad is None]
-        self._received |= {id(p) for p in trainable} - {id(p) for p in missing}
-        if not self.gradients.waiting and (not self.more_micro_batches or len(missing) == len(trainable)):
-            return []
-        for param in missing:
-            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
-        return [p for p in missing if id(p) not in self._received]
-
-    @contextmanager
-    def _optimizers_kept_away(self) -> Iterator[None]:
-        """Before the last micro-batch, no optimizer in the backward may step, and none may see what only waits."""
-        params: list[Any] = [param.sharded_param for param in self.fsdp_params]
-        aside = [(param, param.grad, param._post_accumulate_grad_hooks) for param in params]
-        waits = self.gradients is not None and self.gradients.accumulates
-        for param in params:
-            param._post_accumulate_grad_hooks = None
-            if waits:
-                param.grad = None
-        try:
-            yield
-        finally:
-            for param, gradient, hooks in aside:
-                param._post_accumulate_grad_hooks = hooks
-                if waits:
-                    param.grad = gradient
 
     def lazy_init(self) -> None:
         super().lazy_init()
@@ -288,9 +221,9 @@ class StrategyGroup(FSDPParamGroup):
         return None
 
     def shard_version(self) -> Hashable:
-        """Changes with every write to the shards that torch can see from here."""
+        """Changes with every write to the shards that torch can see from here, and when they are moved."""
         return tuple(
-            tensor._version
+            version_of(tensor)
             for param in self.fsdp_params
             for tensor in (param.sharded_param, param._sharded_local_tensor, param._sharded_param_data)
         )
@@ -306,9 +239,11 @@ class WatchedState(FSDPState):
     """A module's state that tells of backwards that synchronize gradients."""
 
     _gradients_synchronized: Callable[[], None]
+    _agree_on_use: Callable[[], None]
 
     def _root_post_backward_final_callback(self) -> None:
         groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
+        ours = [group for group in groups if isinstance(group, StrategyGroup)]
         synchronized = any(
             group.is_last_micro_batch if isinstance(group, StrategyGroup) else group.reduce_grads for group in groups
         )
@@ -317,10 +252,15 @@ class WatchedState(FSDPState):
         if synchronized:
             self._gradients_synchronized()
         super()._root_post_backward_final_callback()
+        for order in dict.fromkeys(group.order for group in ours):
+            for group in order.remaining():
+                group.reduce_micro_batch()
         if synchronized:
-            for group in groups:
-                if isinstance(group, StrategyGroup) and group.kept is not None:
-                    group.drop_unsharded()
+            self._agree_on_use()
+        for group in ours:
+            group.end_backward(group.is_last_micro_batch)
+            if synchronized and group.kept is not None:
+                group.drop_unsharded()
 
 
 def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -> StrategyGroup | None:
@@ -336,9 +276,8 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
         return None
     (group,) = groups
     group.__class__ = StrategyGroup
-    group._state, group._root_is_known = state, root_is_known
-    group.kept, group.gradients, group.every_backward_reduces, group.more_micro_batches = None, None, False, False
-    group.own_all_reduce, group.completion, group._received = None, None, set()
+    group._state, group._root_is_known, group.kept = state, root_is_known, None
+    group.adopt()
     return group
 
 
@@ -348,23 +287,42 @@ def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:
     return groups[0] if groups else None
 
 
-def watch_backwards(root: nn.Module, callback: Callable[[], None]) -> None:
-    """Have ``callback()`` run in every backward below ``root`` that synchronizes gradients."""
+def watch_backwards(
+    root: nn.Module, gradients_synchronized: Callable[[], None], agree_on_use: Callable[[], None]
+) -> None:
+    """Watch the backwards below ``root``, and have its groups reduce in one order on all ranks.
+
+    Args:
+        root: The root.
+        gradients_synchronized: Called in every backward that synchronizes gradients.
+        agree_on_use: Called at the end of such a backward, when all of its gradients are there or under way.
+    """
+    states = state_of(root)._state_ctx.all_states
+    groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
+    order: ReductionOrder[ReducingGroup] = ReductionOrder(groups)
+    for group in groups:
+        group.order = order
     # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
-    for state in state_of(root)._state_ctx.all_states:
+    for state in states:
         watched: Any = state
         watched.__class__ = WatchedState
-        watched._gradients_synchronized = callback
+        watched._gradients_synchronized, watched._agree_on_use = gradients_synchronized, agree_on_use
 
 
-def after_zero_grad(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(module)`` run after every ``zero_grad()`` of a module that is sharded by ``fully_shard``."""
+def after_moves(callback: Callable[[nn.Module], None]) -> None:
+    """Have ``callback(module)`` run after the parameters of a sharded module were moved or cast: ``to()``, ``half()``.
 
-    def zero_grad(self: FSDPModule, set_to_none: bool = True) -> None:
-        super(FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
+    Whatever moves a model goes through ``_apply``, module by module.
+    """
+    original = FSDPModule._apply
+
+    @functools.wraps(original)
+    def _apply(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        moved = original(self, *args, **kwargs)
         callback(cast(nn.Module, self))
+        return moved
 
-    FSDPModule.zero_grad = zero_grad  # type: ignore[attr-defined]
+    FSDPModule._apply = _apply  # type: ignore[method-assign]
 
 
 def factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | None) -> float:
@@ -391,7 +349,7 @@ def factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | Non
 
 def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     """The parameter groups of a module."""
-    # torch 2.13 allows for several groups a module; before, there was one or none.
+    # torch 2.12 allows for several groups a module; before, there was one or none.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

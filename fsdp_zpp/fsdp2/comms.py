@@ -83,7 +83,7 @@ def all_gather_of(gather: WeightGather, group: _torch.StrategyGroup) -> _torch.A
 
 
 class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
-    """Reduces a group's gradients, or accumulates them, as its strategy's letters say.
+    """Reduces a group's gradients of a step.
 
     Attributes:
         finish: Does what :class:`StrategyAllReduceAfter` is to do; None if there is nothing left.
@@ -107,7 +107,7 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         divide_factor = self._group.gradient_divide_factor
         factor = _torch.factor_of(op, dist.get_world_size(group), self._world, divide_factor)
-        finish = start_or_accumulate(self._reduce, self._group, input_tensor, output_tensor, factor)
+        finish = self._reduce.start(input_tensor, output_tensor, factor, self._group.layout())
         if self._reduce.has_two_hops:
             self.finish = finish
         else:
@@ -162,23 +162,8 @@ class StrategyAllReduce:
             # does it once more where it divides around sums.
             around_sum = self._group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self._world * (divide_factor if around_sum else 1.0)
-        start_or_accumulate(self._reduce, self._group, gradient, gradient, factor)()
+        self._reduce.start(gradient, gradient, factor, self._group.layout())()
         _freed_elsewhere(gradient)
-
-
-def start_or_accumulate(
-    reduce: GradientReduce, group: _torch.StrategyGroup, gradient: Tensor, out: Tensor, factor: float
-) -> Callable[[], None]:
-    """Start to reduce ``gradient`` into ``out``, or if more micro-batches follow take it as far as its letter says.
-
-    Returns:
-        What does the rest.
-    """
-    if group.more_micro_batches and reduce.accumulates:
-        reduce.accumulate(gradient)
-        out.zero_()
-        return lambda: None
-    return reduce.start(gradient, out, factor)
 
 
 def _freed_elsewhere(gradient: Tensor) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from .. import units
 from ..accelerator import accelerator
 from ..agreement import check_agreement, parameter_facts
-from ..first_hops import Source
 from ..frozen.implied import quantize_for, warn_if_nothing_is_frozen
 from ..frozen.owners import register_owners
-from ..staleness import gradients_cleared, watch
+from ..managed_unit import ManagedUnit
+from ..staleness import watch, weights_moved
 from ..strategy import Strategy
 from ..strategy_unit import StrategyUnit
 from ..support import mesh_for, model_name, strategy_facts
-from ..topology import own_rank
+from ..topology import ProcessMesh, own_rank
+from ..usage import used_by_any
 from . import _torch, _torch_owned
 from .comms import StrategyAllReduce, StrategyAllReduceAfter, StrategyReduceScatter, all_gather_of
 from .validation import check_arguments, check_strategy, is_torchs_own, named_own_parameters
@@ -104,7 +107,7 @@ def fully_shard(
     return sharded
 
 
-_torch.after_zero_grad(gradients_cleared)
+_torch.after_moves(weights_moved)
 register_owners(lambda model: _torch_owned.owned_parameters(model, _parameter_released))
 
 # torch's function has its state under this name, and torch's users look it up there.
@@ -155,12 +158,12 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     world = unit.mesh.topology.world
     unit.when_stale = group.drop_unsharded
     if unit.gather is not None:
+        unit.gather.shard_ahead = group.shard_ahead
         sharded.set_custom_all_gather(all_gather_of(unit.gather, group))
     if unit.keep_unsharded:
         group.kept = unit.gather
-    group.every_backward_reduces = True
     if unit.reduce is not None:
-        group.gradients = unit.reduce
+        group.reduction = unit.reduce
         if unit.levels.optimizer == "N":
             group.own_all_reduce = StrategyAllReduce(unit.reduce, group, world)
             sharded.set_all_reduce_hook(group.own_all_reduce)
@@ -187,17 +190,35 @@ def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
 
 def _watch(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
-    found: dict[str, StrategyUnit] = {}
-    parameters: dict[str, list[nn.Parameter]] = {}
-    shards: dict[str, list[Tensor]] = {}
-    sources: dict[str, Source] = {}
+    found: dict[str, ManagedUnit[StrategyUnit]] = {}
+    groups: list[tuple[_torch.StrategyGroup, ProcessMesh]] = []
     for module in root.modules():
         unit = units.unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            found[group.name], parameters[group.name] = unit, group.parameters()
-            shards[group.name], sources[group.name] = group.shards(), group
-    model = model_name(root)
-    events = watch(model, found, parameters, shards, sources)
-    warn_if_nothing_is_frozen(root, model, ((unit.strategy, unit.mesh) for unit in found.values()))
-    _torch.watch_backwards(root, events.gradients_synchronized)
+            found[group.name] = ManagedUnit(
+                group.name, unit, group.parameters, group.shards, group, group.parameter_owners
+            )
+            groups.append((group, unit.mesh))
+    model, members = model_name(root), list(found.values())
+    events = watch(model, members)
+    warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.mesh) for managed in members))
+    _torch.watch_backwards(root, events.gradients_synchronized, lambda: _agree_on_use(groups))
+
+
+def _agree_on_use(groups: list[tuple[_torch.StrategyGroup, ProcessMesh]]) -> None:
+    """Have ranks agree on what none of them has used in the step that ends. Collective."""
+    for mesh in dict.fromkeys(mesh for _, mesh in groups):
+        used = {group: group.used_in_step() for group, its_mesh in groups if its_mesh == mesh}
+        flags = [flag for of_group in used.values() for flag in of_group]
+        if not flags:
+            continue
+        answer = functools.cache(used_by_any(flags, mesh))
+        start = 0
+        for group, of_group in used.items():
+            group.spare_unused(functools.partial(_part_of, answer, start, len(of_group)))
+            start += len(of_group)
+
+
+def _part_of(answer: Callable[[], list[bool]], start: int, length: int) -> list[bool]:
+    return answer()[start : start + length]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -12,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from .pool import start_method
+
 
 def in_fake_world(world: int, gpus_per_node: int, function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)`` on rank 0 of ``world``, in a process of its own: a process has one world only."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_join, initargs=(world, gpus_per_node)) as executor:
+    with ProcessPoolExecutor(1, start_method(), _join, initargs=(world, gpus_per_node)) as executor:
         return executor.submit(function, *args).result()
 
 

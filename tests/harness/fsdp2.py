@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_zpp import fully_shard
 
@@ -88,11 +89,10 @@ class Fsdp2(Adapter):
         return parameter.to_local()
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        sharded = {name: value for name, value in model.state_dict().items() if isinstance(value, DTensor)}
-        return on_cpu({name: _full(value) for name, value in sharded.items()})
+        return on_cpu(_gathered({name: v for name, v in model.state_dict().items() if isinstance(v, DTensor)}))
 
     def full_gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        return on_cpu({name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        return on_cpu(_gathered({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
 
     def load_from(self, source: Any, target: Any, kind: str) -> None:
         if kind == "sharded":
@@ -108,6 +108,33 @@ class Fsdp2(Adapter):
         model.reshard()  # a forward leaves the root unsharded, and torch then takes its parameters for plain ones
 
 
-def _full(sharded: Any) -> Tensor:
+def _gathered(sharded: dict[str, Any]) -> dict[str, Tensor]:
+    """Full tensors in fp32, by one collective for all of a mesh: one for each takes as long as the training."""
+    if len({value.device_mesh for value in sharded.values()}) != 1 or next(iter(sharded.values())).device_mesh.ndim > 1:
+        return {name: _to_device(value).full_tensor() for name, value in sharded.items()}
+    mesh = next(iter(sharded.values())).device_mesh
+    pieces = {name: _pieces(value, mesh.size()) for name, value in sharded.items()}
+    flat = [_to_device(value.to_local()).detach().float().flatten() for value in sharded.values()]
+    largest = [shapes[0].numel() for shapes, _ in pieces.values()]
+    row = torch.cat([F.pad(own, (0, size - own.numel())) for own, size in zip(flat, largest, strict=True)])
+    rows = [torch.empty_like(row) for _ in range(mesh.size())]
+    dist.all_gather(rows, row, mesh.get_group())
+    split = [row.split(largest) for row in rows]
+    full = {}
+    for i, (name, (shapes, dim)) in enumerate(pieces.items()):
+        parts = [each[i][: shape.numel()].view(shape) for each, shape in zip(split, shapes, strict=False)]
+        full[name] = torch.cat(parts, dim)
+    return full
+
+
+def _pieces(value: Any, ranks: int) -> tuple[list[torch.Size], int]:
+    """The shapes of what ranks hold, where they hold anything, and the dimension that they are cut along."""
+    (placement,) = value.placements
+    if not isinstance(placement, Shard):
+        return [value.shape], 0
+    return [part.shape for part in torch.empty(value.shape, device="meta").chunk(ranks, placement.dim)], placement.dim
+
+
+def _to_device(tensor: Any) -> Any:
     # On GPUs the process group is NCCL's, which gathers nothing from the CPU, where offloaded parameters are.
-    return sharded.to(models.device()).full_tensor()
+    return tensor.to(models.device())

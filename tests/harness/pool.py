@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,9 +16,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=100)
+"""How long a collective may take, and a task: a hang fails in less than two minutes."""
+GRACE = 6.0
+"""Seconds that ranks have to answer once one of them has failed, for they may hang in what it never entered."""
+PRELOADED = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.testing._internal.distributed.fake_pg",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "matplotlib.pyplot",
+    "fsdp_zpp",
+]
+"""What processes of tests import anyway, slowly; what is not installed is left out."""
 SHARE_GPUS = "FSDP_ZPP_SHARE_GPUS"
 """The environment variable by which workers share GPUs where there are too few: slow, since NCCL's kernels spin."""
 
@@ -29,7 +44,19 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _free_port() -> int:
+def start_method() -> multiprocessing.context.BaseContext:
+    """How processes of tests start: forked from one that has imported torch, which takes seconds each time.
+
+    Not with a GPU, whose driver does not survive a fork, should an import ever touch it.
+    """
+    if device_type() == "cuda":
+        return multiprocessing.get_context("spawn")
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return multiprocessing.get_context("forkserver")
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -56,6 +83,7 @@ def _init_process_group(rank: int, world: int, port: int) -> None:
 
 
 def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
+    gc.freeze()  # or each collection would walk through all of torch
     _init_process_group(rank, world, port)
     while True:
         task = pipe.recv()
@@ -91,7 +119,7 @@ class Pool:
             self._start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
-        replies = [self._reply(pipe) for pipe in self._pipes]
+        replies = self._replies()
         failed = {rank: text for rank, (ok, text) in enumerate(replies) if not ok}
         if failed:
             # The others may hang in a collective that the failed ranks never entered.
@@ -100,20 +128,22 @@ class Pool:
             raise WorkerError(f"failed on ranks {sorted(failed)} of {self.world}; rank {min(failed)}:\n{first}")
         return [result for _, result in replies]
 
-    def _reply(self, pipe: Connection) -> tuple[bool, Any]:
-        if not pipe.poll(TIMEOUT.total_seconds() * (0.05 if self._any_failed else 1)):
-            return False, "no answer in time: hung in a collective?"
-        try:
-            ok, result = pipe.recv()
-        except EOFError:
-            ok, result = False, "the process died"
-        self._any_failed |= not ok
-        return ok, result
+    def _replies(self) -> list[tuple[bool, Any]]:
+        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        replies: list[tuple[bool, Any]] = []
+        for pipe in self._pipes:
+            try:
+                in_time = pipe.poll(max(deadline - time.monotonic(), 0))
+                replies.append(pipe.recv() if in_time else (False, "no answer in time: hung in a collective?"))
+            except EOFError:
+                replies.append((False, "the process died"))
+            if not replies[-1][0]:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        return replies
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
-        port = _free_port()
-        self._any_failed = False
+        context = start_method()
+        port = free_port()
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.world, port, there), daemon=True)

@@ -1,0 +1,104 @@
+"""Experts of MoE layers, which checkpoints keep one by one and transformers' models as stacks of matrices.
+
+A model's ``mlp.experts.gate_up_proj`` is ``[experts, gate and up, width]``; files have
+``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as they are still saved. Matrices
+of a stack are put together as they are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .tensor_files import Header, TensorFiles
+
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+_PARTS = {
+    "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
+    "down_proj": (("down_proj.weight",), ("w2.weight",)),
+}
+"""What the matrices of a stack are made of, top to bottom, by the names that models have for it; also as in Mixtral."""
+
+_MIXTRAL = (".block_sparse_moe.", ".mlp.")
+"""Its MoE layer in files and in models."""
+
+
+class StackedFiles:
+    """Tensors in files, and the stacks that they make up.
+
+    Args:
+        files: The files.
+    """
+
+    def __init__(self, files: TensorFiles) -> None:
+        self.source = files.source
+        self._files = files
+        self._stacks = _stacks_in(files)
+        self._renamed = {key.replace(*_MIXTRAL): key for key in files if _MIXTRAL[0] in key}
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of all tensors, and of all that they make up."""
+        return list(dict.fromkeys([*self._files, *self._stacks, *self._renamed]))
+
+    def parts(self, key: str) -> list[str]:
+        """What the files have of it."""
+        if key in self._files:
+            return [key]
+        return (
+            [part for matrix in self._stacks[key] for part in matrix] if key in self._stacks else [self._renamed[key]]
+        )
+
+    def file_of(self, key: str) -> object:
+        """The file of a tensor, or of the first part of it."""
+        return self._files.file_of(self.parts(key)[0])
+
+    def header(self, key: str) -> Header:
+        """Shape and dtype of a tensor. Errors as :meth:`TensorFiles.header`, and where parts do not fit together."""
+        if key not in self._stacks or key in self._files:
+            return self._files.header(self.parts(key)[0])
+        matrices = [[self._files.header(part) for part in matrix] for matrix in self._stacks[key]]
+        first = matrices[0][0]
+        if any(matrix != matrices[0] for matrix in matrices) or any(
+            len(part.shape) != 2 or part.shape[1:] != first.shape[1:] or part.dtype != first.dtype
+            for part in matrices[0]
+        ):
+            raise ValueError(
+                f"the experts of {key} are not of one shape and dtype in {self.source}; give a complete checkpoint"
+            )
+        return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
+
+    def rows(self, key: str, first: int, last: int) -> Tensor:
+        """A copy of some rows of a tensor, or matrices of a stack."""
+        if key in self._files or key not in self._stacks:
+            return self._files.rows(self.parts(key)[0], first, last)
+        matrices = self._stacks[key][first:last]
+        return torch.stack([torch.cat([self._files.read(part) for part in matrix]) for matrix in matrices])
+
+    def read(self, key: str) -> Tensor:
+        """A copy of a tensor."""
+        if key in self._files or key not in self._stacks:
+            return self._files.read(self.parts(key)[0])
+        return self.rows(key, 0, len(self._stacks[key]))
+
+
+def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
+    """For each stack that files have one by one, what its matrices are made of."""
+    experts: dict[str, dict[int, set[str]]] = {}
+    for key in keys:
+        if match := _EXPERT.fullmatch(key):
+            prefix, index, name = match.groups()
+            experts.setdefault(prefix, {}).setdefault(int(index), set()).add(name)
+    stacks = {}
+    for prefix, by_index in experts.items():
+        if sorted(by_index) != list(range(len(by_index))):
+            continue
+        for stack, ways in _PARTS.items():
+            for names in ways:
+                if all(set(names) <= those for those in by_index.values()):
+                    matrices = [[f"{prefix}.{i}.{name}" for name in names] for i in range(len(by_index))]
+                    stacks[f"{prefix}.{stack}".replace(*_MIXTRAL)] = matrices
+    return stacks

@@ -1,0 +1,138 @@
+"""The parameters and buffers of a model, tied ones once, by the names that the model without adapters has for them.
+
+[Note: Names in files]
+Files are of the base: they have to be readable whether PEFT's adapters, FSDP or activation checkpointing wrap the model
+or not. So a tensor's name is its path without what those insert, found from the modules themselves. Tensors of adapters
+have no name in the base. A tied tensor has several names, of which files have one or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .base import original_path
+from .module import frozen_modules
+from .weight import FrozenWeight
+
+_PASSED = ("original_module", "token_adapter")
+"""Where PEFT's wrappers of whole modules keep what they wrap."""
+
+
+@dataclass(eq=False)
+class ModelTensor:
+    """A parameter or buffer and where it is.
+
+    Attributes:
+        tensor: It.
+        sites: Its modules, and its name in each.
+        paths: Its paths in the model.
+        names: Its names in the base; none if it belongs to adapters alone.
+        persistent: Whether state dicts have it.
+    """
+
+    tensor: Tensor
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    persistent: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+        return (self.names or self.paths)[0]
+
+    @property
+    def keys(self) -> list[str]:
+        """What files may call it."""
+        return list(dict.fromkeys([*self.paths, *self.names]))
+
+    @property
+    def needs_a_value(self) -> bool:
+        """Whether files of the whole base must have it: all but adapters, and what is trained and has a value."""
+        if not self.names or not self.persistent:
+            return False
+        return self.tensor.is_meta or not self.tensor.requires_grad
+
+    def fill(self, value: Tensor, device: torch.device) -> None:
+        """Set it to ``value``, everywhere; on ``device`` if it is on the meta device."""
+        if not self.tensor.is_meta:
+            with torch.no_grad():
+                self.tensor.copy_(value)
+            return
+        fresh: Tensor = value.to(device, self.tensor.dtype)
+        if isinstance(self.tensor, nn.Parameter):
+            fresh = nn.Parameter(fresh, requires_grad=self.tensor.requires_grad)
+        for module, name in self.sites:
+            setattr(module, name, fresh)
+        self.tensor = fresh
+
+
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
+    """All parameters and buffers of ``model``, tied ones once, in the model's order."""
+    found: dict[int, ModelTensor] = {}
+    for path, base, module in walk(model):
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is None:
+                    continue
+                one = found.setdefault(id(tensor), ModelTensor(tensor))
+                one.sites.append((module, name))
+                one.paths.append(_join(path, name))
+                if base is not None:
+                    one.names.append(_join(base, name))
+                one.persistent |= registry is module._parameters or name not in module._non_persistent_buffers_set
+    return list(found.values())
+
+
+def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
+    """The quantized weights of ``model`` with their names in the base; more than one if tied."""
+    bases = {path: base for path, base, _ in walk(model)}
+    names: dict[FrozenWeight, list[str]] = {}
+    for path, _, weight in frozen_modules(model):
+        if (base := bases[path]) is not None:
+            names.setdefault(weight, []).append(_join(base, "weight"))
+    return names
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, str | None, nn.Module]]:
+    """For each module its path, its path in the base, None for adapters', and it; a shared one by each of its paths."""
+    yield from _walk(model, "", "")
+
+
+def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str, str | None, nn.Module]]:
+    inserted = _inserted_children(module)
+    yield path, None if inserted is not None else base, module
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if base is None or (inserted is not None and name not in inserted):
+            below = None
+        elif inserted is not None:
+            below = base
+        else:
+            below = original_path(_join(base, name))
+        yield from _walk(child, _join(path, name), below)
+
+
+def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
+    """The children that stand for ``module`` itself in the base, if PEFT has inserted it; None if it has not."""
+    children = module._modules
+    if hasattr(module, "adapter_layer_names"):
+        if "base_layer" in children:
+            return ("base_layer",)
+        if "original_module" in children:
+            return _PASSED
+    if hasattr(module, "peft_config"):
+        if "base_model" in children:  # a PeftModel
+            return ("base_model",)
+        if "model" in children and hasattr(module, "inject_adapter"):  # its tuner
+            return ("model",)
+    return None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,177 @@
+"""Safetensors files and their indexes, of which nothing is taken on trust: each error names the file and the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by the names that files have for them; of others, such as fp8, values alone don't say what is meant."""
+
+_INDEX = ".safetensors.index.json"
+_MODEL = ("model.safetensors", f"model{_INDEX}")
+"""What transformers looks for, in its order."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of a tensor.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype; the file's word for it where torch's is not known.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+class TensorFiles:
+    """Tensors in safetensors files, read slice by slice.
+
+    Args:
+        files: For each tensor its file.
+        source: Where that is known from, an index or the file itself; named in errors.
+        remedy: What to do about a broken file.
+    """
+
+    def __init__(self, files: dict[str, Path], source: Path, remedy: str) -> None:
+        self.source = source
+        self._files, self._remedy = files, remedy
+        self._open: dict[Path, tuple[Any, set[str]]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def file_of(self, key: str) -> Path:
+        """The file of a tensor."""
+        return self._files[key]
+
+    def header(self, key: str) -> Header:
+        """Shape and dtype of a tensor.
+
+        Raises:
+            ValueError: If its file is missing or broken, or has no such tensor.
+        """
+        part = self.slice(key)
+        dtype = part.get_dtype()
+        return Header(tuple(part.get_shape()), DTYPES.get(dtype, dtype))
+
+    def slice(self, key: str) -> Any:
+        """A tensor, of which parts can be read; they alias the file. Errors as :meth:`header`."""
+        file, keys = self._opened(self._files[key])
+        if key not in keys:
+            raise ValueError(f"{self._files[key]} has no {key}, which {self.source} says it has; {self._remedy}")
+        return file.get_slice(key)
+
+    def rows(self, key: str, first: int, last: int) -> Tensor:
+        """A copy of some rows of a tensor."""
+        rows: Tensor = self.slice(key)[first:last]
+        return rows.clone()
+
+    def read(self, key: str) -> Tensor:
+        """A copy of a tensor: what is read is mapped memory, which changes with the file."""
+        self.slice(key)
+        whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
+        return whole.clone()
+
+    def _opened(self, path: Path) -> tuple[Any, set[str]]:
+        if path not in self._open:
+            file = open_file(path, self._remedy, f", which {self.source} names" if path != self.source else "")
+            self._open[path] = file, set(file.keys())
+        return self._open[path]
+
+
+def open_file(path: Path, remedy: str, named_by: str = "") -> Any:
+    """Open a safetensors file.
+
+    Raises:
+        ValueError: If it is missing, or no whole safetensors file.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}{named_by}; {remedy}")
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); {remedy}") from error
+
+
+def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]]:
+    """For each tensor its file, and all that an index says.
+
+    Raises:
+        ValueError: If it is no index, or names files outside of its folder.
+    """
+    try:
+        index = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no index of safetensors files ({error}); {remedy}") from error
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict):
+        raise ValueError(f"{path} is no index of safetensors files: it has no weight_map; {remedy}")
+    for key, file in where.items():
+        if not isinstance(file, str) or not _is_inside(file):
+            raise ValueError(f"{path} names {file!r} as the file of {key}, which is not in its folder; {remedy}")
+    return {key: path.parent / file for key, file in where.items()}, index
+
+
+def _is_inside(file: str) -> bool:
+    """Whether a path stays in the folder that it starts from, on any system."""
+    kinds = (PurePosixPath(file), PureWindowsPath(file))
+    return bool(file) and all(not path.anchor and ".." not in path.parts for path in kinds)
+
+
+def find_checkpoint(path: Path, base_index: str) -> Path:
+    """The safetensors file or index that ``path``, a folder or a file, stands for.
+
+    Of a folder that is ``model.safetensors`` or its index, which transformers writes and reads, or else the only index
+    or the only file there, adapters aside.
+
+    Args:
+        path: The folder or file.
+        base_index: The name of the index of a quantized base, which is no checkpoint.
+
+    Raises:
+        ValueError: If it is missing, or not clear which it is.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise ValueError(f"there is no {path}")
+        return path
+    names = sorted(file.name for file in path.iterdir())
+    prefix = base_index.removesuffix(_INDEX)
+    models = [name for name in names if not name.startswith((prefix, "adapter_"))]
+    indexes = [name for name in models if name.endswith(_INDEX)]
+    files = [name for name in models if name.endswith(".safetensors")]
+    choice = [name for name in _MODEL if name in names][:1] or indexes or files
+    if len(choice) == 1:
+        return path / choice[0]
+    if choice:
+        several = ", ".join(choice[:4])
+        raise ValueError(f"{path} has no {' or '.join(_MODEL)}, but {several}, ...; give the path of one of them")
+    if base_index in names:
+        raise ValueError(f"{path} holds a base that is quantized already; load it with load_frozen_params")
+    adapter = next((name for name in names if name.endswith(".safetensors")), None)
+    said = "" if adapter is None else f", but for {adapter}, which is an adapter's"
+    raise ValueError(f"{path} holds neither *.safetensors nor *{_INDEX}{said}; give the folder of the base")

@@ -1,0 +1,306 @@
+"""The private names of torch's fully_shard by which a group's gradients are reduced, beside those in _torch.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..reduction_order import ReductionOrder
+from ..torch_internals import Needed, check_needed
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_NEEDED = (
+    Needed(_GROUP, "post_backward reduce_grads all_reduce_grads", "reducing in every micro-batch"),
+    Needed(_GROUP, "is_unsharded wait_for_unshard _to_sharded _all_gather_result", "which groups a micro-batch uses"),
+    Needed(_GROUP, "comm_ctx device device_handle _reduce_dtype", "where and in which dtype to reduce"),
+    Needed(_GROUP, "_reduce_scatter_process_group _all_reduce_hook _module_fqn", "taking over the reduction"),
+    Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "reduce_scatter_stream all_reduce_stream", "where to reduce"),
+    Needed(f"{_FSDP}._fsdp_collectives", "foreach_reduce_scatter_copy_in", "the layout of a group's gradient"),
+    Needed(f"{_FSDP}._fsdp_common", "_get_dim0_padded_size", "the same"),
+    Needed(_PARAM, "sharded_param _param_fqn fsdp_placement _get_grad_inner_tensor", "the same"),
+    Needed(_PARAM, "unsharded_param _unsharded_param unsharded_grad_data", "gradients that are not sharded yet"),
+    Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
+)
+check_needed("adapter for fully_shard", _NEEDED)
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
+from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class Reduction(Protocol):
+    """Reduces gradients of one micro-batch or several; see gradient_reduce.py."""
+
+    @property
+    def defers_hops(self) -> bool: ...
+
+    @property
+    def communicates_early(self) -> bool: ...
+
+    @property
+    def waiting(self) -> bool: ...
+
+    @property
+    def errors(self) -> object | None: ...
+
+    def accumulate(self, gradient: Tensor) -> Callable[[], None]: ...
+
+
+class Completion(Protocol):
+    """Completes a reduction, and runs a user's all-reduce hook after that."""
+
+    then: Callable[[Tensor], None] | None
+
+    def __call__(self, gradient: Tensor) -> None: ...
+
+
+class ReducingGroup(FSDPParamGroup):
+    """A parameter group whose gradients a strategy reduces.
+
+    Which parameters a micro-batch uses is each rank's own business, but ranks must reduce the same ones. So a
+    micro-batch that is not the last of its step reduces all parameters of a group, and so does the last one after it;
+    what no rank has used gets no gradient in the end, as under torch's own (:meth:`spare_unused`).
+
+    Attributes:
+        reduction: What reduces the gradients; None where torch does.
+        order: Whose turn it is to reduce; set before the first forward.
+        own_all_reduce: What must be the all-reduce hook; None if that is free for users.
+        completion: What runs as the all-reduce hook before a user's; None if nothing does.
+    """
+
+    reduction: Reduction | None
+    order: ReductionOrder[ReducingGroup]
+    own_all_reduce: Callable[[Tensor], None] | None
+    completion: Completion | None
+    _was_gathered: bool
+    _took_part: bool
+    _used: set[int]
+    _spared: dict[int, tuple[FSDPParam, Any, Any]]
+
+    def adopt(self) -> None:
+        """Have torch reduce until a strategy is set."""
+        self.reduction, self.own_all_reduce, self.completion = None, None, None
+        self.order = ReductionOrder([self])
+        self._was_gathered, self._took_part = False, False
+        self._used, self._spared = set(), {}
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether a backward leaves the gradients of its step, as FSDPModule's setters say."""
+        defers_hops = self.reduction is not None and self.reduction.defers_hops
+        # Without replicas that torch knows of, its all-reduce is ours, for letters that leave something to be reduced.
+        return self.reduce_grads and (self.all_reduce_grads or not defers_hops)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether ranks have gathered the group for this micro-batch, and it has hops to make before the last one."""
+        early = self.reduction is not None and self.reduction.communicates_early and not self.is_last_micro_batch
+        return early and (self._was_gathered or self.is_unsharded) and bool(self._trainable())
+
+    def note_gather(self) -> None:
+        """Ranks are about to gather the group, which all of them do if one does."""
+        self._was_gathered = True
+
+    def post_backward(self, *unused: Any) -> None:
+        """See [Note: What a micro-batch reduces] in gradient_reduce.py."""
+        self._check_hooks()
+        self._was_gathered |= self.is_unsharded  # before it is resharded
+        if self.reduction is None or self.is_last_micro_batch:
+            self._reduce_step(*unused)
+            return
+        # It is True only if set_requires_all_reduce(False) is what says that more micro-batches follow. torch is to
+        # keep the gradients until it is their turn, all the same.
+        reduce_grads, self.reduce_grads = self.reduce_grads, False
+        try:
+            super().post_backward(*unused)
+        finally:
+            self.reduce_grads = reduce_grads
+        if not self.reduction.communicates_early:
+            self.reduce_micro_batch()
+            return
+        for group in self.order.finished(self):
+            group.reduce_micro_batch()
+
+    def _check_hooks(self) -> None:
+        if self.own_all_reduce is not None and self._all_reduce_hook is not self.own_all_reduce:
+            raise RuntimeError(
+                f"set_all_reduce_hook has replaced the hook by which the strategy reduces the gradients of "
+                f"{self._module_fqn or 'root'}, which are sharded over no ranks; choose a strategy whose third letter "
+                "is not N"
+            )
+        if self.completion is not None and self._all_reduce_hook is not self.completion:
+            self.completion.then, self._all_reduce_hook = self._all_reduce_hook, self.completion
+
+    # ---- before the last micro-batch
+
+    @torch.no_grad()
+    def reduce_micro_batch(self) -> None:
+        """Reduce what torch has kept of the gradients, zeros for those that it has none of, as far as they go."""
+        assert self.reduction is not None
+        self._forget_prefetch()
+        params = self._trainable()
+        gradients = [self._take_gradient(param) for param in params]
+        used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
+        self._used |= used
+        self._took_part |= self._was_gathered and bool(params)
+        if not params or not (used or self.reduction.communicates_early):
+            return
+        flat = self._flatten(params, gradients)
+        reduce_stream, between = self.comm_ctx.reduce_scatter_stream, self.comm_ctx.all_reduce_stream
+        reduce_stream.wait_stream(self.device_handle.current_stream())
+        with self.device_handle.stream(reduce_stream):
+            finish = self.reduction.accumulate(flat)
+            if flat.is_cuda:
+                flat.record_stream(reduce_stream)
+        # The sums of G are those of the hop between nodes, which has the stream of torch's all-reduce.
+        stream = between if self.completion is not None else reduce_stream
+        if stream is not reduce_stream:
+            stream.wait_stream(reduce_stream)
+        with self.device_handle.stream(stream):
+            finish()
+
+    def _forget_prefetch(self) -> None:
+        """A group that was gathered ahead for the first time and then not used has parameters only after the gather."""
+        if self._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
+            self.wait_for_unshard()
+            self._to_sharded()
+
+    def _trainable(self) -> list[FSDPParam]:
+        """The parameters that have gradients, in the order in which torch reduces them."""
+        order = getattr(self, "_reduce_scatter_param_indices", range(len(self.fsdp_params)))  # from torch 2.14 on
+        params = [self.fsdp_params[index] for index in order]
+        return [param for param in params if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")]
+
+    @staticmethod
+    def _has_gradient(param: FSDPParam) -> bool:
+        return param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+    @staticmethod
+    def _take_gradient(param: FSDPParam) -> Tensor | None:
+        gradient: Tensor | None = None
+        if param.unsharded_param.grad is not None:
+            gradient, param.unsharded_param.grad = param.unsharded_grad_data, None
+        elif param.unsharded_accumulated_grad is not None:
+            gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+        return gradient
+
+    def _flatten(self, params: list[FSDPParam], gradients: list[Tensor | None]) -> Tensor:
+        """The gradients in one tensor, in the layout and dtype in which torch reduces them."""
+        world = self._reduce_scatter_process_group.size()
+        dtype = self._gradient_dtype(params)
+        parts: list[Tensor] = []
+        for param, gradient in zip(params, gradients, strict=True):
+            if gradient is None:
+                gradient = param._get_grad_inner_tensor(torch.zeros_like(param.unsharded_param, dtype=dtype))
+            if param.fsdp_placement.dim != 0 and world > 1:
+                gradient = torch.cat(gradient.chunk(world, dim=param.fsdp_placement.dim), dim=0)
+            parts.append(gradient.to(dtype))
+        numel = sum(_get_dim0_padded_size(part.size(), world).numel() for part in parts)
+        flat = torch.empty(numel, dtype=dtype, device=self.device)
+        foreach_reduce_scatter_copy_in(parts, flat, world)
+        return flat
+
+    def _gradient_dtype(self, params: list[FSDPParam]) -> torch.dtype:
+        """What torch reduces in; the same on all ranks, whatever gradients there are."""
+        if self._reduce_dtype is not None:
+            return self._reduce_dtype
+        # From torch 2.14 on, gradients may have other dtypes than what they are computed in.
+        dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
+        return functools.reduce(torch.promote_types, dtypes)
+
+    # ---- the last micro-batch
+
+    def _reduce_step(self, *unused: Any) -> None:
+        """Reduce what a step leaves, by torch's own post_backward."""
+        params = self._trainable()
+        has_gradient = [self._has_gradient(param) for param in params]
+        if self.reduction is not None:
+            self._fill_missing(params, has_gradient)
+        if self._took_part or any(has_gradient):
+            self.order.synchronized(self)
+        with self._hooks_set_aside():
+            super().post_backward(*unused)
+
+    def _fill_missing(self, params: list[FSDPParam], has_gradient: list[bool]) -> None:
+        """Add zeros for what this micro-batch has not used, where others of its step or other ranks may have."""
+        assert self.reduction is not None
+        # Errors that are fed back have a place in the gradient of the whole group.
+        if not self._took_part and not (self.reduction.errors is not None and any(has_gradient)):
+            return
+        for param, has in zip(params, has_gradient, strict=True):
+            if has:
+                self._used.add(id(param))
+            else:
+                dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
+                param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
+        # Until torch 2.14, gradients that were kept are of another dtype, and torch reduces gradients of one.
+        kept = any(param.unsharded_accumulated_grad is not None for param in params)
+        if kept and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+            for param in params:
+                param.to_accumulated_grad_if_needed()
+        if not self._must_agree:
+            return
+        for param in params:
+            if id(param) in self._used:
+                self._spared.pop(id(param), None)  # a module that runs twice comes here twice
+            elif id(param) not in self._spared:
+                sharded = param.sharded_param
+                self._spared[id(param)] = param, sharded.grad, getattr(sharded, "_post_accumulate_grad_hooks", None)
+
+    @property
+    def _must_agree(self) -> bool:
+        """Whether parameters that no rank uses get no gradients: errors have to go on, and torch can be told to."""
+        assert self.reduction is not None
+        return self.reduction.errors is None and not getattr(self, "reduce_scatter_unused_params", False)
+
+    @contextmanager
+    def _hooks_set_aside(self) -> Iterator[None]:
+        """No optimizer in the backward may step with what perhaps no rank has used."""
+        for param, _, _ in self._spared.values():
+            param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for param, _, hooks in self._spared.values():
+                param.sharded_param._post_accumulate_grad_hooks = hooks
+
+    def layout(self) -> Hashable:
+        """Of which parameters a gradient consists that is reduced with errors fed back."""
+        if self.reduction is None or self.reduction.errors is None:
+            return None
+        return tuple(param._param_fqn for param in self._trainable())
+
+    # ---- after the backward
+
+    def used_in_step(self) -> list[bool]:
+        """For each parameter that ranks have to agree on, whether this rank has used it; none if there are no such."""
+        if not self._took_part or not self._must_agree:
+            return []
+        return [id(param) in self._used for param in self._trainable()]
+
+    def spare_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
+        """Have no gradients of what no rank has used in the step; run the hooks of what others have used."""
+        if not self._spared:
+            return
+        by_id = dict(zip(map(id, self._trainable()), used_by_any(), strict=True))
+        for param, before, hooks in self._spared.values():
+            if not by_id[id(param)]:
+                param.sharded_param.grad = before
+                continue
+            for hook in (hooks or {}).values():
+                hook(param.sharded_param)
+
+    def end_backward(self, synchronized: bool) -> None:
+        """The backward is over."""
+        self._was_gathered = False
+        if synchronized:
+            self._took_part, self._used, self._spared = False, set(), {}

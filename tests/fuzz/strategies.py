@@ -1,0 +1,318 @@
+"""Hypothesis strategies for programs that are legal under stock FSDP.
+
+What is legal is torch's own rules. Every unit is gathered on all ranks in the same order, so all ranks run the same
+units. FSDP1 reduces a unit when its flat parameter gets a gradient, so every rank uses something trainable of each unit
+that runs. fully_shard reduces what has a gradient, so what ranks have used since the last reduction must be the same
+when they reduce again, unless unused parameters are reduced too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp.strategy import LEGAL_LEVELS
+
+from .program import (
+    Branch,
+    Evaluation,
+    Freeze,
+    Load,
+    MicroBatch,
+    Model,
+    Move,
+    Op,
+    Pass,
+    Program,
+    Resume,
+    Step,
+    Summon,
+    Unit,
+    Use,
+    Write,
+    ZeroGrad,
+)
+
+WORLD = 4
+HAS_UNUSED_FLAG = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+KINDS = ("linear", "affine", "norm", "scale", "mlp")
+LOAD_KINDS = {
+    "fsdp1": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+    "fsdp1 flat": ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
+    "fsdp2": ("sharded",),
+}
+FAILS = {
+    "fsdp1": ("loss",),  # FSDP1 itself does not come back from exceptions within a forward or backward
+    "fsdp1 flat": ("loss",),
+    "fsdp2": ("loss", "forward", "backward") if hasattr(FSDPModule, "reset_iter_state") else ("loss",),
+}
+
+
+def strategies_without_codecs(levels: Sequence[str] = LEGAL_LEVELS) -> st.SearchStrategy[Strategy]:
+    """Letters alone."""
+    return st.builds(Strategy, st.sampled_from(levels), gpus_per_node=st.sampled_from((2, 2, 2, 1)))
+
+
+@st.composite
+def strategies_with_codecs(draw: st.DrawFn) -> Strategy:
+    """Letters with a codec on some hop."""
+    levels = draw(st.sampled_from(LEGAL_LEVELS))
+    weights = draw(st.sampled_from((None, Int8(32), *([Int4Delta(32)] if levels[0::2] == "IG" else []))))
+    gradients = draw(st.sampled_from((Int8(32), Int4(16), *([None] if weights is not None else []))))
+    feedback = None if gradients is None else draw(st.sampled_from((None, LoCo(), LoCo(hops="both"))))
+    return Strategy(
+        levels,
+        weights=weights,
+        gradients=gradients,
+        error_feedback=feedback,
+        gpus_per_node=draw(st.sampled_from((2, 2, 2, 1))),
+    )
+
+
+@st.composite
+def units(draw: st.DrawFn, adapter: str, plain: bool) -> Unit:
+    """A unit that ``adapter`` can shard."""
+    wrapped = draw(st.sampled_from((True, True, True, False)))
+    branches = [Branch(draw(st.sampled_from(KINDS))) for _ in range(draw(st.integers(1, 3)))]
+    if len(branches) > 1 and adapter != "fsdp1 flat" and draw(st.sampled_from((False, False, False, True))):
+        branches[-1] = Branch(branches[-1].kind, frozen=True)
+    tied = False
+    if len(branches) > 1 and not branches[1].frozen and draw(st.sampled_from((False, False, False, True))):
+        branches[:2] = [Branch("linear"), Branch("affine")]
+        tied = True
+    half = wrapped and plain and draw(st.sampled_from((False,) * 7 + (True,)))
+    return Unit(tuple(branches), wrapped, tied, half)
+
+
+@st.composite
+def models(draw: st.DrawFn, adapter: str, plain: bool) -> Model:
+    """A model that ``adapter`` can shard."""
+    root = [Branch(draw(st.sampled_from(KINDS))) for _ in range(draw(st.integers(1, 3)))]
+    tied = draw(st.sampled_from((False, False, False, True)))
+    if tied:
+        root[0] = Branch("linear")
+    inner = [draw(units(adapter, plain)) for _ in range(draw(st.integers(0, 3)))]
+    return Model(draw(st.integers(3, 9)), tuple(inner), tuple(root), tied)
+
+
+@dataclass
+class _Draft:
+    """What is drawn so far of a program, and what that leaves legal."""
+
+    draw: Any
+    adapter: str
+    models: tuple[Model, ...]
+    zero_unused: bool
+    optimizers: tuple[tuple[tuple[int, int], ...], ...] = ()
+    ops: list[Op] = field(default_factory=list)
+    # By (model, unit, branch), the ranks that have used it in micro-batches that are not reduced yet.
+    pending: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+    frozen: set[tuple[int, int]] = field(default_factory=set)
+
+    def one_in(self, n: int) -> bool:
+        """True once in n draws; shrinks to False."""
+        return self.draw(st.integers(0, n - 1)) == n - 1
+
+    # ---- who uses what
+
+    def passes(self, reducing: bool, same: bool = False) -> tuple[Pass, ...]:
+        """A pass through each model, whose gradients are to be reduced after it or not."""
+        return tuple(self._pass(i, model, reducing, same) for i, model in enumerate(self.models))
+
+    def _pass(self, i: int, model: Model, reducing: bool, same: bool) -> Pass:
+        order = self._order(i, model, reducing)
+        by_rank = not same and self.one_in(2)
+        n = WORLD if by_rank else 1
+        uses = [self._use(i, model) for _ in range(n)]
+        if reducing:
+            uses = self._evened_out(i, model, order, uses)
+        uses = [uses[0]] if all(use == uses[0] for use in uses) else uses
+        return Pass(order, tuple(uses))
+
+    def _order(self, i: int, model: Model, reducing: bool) -> tuple[int, ...]:
+        order = list(range(len(model.units)))
+        if order and self.one_in(4):
+            skipped = self.draw(st.sampled_from(order))
+            if not (reducing and self._must_run(i, skipped)):
+                order.remove(skipped)
+        if order and self.one_in(6):
+            order.append(self.draw(st.sampled_from(order)))
+        return tuple(order)
+
+    def _must_run(self, i: int, unit: int) -> bool:
+        """Whether a unit can't be left out of a micro-batch that reduces what earlier ones have left to it."""
+        left = [ranks for key, ranks in self.pending.items() if key[:2] == (i, unit)]
+        if self.adapter != "fsdp2":  # which would not reduce it
+            return bool(left)
+        return not self.zero_unused and any(len(ranks) < WORLD for ranks in left)
+
+    def _use(self, i: int, model: Model) -> Use:
+        return tuple(self._use_of(i, unit, branches) for unit, branches in enumerate(_branches(model)))
+
+    def _use_of(self, i: int, unit: int, branches: tuple[Branch, ...]) -> tuple[int, ...]:
+        every = tuple(range(len(branches)))
+        if self.one_in(2):
+            return every
+        used = tuple(self.draw(st.lists(st.sampled_from(every), unique=True, max_size=len(every))))
+        trainable = tuple(b for b in every if not branches[b].frozen)
+        if self.adapter != "fsdp2" and not set(trainable) & set(used):
+            used += trainable[:1]
+        return used
+
+    def _evened_out(self, i: int, model: Model, order: tuple[int, ...], uses: list[Use]) -> list[Use]:
+        """``uses`` after which all ranks reduce the same."""
+        if self.adapter != "fsdp2" or self.zero_unused:
+            return uses
+        ranks = [list(map(list, uses[rank % len(uses)])) for rank in range(WORLD)]
+        for unit, branches in enumerate(_branches(model)):
+            runs = unit == len(model.units) or unit in order
+            twice = order.count(unit) > 1
+            for branch in range(len(branches)):
+                before = self.pending.get((i, unit, branch), set())
+                now = {rank for rank in range(WORLD) if branch in ranks[rank][unit]} if runs else set()
+                if not (before | now) or (len(before | now) == WORLD and not (twice and 0 < len(now) < WORLD)):
+                    continue
+                for rank in range(WORLD):
+                    if branch not in ranks[rank][unit]:
+                        ranks[rank][unit].append(branch)
+        return [tuple(map(tuple, use)) for use in ranks]
+
+    def used(self, passes: tuple[Pass, ...]) -> None:
+        """Note what a micro-batch that is not reduced has used."""
+        for i, part in enumerate(passes):
+            for rank in range(WORLD):
+                for unit, branches in enumerate(part.use(rank)):
+                    if unit in part.order or unit == len(self.models[i].units):
+                        for branch in branches:
+                            self.pending.setdefault((i, unit, branch), set()).add(rank)
+
+
+def _branches(model: Model) -> list[tuple[Branch, ...]]:
+    return [*(unit.branches for unit in model.units), model.root]
+
+
+EVENTS = ("Evaluation", "Freeze", "Load", "Write", "Summon", "Move", "Resume")
+
+
+@st.composite
+def programs(draw: st.DrawFn, adapter: str, strategy: st.SearchStrategy[Strategy]) -> Program:
+    """A program that is legal under stock FSDP."""
+    chosen = draw(strategy)
+    plain = chosen.weights is None and chosen.gradients is None
+    roots = 2 if draw(st.integers(0, 5)) == 5 else 1
+    all_models = tuple(draw(models(adapter, plain)) for _ in range(roots))
+    zero_unused = adapter == "fsdp2" and HAS_UNUSED_FLAG and draw(st.booleans())
+    draft = _Draft(draw, adapter, all_models, zero_unused)
+    draft.optimizers = _optimizers(draft)
+    scaler = draft.one_in(6)
+    for _ in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(0, 2))):
+            _event(draft)
+        _step(draft, scaler)
+    return Program(
+        adapter,
+        chosen,
+        all_models,
+        tuple(draft.ops),
+        draft.optimizers,
+        optimizer=draw(st.sampled_from(("sgd", "sgd", "adamw"))),
+        scaler=scaler,
+        zero_unused=zero_unused,
+        observe=draw(st.booleans()),
+    )
+
+
+def _optimizers(draft: _Draft) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Units dealt out among one to three optimizers; unwrapped ones go with the root."""
+    slots = [
+        (i, unit)
+        for i, model in enumerate(draft.models)
+        for unit in range(len(model.units) + 1)
+        if unit == len(model.units) or model.units[unit].wrapped
+    ]
+    n = draft.draw(st.integers(1, min(3, len(slots))))
+    owners: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    for at, slot in enumerate(slots):
+        owner = at if at < n else draft.draw(st.integers(0, n - 1))
+        owners[owner].append(slot)
+        i, unit = slot
+        if unit == len(draft.models[i].units):  # with what is in no unit of its own
+            owners[owner] += [(i, u) for u, each in enumerate(draft.models[i].units) if not each.wrapped]
+    return tuple(map(tuple, owners))
+
+
+def _event(draft: _Draft) -> None:
+    """Something between steps."""
+    kind = draft.draw(st.sampled_from(EVENTS))
+    draw = draft.draw
+    if kind == "Evaluation":
+        draft.ops.append(Evaluation(draft.passes(False, same=True)))
+    elif kind == "Freeze":
+        candidates = [
+            (i, unit)
+            for i, model in enumerate(draft.models)
+            for unit, each in enumerate(model.units)
+            if each.wrapped and not any(branch.frozen for branch in each.branches)
+        ]
+        if candidates:
+            at = draw(st.sampled_from(candidates))
+            draft.ops.append(ZeroGrad("models"))
+            draft.ops.append(Freeze(*at, frozen=at not in draft.frozen))
+            draft.frozen ^= {at}
+    elif kind == "Load":
+        assign = draft.adapter == "fsdp2" and not draft.frozen and draft.one_in(2)
+        draft.ops.append(Load(draw(st.sampled_from(LOAD_KINDS[draft.adapter])), assign))
+    elif kind == "Write":
+        draft.ops.append(Write(draw(st.sampled_from(("in place", "data", "summon")))))
+    elif kind == "Resume":
+        if not draft.frozen and all(len({i for i, _ in owned}) == 1 for owned in draft.optimizers):
+            draft.ops.append(ZeroGrad("models"))
+            draft.ops.append(Resume())
+    else:
+        draft.ops.append(Summon() if kind == "Summon" else Move())
+
+
+def _step(draft: _Draft, scaler: bool) -> None:
+    """Micro-batches and the steps of some optimizers."""
+    draw = draft.draw
+    last = draw(st.integers(1, 3)) - 1
+    for number in range(last + 1):
+        sync = number == last or draft.one_in(3)
+        fails = draw(st.sampled_from(FAILS[draft.adapter])) if draft.one_in(20) else None
+        passes = draft.passes(sync)
+        overflows = draw(st.integers(0, WORLD - 1)) if scaler and draft.one_in(4) else None
+        draft.ops.append(MicroBatch(passes, sync, fails, overflows))
+        if sync or fails:
+            draft.pending.clear()
+        else:
+            draft.used(passes)
+        if number < last and draft.one_in(8):
+            _between(draft)
+    all_ = tuple(range(len(draft.optimizers)))
+    stepping = all_ if scaler or not draft.one_in(4) else (draw(st.sampled_from(all_)),)
+    draft.ops.append(Step(stepping, clip=0.3 if draft.one_in(4) else None))
+    if draft.one_in(6):
+        draft.ops.append(ZeroGrad(draw(st.sampled_from(("models", "modules")))))
+    else:
+        draft.ops.extend(ZeroGrad(optimizer) for optimizer in stepping)
+
+
+def _between(draft: _Draft) -> None:
+    """Something between the micro-batches of a step."""
+    if draft.one_in(2):
+        draft.ops.append(Evaluation(draft.passes(False, same=True)))
+        return
+    choice = draft.draw(st.sampled_from((*range(len(draft.optimizers)), "models", "modules")))
+    draft.ops.append(ZeroGrad(choice))
+    cleared = {
+        (i, unit)
+        for i, model in enumerate(draft.models)
+        for unit in range(len(model.units) + 1)
+        if isinstance(choice, str) or (i, unit) in draft.optimizers[choice]
+    }
+    draft.pending = {key: ranks for key, ranks in draft.pending.items() if key[:2] not in cleared}

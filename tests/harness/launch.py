@@ -1,0 +1,74 @@
+"""Runs a script on several processes as torchrun would, but for the seconds in which each imports torch."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import runpy
+import sys
+import tempfile
+import time
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import torch
+
+from .pool import free_port, start_method
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(processes: int, *command: str | Path, timeout: float = 100) -> CompletedProcess[str]:
+    """Run ``command``, a script or ``-m`` and a module, with its arguments, on all ranks of one host.
+
+    Returns:
+        The largest exit code of any rank (the others are ended when one fails), and what all have printed.
+    """
+    arguments, context, port = [str(part) for part in command], start_method(), free_port()
+    gpus = {} if torch.cuda.device_count() >= processes else {"CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_main, args=(rank, processes, port, arguments, folder, gpus), daemon=True)
+            for rank in range(processes)
+        ]
+        for process in ranks:
+            process.start()
+        _wait(ranks, time.monotonic() + timeout)
+        codes = [process.exitcode for process in ranks]
+        out, err = ("".join(_printed(folder, name, rank) for rank in range(processes)) for name in ("out", "err"))
+    return CompletedProcess(arguments, max(codes, key=lambda code: abs(code or 0)), out, err)
+
+
+def _wait(ranks: list[multiprocessing.Process], deadline: float) -> None:
+    running = list(ranks)
+    while running and time.monotonic() < deadline:
+        ready = multiprocessing.connection.wait([p.sentinel for p in running], deadline - time.monotonic())
+        if any(p.sentinel in ready and p.join() is None and p.exitcode for p in running):
+            break
+        running = [p for p in running if p.sentinel not in ready]
+    for process in running:
+        process.kill()
+        process.join()
+
+
+def _printed(folder: str, name: str, rank: int) -> str:
+    path = Path(folder, f"{name}{rank}")
+    return path.read_text() if path.exists() else ""
+
+
+def _main(rank: int, world: int, port: int, arguments: list[str], folder: str, gpus: dict[str, str]) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(folder, f"{name}{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+    os.chdir(ROOT)
+    os.environ |= gpus | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(ROOT / Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")

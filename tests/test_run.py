@@ -1,0 +1,54 @@
+"""Which torch ``./run`` installs: its commands are watched, with stand-ins for python, pip and nvidia-smi."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[1] / "run"
+STAND_INS = {
+    "nvidia-smi": '[ "$GPU" = 1 ] && echo "GPU 0: NVIDIA H200 (UUID: GPU-0)" || exit 9',
+    "python": """if [ "$1" = -m ]; then mkdir -p .venv/bin; cp stand-ins/* .venv/bin; else [ "$TORCH" = 1 ]; fi""",
+    "pip": "true",
+    "pytest": "true",
+}
+
+
+def commands(folder: Path, *, gpu: bool, torch: bool) -> list[str]:
+    """What ``./run test`` calls in a fresh clone.
+
+    Args:
+        folder: An empty one.
+        gpu: Whether the machine has a GPU.
+        torch: Whether it has a torch of its own.
+    """
+    shutil.copy(RUN, folder)
+    stand_ins = folder / "stand-ins"
+    stand_ins.mkdir()
+    for name, body in STAND_INS.items():
+        script = stand_ins / name
+        script.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>log\n{body}\n')
+        script.chmod(0o755)
+    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "PYTHON": "python", "GPU": str(int(gpu))}
+    subprocess.run(["./run", "test"], cwd=folder, env=environment | {"TORCH": str(int(torch))}, check=True, timeout=30)
+    return (folder / "log").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("gpu", "version"), [(True, "2.15.0"), (False, "2.13.0")], ids=["GPU", "no GPU"])
+def test_torch_is_the_newest_with_a_gpu_and_small_without(tmp_path: Path, gpu: bool, version: str) -> None:
+    called = commands(tmp_path, gpu=gpu, torch=False)
+    assert called.index(f"pip install --quiet torch=={version}") < called.index(
+        "pip install --quiet --editable .[test]"
+    )
+    assert "python -m venv .venv" in called
+
+
+@pytest.mark.parametrize("gpu", [True, False], ids=["GPU", "no GPU"])
+def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
+    called = commands(tmp_path, gpu=gpu, torch=True)
+    assert "python -m venv --system-site-packages .venv" in called
+    assert not any("torch==" in call for call in called)
