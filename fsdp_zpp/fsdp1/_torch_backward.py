@@ -121,6 +121,7 @@ def reduce_in_every_backward() -> None:
             return
         handle._used_in_step |= handle.flat_param.grad is not None
         if state._sync_gradients:
+            handle._unreduced = False  # it is about to be reduced, with what waited in it
             if handle.flat_param.grad is not None and handle._order is not None:
                 handle._order.synchronized(handle)
             hook(state, handle, *args)
