@@ -33,6 +33,7 @@ _NEEDED = (
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
+    Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
@@ -121,6 +122,7 @@ def reduce_in_every_backward() -> None:
             return
         handle._used_in_step |= handle.flat_param.grad is not None
         if state._sync_gradients:
+            handle._unreduced = False  # the hook reduces what earlier micro-batches have left, too
             if handle.flat_param.grad is not None and handle._order is not None:
                 handle._order.synchronized(handle)
             hook(state, handle, *args)
