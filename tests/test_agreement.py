@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from fsdp_zpp import Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantize_frozen_params, quantized_reduce_hook
 from fsdp_zpp.agreement import check_agreement, named_ranks
+from fsdp_zpp.frozen.module import frozen_modules
 
 TWO = Strategy("IGG", gpus_per_node=2)
 Attempt = Callable[[Adapter, bool], object]
@@ -66,7 +67,7 @@ def no_root(adapter: Adapter, differs: bool) -> None:
     for i in range(3):
         net.blocks[i] = wrap(adapter, net.blocks[i], TWO)
     net = net if differs else wrap(adapter, net, TWO)
-    net(models.batch(0, 0))
+    models.loss_of(net, models.batch(0, 0))
 
 
 def other_order(adapter: Adapter, differs: bool) -> None:
@@ -75,7 +76,7 @@ def other_order(adapter: Adapter, differs: bool) -> None:
     for i, levels in zip((1, 0) if differs else (0, 1), ("IGG", "GGG"), strict=True):
         net.blocks[i] = wrap(adapter, net.blocks[i], Strategy(levels, gpus_per_node=2))
     net = wrap(adapter, net, TWO)
-    net(models.batch(0, 0))
+    models.loss_of(net, models.batch(0, 0))
 
 
 def quantized_by(usual: dict[str, Any], other: dict[str, Any]) -> Attempt:
@@ -89,12 +90,13 @@ def frozen_otherwise(adapter: Adapter, differs: bool) -> None:
 
 
 def gathered_otherwise(adapter: Adapter, differs: bool) -> None:
-    """The base is the same, but it is gathered in one piece only where all of it is wrapped."""
-    net: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2)).to(models.device())
-    net[:2].requires_grad_(False)
+    """The base is the same, but what is wrapped as one is gathered as one."""
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    net = nn.Sequential(inner, nn.Linear(64, 2)).to(models.device())
     quantize_frozen_params(net, gpus_per_node=2)
-    net = net if differs else wrap(adapter, net, STOCK)
-    net[0].weight + 0 if differs else (net.module if isinstance(adapter, Fsdp1) else net)[0].weight + 0
+    if not differs:
+        net[0] = wrap(adapter, net[0], STOCK)
+    next(module for _, module, _ in frozen_modules(net)).weight + 0
 
 
 ATTEMPTS: dict[str, tuple[Attempt, str]] = {

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from harness import llama, models
 from harness.adapter import STOCK, Adapter
 from harness.adapters import over_adapters
+from harness.fsdp1 import Fsdp1
 from harness.pool import Pool
-from peft import PeftModel
+from peft import IA3Config, PeftConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 
@@ -22,6 +23,8 @@ from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, quantize_frozen_p
 
 CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)
+TIED = ("tokens", "embedding trained")
+"""Adapters that PEFT ties where it finds that embedding and head are."""
 
 
 def oracle(adapters: dict[str, str], **options: Any) -> PeftModel:
@@ -34,7 +37,7 @@ def sharded(
 ) -> Any:
     """In a worker: the model under a strategy that implies quantizing."""
     base = llama.make_base(**options)
-    if set(adapters.values()) & {"dora", "head trained"}:
+    if set(adapters.values()) & {"dora", "head trained", *TIED}:
         # PEFT computes the magnitudes that it starts with from the weights, and copies what it is to train.
         base.requires_grad_(False)
         quantize_frozen_params(base, CODEC, placement=strategy.parameters, gpus_per_node=2)
@@ -58,16 +61,18 @@ def steps(model: Any, alone: bool, count: int = 2, optimizer: Any = None) -> dic
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def saved_and_loaded(adapter: Adapter, kind: str, folder: str) -> tuple[float, float, bool, bool, float]:
+def saved_and_loaded(
+    adapter: Adapter, kind: str, folder: str, **options: Any
+) -> tuple[float, float, bool, bool, float]:
     """In a worker: how far a saved adapter is from the one in memory, and what saving changed."""
-    model, alone = sharded(adapter, {"default": kind}), oracle({"default": kind})
+    model, alone = sharded(adapter, {"default": kind}, **options), oracle({"default": kind}, **options)
     optimizer = optimizer_of(model)
     steps(model, alone=False, optimizer=optimizer)
     trained = steps(alone, alone=True)
     before = llama.logits_of(model)
     save_adapter(model, folder)
     unchanged = torch.equal(llama.logits_of(model), before)
-    loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder)
+    loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC, **options), folder)
     same = torch.equal(llama.logits_of(loaded), before)
     named = dict(loaded.named_parameters())
     weights = models.distance({name: named[name].detach() for name in trained}, trained)
@@ -87,6 +92,92 @@ def test_round_trip(pool: Callable[[int], Pool], adapter: Adapter, kind: str, tm
         assert same, logits
         assert weights <= 1e-4
         assert after <= 1e-4
+
+
+def tied_and_saved(adapter: Adapter, kind: str, folder: str) -> tuple[float, float, bool, bool, float]:
+    """In a worker: as above, with embedding and head tied."""
+    return saved_and_loaded(adapter, kind, folder, tied=True)
+
+
+@pytest.mark.parametrize("kind", TIED)
+@over_adapters
+def test_round_trip_with_ties(pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path) -> None:
+    for logits, weights, unchanged, same, after in pool(4).run(tied_and_saved, adapter, kind, str(tmp_path)):
+        assert unchanged
+        assert same, logits
+        assert weights <= 1e-4
+        assert after <= 1e-4
+
+
+def refused_ties(adapter: Adapter) -> str:
+    """In a worker: what is said to adapters that are views of one memory, which works where nothing is sharded."""
+    base = llama.make_base(tied=True).requires_grad_(False)
+    quantize_frozen_params(base, CODEC, gpus_per_node=2)
+    model, alone = llama.adapt(base, {"default": "tied embedding"}), oracle({"default": "tied embedding"}, tied=True)
+    assert torch.equal(llama.logits_of(model), llama.logits_of(alone))
+    assert models.distance(steps(model, alone=True), steps(alone, alone=True)) <= 1e-5
+    base = llama.make_base(tied=True)
+    model = llama.shard(adapter, llama.adapt(base, {"default": "tied embedding"}), MIXZPP)
+    try:
+        llama.logits_of(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# fully_shard itself refuses parameters that are not contiguous.
+def test_ties_that_sharding_loses_are_refused(pool: Callable[[int], Pool]) -> None:
+    for said in pool(4).run(refused_ties, Fsdp1()):
+        assert said.startswith("the adapter 'default' has ensure_weight_tying=True and targets an embedding")
+
+
+# ---- other methods of PEFT's
+
+
+METHODS: dict[str, Callable[[], PeftConfig]] = {
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "vera": lambda: VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
+    "ia3": lambda: IA3Config(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+def by_method(adapter: Adapter, method: str, folder: str) -> tuple[list[float], list[float], bool, bool]:
+    """In a worker: losses with a base quantized first and by the oracle, whether counts agree, and the saved logits."""
+    base = llama.make_base().requires_grad_(False)
+    quantize_frozen_params(base, CODEC, gpus_per_node=2)
+    made = []
+    for each in (base, llama.rounded_base(CODEC)):
+        torch.manual_seed(3)
+        made.append(get_peft_model(each, METHODS[method]()).to(models.device()))
+    counts = [each.get_nb_trainable_parameters() for each in made]
+    model, alone = llama.shard(adapter, made[0], Strategy("IGG", gpus_per_node=2), by_layer=False), made[1]
+    losses: list[list[float]] = []
+    for each in (model, alone):
+        optimizer = optimizer_of(each)
+        losses.append([])
+        for _ in range(2):
+            loss = llama.loss_of(each, llama.tokens(0, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    save_adapter(model, folder)
+    loaded = PeftModel.from_pretrained(llama.rounded_base(CODEC), folder).to(models.device())
+    same = torch.equal(llama.logits_of(loaded), llama.logits_of(model))
+    return losses[0], losses[1], counts[0] == counts[1], same
+
+
+@pytest.mark.parametrize("method", METHODS)
+@over_adapters
+def test_methods_on_a_base_quantized_first(
+    pool: Callable[[int], Pool], adapter: Adapter, method: str, tmp_path: Path
+) -> None:
+    for ours, expected, counts_agree, same in pool(4).run(by_method, adapter, method, str(tmp_path)):
+        assert ours == pytest.approx(expected, rel=1e-5)
+        assert counts_agree
+        assert same
 
 
 def several(adapter: Adapter, folder: str) -> list[bool]:

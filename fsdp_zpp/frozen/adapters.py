@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import original_path
+from .base import original_path, parameter_name
 from .whole import whole_parameters
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def save_adapter(
     if not dist.is_initialized() or dist.get_rank(process_group) == 0:
         try:
             selected = list(adapters) if adapters is not None else names
-            with _original_paths(peft_model):
+            with _original_paths(peft_model), _whole_prompts(peft_model, state):
                 peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
         except Exception as failure:  # whatever it is, the other ranks are to hear of it
             error = f"{type(failure).__name__}: {failure}"
@@ -85,10 +85,55 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Whole tensors of adapters and of all that is trained, by the names that PEFT has for them. Collective."""
     peft_model = peft_model_in(model)
     prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
+    names = _names(model)
+    marks = ("lora_", "modules_to_save", "prompt_encoder.")
     state = whole_parameters(
-        model, lambda name, parameter: parameter.requires_grad or "lora_" in name or "modules_to_save" in name
+        model, lambda name, parameter: parameter.requires_grad or any(mark in name for mark in marks)
     )
+    for name in list(state):
+        state |= {other: state[name].clone() for other in names.get(name, ()) if other not in state}
+    state |= _adapter_buffers(model, peft_model)
     return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by the first of them: PEFT wants those that are tied by each of their names."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(original_path(name))
+    return {names[0]: names for names in found.values()}
+
+
+def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
+    """What adapters keep in buffers, as VeRA does, by all of its names; PEFT calls these by the adapter's name."""
+    copies: dict[int, Tensor] = {}
+    state = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is None or name not in peft_model.peft_config or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.to("cpu", copy=True)
+            state[parameter_name(path, name)] = copies[id(buffer)]
+    return state
+
+
+@contextmanager
+def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
+    """Of prompts PEFT saves what their encoder computes, so its parameters must be whole."""
+    sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
+    encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
+    for path, module in encoders.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            whole = state.get(parameter_name(f"prompt_encoder.{path}", name))
+            if parameter is not None and whole is not None:
+                sharded.append((module, name, parameter))
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
 
 
 @contextmanager

@@ -19,12 +19,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from ..agreement import check_agreement
 from ..hop import Traffic
 from ..replicas import check_replicas
-from .module import frozen_modules
+from ._peft import refuse_lost_ties, show_to_peft
+from .module import frozen_modules, frozen_sites
 from .placement import Placement
 from .report import FrozenReport, log_report
 from .residency import Residency
+from .save_pretrained import guard_save_pretrained
 from .unit import FrozenUnit
-from .weight import FrozenWeight
+from .weight import FrozenWeight, out_of_inference_mode
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -55,26 +57,29 @@ class FrozenBase:
         """Make units of all weights, by the shape that the model has now. Collective.
 
         Raises:
-            ValueError: If ranks have different weights, or those that hold the same part of one different values.
+            ValueError: If ranks have different weights, those that hold the same part of one different values, or
+                sharding has torn adapters apart that were tied.
         """
         root = self.root()
-        name = type(root).__name__ if root is not None else "the model"
+        model = type(root).__name__ if root is not None else "the model"
+        if root is not None:
+            refuse_lost_ties(root)
         groups: dict[tuple[str, Placement], list[FrozenWeight]] = {}
         placed = set()
-        for path, key, weight in _grouped(root) if root is not None else ():
+        for name, key, weight in _grouped(root) if root is not None else ():
             if weight in self.weights and weight not in placed:
                 placed.add(weight)
-                weight.name = f"{original_path(path)}.weight".removeprefix(".")
+                weight.name = name
                 groups.setdefault((key, weight.placement), []).append(weight)
         for weight in self.weights:
             if weight not in placed:  # the module that held it is no part of the model any more
                 groups[weight.name, weight.placement] = [weight]
-        _check_agreement(name, groups)
+        _check_agreement(model, groups)
         residency = Residency()
         self.units = [
             FrozenUnit(f"frozen {key}", weights, self.traffic, residency) for (key, _), weights in groups.items()
         ]
-        self._check_replicas(name)
+        self._check_replicas(model)
         log_report(self.reports)
         self.reports = []
 
@@ -117,7 +122,8 @@ class Unsettled:
 
     def rows_of(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Settle the base, and gather the weight's unit. Collective."""
-        weight.base.settle()
+        with out_of_inference_mode():
+            weight.base.settle()
         return weight.held.rows_of(weight, device)
 
 
@@ -128,6 +134,8 @@ def base_for(model: nn.Module) -> FrozenBase:
         root = bases[0].root()
         if root is model or (root is not None and all(module is not root for module in model.modules())):
             return bases[0]  # of this model, or of a larger one of which it is a part
+    show_to_peft()
+    guard_save_pretrained(model)
     base = FrozenBase(model)
     for older in bases:
         base.weights += older.weights
@@ -144,6 +152,11 @@ def original_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
+def parameter_name(path: str, own_name: str) -> str:
+    """The name in its model of a parameter of the module at ``path``."""
+    return original_path(f"{path}.{own_name}").removeprefix(".")
+
+
 def _check_agreement(model: str, groups: dict[tuple[str, Placement], list[FrozenWeight]]) -> None:
     """Raise on every rank if ranks have different weights, or would gather other ones together."""
     for group in dict.fromkeys(placement.mesh.group for _, placement in groups):
@@ -156,13 +169,14 @@ def _check_agreement(model: str, groups: dict[tuple[str, Placement], list[Frozen
 
 
 def _grouped(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
-    """For each frozen module below ``root`` its path, the name of the unit it belongs to, and its weight."""
+    """For each frozen weight below ``root`` its name, the name of the unit that it belongs to, and the weight."""
     kinds = dict(root.named_modules())
     found = []
-    for path, _, weight in frozen_modules(root):
+    for path, _, name, weight in frozen_sites(root):
         parts = path.split(".")
         ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
         wrapped = [a for a in ancestors if isinstance(kinds[a], (FullyShardedDataParallel, FSDPModule))]
         items = [a for a in ancestors if isinstance(kinds[a.rpartition(".")[0]], nn.ModuleList)]
-        found.append((path, original_path(max(wrapped[-1:] + items[:1] or [path], key=len)), weight))
+        unit = original_path(max(wrapped[-1:] + items[:1] or [path], key=len))
+        found.append((parameter_name(path, name), unit, weight))
     return found

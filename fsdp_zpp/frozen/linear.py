@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .weight import FrozenWeight
+
+class Frozen(Protocol):
+    """A frozen weight, or a view of one."""
+
+    dtype: torch.dtype
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
 
 # A compiler would take what is gathered now, and that it is gathered, for constants.
 @torch.compiler.disable
-def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
+def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
 
     Args:
@@ -27,18 +33,20 @@ def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tenso
     return _linear(x, bias, weight, dtype)
 
 
-def frozen_embedding(tokens: Tensor, weight: FrozenWeight) -> Tensor:
+@torch.compiler.disable
+@torch.no_grad()
+def frozen_embedding(tokens: Tensor, weight: Frozen) -> Tensor:
     """``F.embedding`` with a frozen weight, in the weight's own dtype."""
-    return F.embedding(tokens, weight.dequantize(device=tokens.device))
+    return F.embedding(tokens, weight.dense(weight.dtype, tokens.device))
 
 
-def _linear(x: Tensor, bias: Tensor | None, weight: FrozenWeight, dtype: torch.dtype) -> Tensor:
+def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
     return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
 
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
         ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, bias, weight, dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import original_path
-from .module import frozen_modules
+from .module import frozen_sites
 from .weight import FrozenWeight
 
 _PASSED = ("original_module", "token_adapter")
@@ -92,9 +92,9 @@ def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
     """The quantized weights of ``model`` with their names in the base; more than one if tied."""
     bases = {path: base for path, base, _ in walk(model)}
     names: dict[FrozenWeight, list[str]] = {}
-    for path, _, weight in frozen_modules(model):
+    for path, _, name, weight in frozen_sites(model):
         if (base := bases[path]) is not None:
-            names.setdefault(weight, []).append(_join(base, "weight"))
+            names.setdefault(weight, []).append(_join(base, name))
     return names
 
 

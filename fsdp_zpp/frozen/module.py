@@ -1,91 +1,143 @@
-"""Modules whose weight is frozen and quantized: their class is a subclass of the one they had."""
+"""Modules with frozen, quantized weights: their class is a subclass of the one they had."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .linear import frozen_linear
-from .tensor import FrozenTensor, refuse_training, refuse_writing
+from .tensor import FrozenTensor, refuse_training, refuse_writing, shown_tensor
 from .weight import FrozenWeight
 
-_ATTRIBUTE = "_fsdp_zpp_frozen"
+_WEIGHTS = "_fsdp_zpp_frozen"
+_SHOWN = "_fsdp_zpp_shown"
+_REPLACED = "_fsdp_zpp_replaced"
+_OURS = (_WEIGHTS, _SHOWN, _REPLACED)
 _Self = TypeVar("_Self", bound=nn.Module)
 
 
 class FrozenModule(nn.Module):
-    """Mixed into the class of a module whose ``weight`` is a :class:`FrozenWeight`.
+    """Mixed into the class of a module some of whose parameters are :class:`FrozenWeight` now.
 
-    The weight is no parameter and no buffer, so no FSDP gathers, casts or synchronizes it, and no state dict has it.
+    They are no parameters and no buffers, so no FSDP gathers, casts or synchronizes them, and no state dict has them.
     """
 
-    @property
-    def weight(self) -> FrozenTensor:
-        """Stands for the weight; dequantized when something computes with it."""
-        return FrozenTensor(frozen_weight_of(self))
+    def __getattr__(self, name: str) -> Any:
+        """Finds a tensor that stands for a frozen weight; dequantized when something computes with it."""
+        frozen = frozen_weights_of(self).get(name)
+        if frozen is None:
+            return super().__getattr__(name)
+        if name in vars(self)[_REPLACED]:
+            return vars(self)[_REPLACED][name]()
+        # Modules that share a weight show the same tensor, as they did before; it lives as long as one of them.
+        tensor = vars(self)[_SHOWN][name] = shown_tensor(frozen)
+        return tensor
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "weight":
+        frozen = frozen_weights_of(self)
+        if name not in frozen:
             super().__setattr__(name, value)
-        elif isinstance(value, FrozenTensor):
-            vars(self)[_ATTRIBUTE] = value.frozen  # tying it to another
+        elif isinstance(value, FrozenTensor) and not value.views:
+            frozen[name] = value.frozen  # tying it to another
         else:
-            refuse_writing(frozen_weight_of(self))
+            refuse_writing(frozen[name])
+
+    def __delattr__(self, name: str) -> None:
+        if name in frozen_weights_of(self):
+            refuse_writing(frozen_weights_of(self)[name])
+        super().__delattr__(name)
 
     def requires_grad_(self: _Self, requires_grad: bool = True) -> _Self:
-        """Refuses to make the weight trainable."""
+        """Refuses to make frozen weights trainable."""
         if requires_grad:
-            refuse_training(frozen_weight_of(self))
+            refuse_training(next(iter(frozen_weights_of(self).values())))
         return super().requires_grad_(requires_grad)
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> _Self:
-        frozen = frozen_weight_of(self)
-        moved = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
-        frozen.dtype = moved.dtype
-        if moved.device != frozen.device:
-            frozen.held.move(moved.device)
-        return super()._apply(fn, *args, **kwargs)
+        for frozen in frozen_weights_of(self).values():
+            moved = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
+            frozen.dtype = moved.dtype
+            if moved.device != frozen.device:
+                frozen.held.move(moved.device)
+        shown = {name: self._parameters.pop(name) for name in frozen_weights_of(self) if name in self._parameters}
+        try:
+            return super()._apply(fn, *args, **kwargs)
+        finally:
+            self._parameters.update(shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy as it was before: with a plain weight, which may be trained. Collective."""
+        """A copy as it was before: with plain weights, which may be trained. Collective."""
         plain: nn.Module = nn.Module.__new__(plain_class(self))
-        vars(plain).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
         memo[id(self)] = plain
-        for name, value in list(vars(plain).items()):
-            vars(plain)[name] = copy.deepcopy(value, memo)
-        plain.register_parameter("weight", nn.Parameter(frozen_weight_of(self).dequantize(), requires_grad=False))
+        frozen_weights = frozen_weights_of(self)
+        parameters = {name: value for name, value in self._parameters.items() if name not in frozen_weights}
+        for name, value in {**vars(self), "_parameters": parameters}.items():
+            if name not in _OURS:
+                vars(plain)[name] = copy.deepcopy(value, memo)
+        for name, frozen in frozen_weights.items():
+            if id(frozen) not in memo:
+                memo[id(frozen)] = nn.Parameter(frozen.dequantize(), requires_grad=False)
+            plain.register_parameter(name, memo[id(frozen)])
         return plain
 
 
-def freeze(module: nn.Module, weight: FrozenWeight) -> None:
-    """Replace ``module``'s parameter ``weight`` by ``weight``."""
-    del module._parameters["weight"]
-    vars(module)[_ATTRIBUTE] = weight
-    module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
+    """Replace ``module``'s parameter ``name`` by ``weight``."""
+    del module._parameters[name]
+    if not isinstance(module, FrozenModule):
+        vars(module).update({attribute: {} for attribute in _OURS})
+        module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    frozen_weights_of(module)[name] = weight
 
 
-def unfreeze(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Give ``module`` its class and a plain parameter back."""
-    module.__class__ = plain_class(module)
-    del vars(module)[_ATTRIBUTE]
-    module.register_parameter("weight", parameter)
+def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give ``module`` a plain parameter back, and with the last one its class."""
+    frozen = frozen_weights_of(module)
+    del frozen[name]
+    vars(module)[_SHOWN].pop(name, None)
+    if not frozen:
+        module.__class__ = plain_class(module)
+        for attribute in _OURS:
+            del vars(module)[attribute]
+    module.register_parameter(name, parameter)
 
 
-def frozen_weight_of(module: nn.Module) -> FrozenWeight:
-    """The frozen weight of a :class:`FrozenModule`."""
-    return vars(module)[_ATTRIBUTE]
+@contextmanager
+def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Iterator[None]:
+    """A context in which ``module`` computes with what ``make`` returns, instead of its weight of this name."""
+    vars(module)[_REPLACED][name] = make
+    try:
+        yield
+    finally:
+        del vars(module)[_REPLACED][name]
+
+
+def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
+    """The frozen weights of a :class:`FrozenModule` itself, by their names in it."""
+    return vars(module).get(_WEIGHTS, {})
+
+
+def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, FrozenWeight]]:
+    """For each frozen weight below ``model`` its module's path, the module, its name there, and the weight.
+
+    A tied weight comes with each of its modules.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FrozenModule):
+            for name, weight in frozen_weights_of(module).items():
+                yield path, module, name, weight
 
 
 def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, FrozenWeight]]:
-    """Paths, modules and frozen weights below ``model``; a tied weight comes with each of its modules."""
-    for path, module in model.named_modules():
-        if isinstance(module, FrozenModule):
-            yield path, module, frozen_weight_of(module)
+    """:func:`frozen_sites` without names."""
+    for path, module, _, weight in frozen_sites(model):
+        yield path, module, weight
 
 
 def plain_class(module: nn.Module) -> type:
@@ -99,9 +151,12 @@ def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, Any] = {"__module__": cls.__module__}
     if cls.forward is nn.Linear.forward:
         members["forward"] = _linear_forward
+    elif not issubclass(cls, (nn.Linear, nn.Embedding)):
+        # Nor can a compiler look into a module of experts, see frozen_linear.
+        members["forward"] = functools.wraps(cls.forward)(torch.compiler.disable(cls.forward))
     return type(f"Frozen{cls.__name__}", (FrozenModule, cls), members)
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     """What nn.Linear's comes to, without a tensor that stands for the weight."""
-    return frozen_linear(x, frozen_weight_of(self), self.bias)
+    return frozen_linear(x, frozen_weights_of(self)["weight"], self.bias)

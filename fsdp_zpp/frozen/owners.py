@@ -49,8 +49,8 @@ class Flattened(Protocol):
         """Whether any of them is trainable."""
 
     @property
-    def sites(self) -> Sequence[tuple[nn.Module, str]]:
-        """Their modules, and their names in them."""
+    def sites(self) -> Sequence[tuple[nn.Module, str, torch.Size]]:
+        """Their modules, their names in them, and their shapes before."""
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from ..support import DTYPES, model_name
 from ..topology import ProcessMesh, Topology, process_mesh
 from .base import FrozenBase, Unsettled, base_for
 from .model_tensors import ModelTensor
-from .module import FrozenModule, freeze, frozen_modules, unfreeze
+from .module import FrozenModule, freeze, frozen_modules, frozen_sites, unfreeze
 from .outcome import agree
 from .owners import Flattened
 from .placement import Placement
@@ -69,10 +69,10 @@ def quantize_frozen_params(
 ) -> FrozenReport:
     """Quantize every frozen weight worth it, once, shard the codes, and say what was done. Collective.
 
-    Weights of nn.Linear and nn.Embedding are taken, tied ones once; ``module.weight`` then stands for the dequantized
-    weight. They are no parameters any more: no FSDP gathers them, ``model.state_dict()`` has none of them
-    (:func:`save_frozen_params` saves them), and no gradient is ever allocated for them. Called again, it takes what
-    was frozen since.
+    Weights of nn.Linear and nn.Embedding are taken, and the stacks of matrices that hold the experts of an MoE layer,
+    tied ones once; ``module.weight`` then stands for the dequantized weight. They are no parameters any more: no FSDP
+    gathers them, ``model.state_dict()`` has none of them (:func:`save_frozen_params` saves them), and no gradient is
+    ever allocated for them. Called again, it takes what was frozen since.
 
     Call it before wrapping, or let ``Strategy(frozen=...)`` do so, or call it on a model that is sharded already, by
     our strategies or torch's, before its first forward and before its optimizer is made. From ``fully_shard`` weights
@@ -259,8 +259,8 @@ def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: 
         candidate.owner.release()
     weight.base, weight.held = base, Unsettled(row)
     base.weights.append(weight)
-    for _, module in candidate.sites:
-        freeze(module, weight)
+    for _, module, name in candidate.sites:
+        freeze(module, name, weight)
 
 
 def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
@@ -290,16 +290,16 @@ def dequantize_frozen_params(model: nn.Module) -> int:
     Returns:
         How many weights there were.
     """
-    modules: dict[FrozenWeight, list[FrozenModule]] = {}
-    for _, user, weight in frozen_modules(model):
-        modules.setdefault(weight, []).append(user)
-    for weight, users in modules.items():
+    sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
+    for _, module, name, weight in frozen_sites(model):
+        sites.setdefault(weight, []).append((module, name))
+    for weight, users in sites.items():
         parameter = nn.Parameter(weight.dequantize(), requires_grad=False)
-        for user in users:
-            unfreeze(user, parameter)
-    for base in {weight.base: None for weight in modules}:
-        base.forget(set(modules))
-    return len(modules)
+        for module, name in users:
+            unfreeze(module, name, parameter)
+    for base in {weight.base: None for weight in sites}:
+        base.forget(set(sites))
+    return len(sites)
 
 
 def place_base(

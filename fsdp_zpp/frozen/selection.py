@@ -1,15 +1,22 @@
-"""Which parameters of a model are worth quantizing, and why the others are not."""
+"""Which parameters of a model are worth quantizing, and why the others are not.
+
+[Note: What is quantized]
+The weights of nn.Linear and nn.Embedding, and stacks of matrices: parameters with three dimensions, the first of them
+greater than 1, of modules that are none of torch.nn's own. Such is how experts of MoE layers are kept. What is left
+are vectors, the routers of MoE layers, convolutions, and position embeddings of shape [1, positions, width].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..support import DTYPES
-from .base import original_path
+from .base import parameter_name
 from .owners import Flattened, Owner, flattened_in, owners_in
 
 SHARDED = "sharded by FSDP already"
@@ -17,22 +24,23 @@ SHARDED = "sharded by FSDP already"
 
 @dataclass
 class Candidate:
-    """A weight and all modules that use it, with their paths.
+    """A weight and all modules that use it.
 
     Attributes:
         parameter: The weight.
-        sites: Its modules.
+        sites: Its modules, with their paths and its name in them.
         owner: What has sharded it and will give it up; None if it is plain.
     """
 
     parameter: nn.Parameter
-    sites: list[tuple[str, nn.Module]]
+    sites: list[tuple[str, nn.Module, str]]
     owner: Owner | None = None
 
     @property
     def name(self) -> str:
         """The path of the weight, by its first module."""
-        return f"{self.sites[0][0]}.weight".removeprefix(".")
+        path, _, own_name = self.sites[0]
+        return f"{path}.{own_name}".removeprefix(".")
 
 
 @dataclass
@@ -57,7 +65,7 @@ def select(
     take_sharded: bool = False,
     only: Collection[Tensor] | None = None,
 ) -> Selection:
-    """Choose frozen weights of nn.Linear and nn.Embedding, tied ones once.
+    """Choose frozen weights, tied ones once. See [Note: What is quantized].
 
     Args:
         model: The model.
@@ -70,7 +78,7 @@ def select(
     ignored_ids, only_ids = {id(tensor) for tensor in ignored}, {id(tensor) for tensor in only or ()}
     trainable_uses, seen = _sites_by_parameter(model), set()
     adapters, owners = _adapter_modules(model), owners_in(model)
-    later, stuck = _in_flattened(model, selection, take_sharded) if only is None else (set(), set())
+    later, stuck = _in_flattened(model, selection, take_sharded) if only is None else (set(), {})
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or id(parameter) in seen:
@@ -83,43 +91,43 @@ def select(
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
                 reason = "an adapter's"
-            elif _fits(module, name) and (
-                id(parameter) in stuck or parameter.dim() != 2 or _stays(parameter, owner, take_sharded)
+            elif _fits(module, name, stuck.get(id(parameter), parameter.shape)) and (
+                id(parameter) in stuck or parameter.dim() < 2 or _stays(parameter, owner, take_sharded)
             ):
                 reason = SHARDED  # and may be of another shape now, so this comes first
             else:
                 kind = type(parameter) if owner is None else owner.kind
                 reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel)
             if reason is None:
-                selection.chosen.append(Candidate(parameter, [(where, site) for where, _, site in sites], owner))
+                selection.chosen.append(Candidate(parameter, [(where, site, own) for where, own, site in sites], owner))
             else:
-                own_name = original_path(f"{path}.{name}".removeprefix("."))
-                selection.left.setdefault(reason, []).append((own_name, parameter))
+                selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
 
 
-def _in_flattened(model: nn.Module, selection: Selection, take_sharded: bool) -> tuple[set[int], set[int]]:
+def _in_flattened(model: nn.Module, selection: Selection, take_sharded: bool) -> tuple[set[int], dict[int, torch.Size]]:
     """Select what is to be taken apart.
 
     Returns:
-        The ids of parameters to choose from then, and of those that stay in what they are flattened in.
+        The ids of parameters to choose from then, and, with the shapes they had, of those that stay flattened.
     """
     later: set[int] = set()
-    stuck: set[int] = set()
+    stuck: dict[int, torch.Size] = {}
     paths = {module: path for path, module in model.named_modules()}
     for holder in flattened_in(model):
         ids = {id(parameter) for parameter in holder.parameters}
-        fitting = [module for module, name in holder.sites if module in paths and _fits(module, name)]
-        weights = [module._parameters.get("weight") for module in fitting]
+        fitting = [(site, own) for site, own, shape in holder.sites if site in paths and _fits(site, own, shape)]
+        weights = [site._parameters.get(own) for site, own in fitting]
         if not ids and fitting and not holder.requires_grad:
             # The one parameter that is shown does not say what it is made of.
-            name = original_path(f"{paths[fitting[0]]}.weight".removeprefix("."))
+            name = parameter_name(paths[fitting[0][0]], fitting[0][1])
             selection.left.setdefault(SHARDED, []).append((name, nn.Parameter()))
         elif take_sharded and holder.can_open and any(w is not None and not w.requires_grad for w in weights):
             selection.to_open.append(holder)
             later |= ids
         else:
-            stuck |= ids
+            shown = [(site._parameters.get(own), shape) for site, own, shape in holder.sites]
+            stuck |= {id(parameter): shape for parameter, shape in shown if parameter is not None}
     return later, stuck
 
 
@@ -135,7 +143,7 @@ def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str
     if parameter.dim() == 1:
         return "1-D"
     for module, name in sites:
-        if not _fits(module, name):
+        if not _fits(module, name, parameter.shape):
             return f"of {type(module).__name__}, not nn.Linear or nn.Embedding"
         if hasattr(module, "parametrizations"):
             return "parametrized"
@@ -148,9 +156,12 @@ def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str
     return None
 
 
-def _fits(module: nn.Module, name: str) -> bool:
-    """Whether a parameter of this name is one that a quantized module can do without."""
-    return name == "weight" and isinstance(module, (nn.Linear, nn.Embedding))
+def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
+    """Whether a parameter is one that a quantized module can do without. See [Note: What is quantized]."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return name == "weight"
+    of_torch = any(cls.__module__.startswith("torch.nn.") and cls is not nn.Module for cls in type(module).__mro__)
+    return len(shape) == 3 and shape[0] > 1 and not of_torch
 
 
 def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:

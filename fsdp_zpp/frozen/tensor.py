@@ -1,8 +1,16 @@
-"""What a quantized module shows as its ``weight``: a tensor that is dequantized when something computes with it."""
+"""What a quantized module shows as its ``weight``: a tensor that is dequantized when something computes with it.
+
+[Note: Views of frozen weights]
+Autograd keeps the inputs of an operation for the backward. Of a frozen weight it keeps this tensor, not what it was
+dequantized to, and the backward dequantizes anew. So that this holds for one expert of a stack (``weight[3]``) and for
+``weight.transpose(1, 2)``, too, views are noted and applied to what is dequantized later.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +19,7 @@ from torch import Tensor
 
 from ..torch_internals import Needed, check_needed
 from .linear import frozen_embedding, frozen_linear
-from .weight import FrozenWeight
+from .weight import FrozenWeight, out_of_inference_mode
 
 _NEEDED = (
     Needed("torch.Tensor", "_make_wrapper_subclass", "a tensor that stands for another"),
@@ -27,27 +35,55 @@ from torch.utils._pytree import tree_map_only
 class FrozenTensor(Tensor):
     """A frozen weight's shape, dtype and device; every operation on it dequantizes it first, which is collective.
 
-    ``F.linear`` and ``F.embedding`` save nothing of what they dequantize for the backward.
+    Nothing of what is dequantized is saved for the backward. See [Note: Views of frozen weights].
+
+    Args:
+        frozen: The weight.
+        views: What makes a view of it, one after the other; each takes a tensor.
+        like: A tensor of the view's shape and strides.
+
+    Attributes:
+        frozen: The weight.
+        views: As above.
     """
 
     frozen: FrozenWeight
+    views: tuple[View, ...]
+    _is_param = True
+    """For ``isinstance(tensor, nn.Parameter)``: who ties weights takes only these."""
 
     @staticmethod
-    def __new__(cls, frozen: FrozenWeight) -> FrozenTensor:
-        """The tensor that stands for ``frozen``."""
-        tensor = Tensor._make_wrapper_subclass(cls, frozen.shape, dtype=frozen.dtype, device=frozen.device)
-        tensor.frozen = frozen
+    def __new__(cls, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> FrozenTensor:
+        """The tensor that stands for ``frozen``, or a view of it."""
+        size, strides = (frozen.shape, None) if like is None else (like.shape, like.stride())
+        tensor = Tensor._make_wrapper_subclass(cls, size, strides, dtype=frozen.dtype, device=frozen.device)
+        tensor.frozen, tensor.views = frozen, views
         return tensor
 
-    def __init__(self, frozen: FrozenWeight) -> None:
+    def __init__(self, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FrozenTensor({self.frozen.name}, {tuple(self.shape)}, {self.dtype}, {self.frozen.codec})"
 
+    @torch.compiler.disable
+    @torch.no_grad()
     def dequantize(self) -> Tensor:
         """The weight as a plain tensor. Collective."""
-        return self.frozen.dequantize()
+        return self.dense(self.dtype, self.device)
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """:meth:`dequantize` where autograd does not look, as :meth:`FrozenWeight.dense`."""
+        first, *others = self.views or (None,)
+        if isinstance(first, _Row):
+            dense = self.frozen.dense_row(first.index, dtype, device)
+        else:
+            dense = self.frozen.dense(dtype, device)
+            others = list(self.views)
+        for view in others:
+            assert view is not None
+            dense = view(dense)
+        return dense
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenTensor:
         """Refuses to make it trainable."""
@@ -80,9 +116,9 @@ class FrozenTensor(Tensor):
         kwargs = kwargs or {}
         if func is F.linear and isinstance(weight := _argument(1, "weight", args, kwargs), FrozenTensor):
             bias = _argument(2, "bias", args, kwargs)
-            return frozen_linear(_argument(0, "input", args, kwargs), weight.frozen, bias)
+            return frozen_linear(_argument(0, "input", args, kwargs), weight if weight.views else weight.frozen, bias)
         if func is F.embedding and isinstance(weight := _argument(1, "weight", args, kwargs), FrozenTensor):
-            return frozen_embedding(_argument(0, "input", args, kwargs), weight.frozen)
+            return frozen_embedding(_argument(0, "input", args, kwargs), weight)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -91,13 +127,71 @@ class FrozenTensor(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
-            return FrozenTensor(args[0].frozen)
+        if isinstance(args[0], FrozenTensor) and (viewed := _view(func, args[0], args[1:], kwargs)) is not None:
+            return viewed
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
+            return args[0]  # by which torch.nn.utils.parametrize lets a parameter stay as it is
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if isinstance(value, FrozenTensor) and argument.alias_info is not None and argument.alias_info.is_write:
                 refuse_writing(value.frozen)
         args, kwargs = tree_map_only(FrozenTensor, FrozenTensor.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of what it is called with."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.func(tensor, *self.args, **self.kwargs)
+
+
+class _Row(View):
+    """A matrix of a stack, which can be dequantized alone."""
+
+    @property
+    def index(self) -> int:
+        return self.args[1]
+
+
+_VIEWS = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+)
+"""Those that modules of experts make. Other views are of what is dequantized for them."""
+
+
+def _view(func: Any, tensor: FrozenTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrozenTensor | None:
+    """The view that ``func`` makes of ``tensor``, if it makes one that is noted."""
+    if func not in _VIEWS:
+        return None
+    like = func(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"), *args, **kwargs)
+    if func in _VIEWS[:2]:
+        return FrozenTensor(tensor.frozen, tensor.views, like)
+    whole_row = not tensor.views and tensor.dim() == 3 and func is torch.ops.aten.select.int and args[0] == 0
+    view = (_Row if whole_row else View)(func, args, kwargs)
+    return FrozenTensor(tensor.frozen, (*tensor.views, view), like)
+
+
+def shown_tensor(frozen: FrozenWeight) -> FrozenTensor:
+    """The one tensor that stands for ``frozen`` as it is now."""
+    tensor = frozen.shown() if frozen.shown is not None else None
+    if tensor is None or tensor.dtype != frozen.dtype or tensor.device != frozen.device:
+        with out_of_inference_mode():
+            tensor = FrozenTensor(frozen)
+        frozen.shown = weakref.ref(tensor)
+    return tensor
 
 
 def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

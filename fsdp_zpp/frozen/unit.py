@@ -15,7 +15,7 @@ from torch import Tensor
 from ..hop import Traffic, hop_over
 from .placement import Placement
 from .residency import Residency
-from .weight import FrozenWeight
+from .weight import FrozenWeight, out_of_inference_mode
 
 
 class FrozenUnit:
@@ -78,10 +78,11 @@ class FrozenUnit:
 
         They are valid until another unit is asked for its.
         """
-        if self._shard.is_cpu and device.type != "cpu":
-            self.move(device)  # with the model, in a way that its modules were not told of, as FSDP does it
-        self._cross_nodes()
-        gathered = self._shard if self._intra is None else self._residency.demand(self)
+        with out_of_inference_mode():
+            if self._shard.is_cpu and device.type != "cpu":
+                self.move(device)  # with the model, in a way that its modules were not told of, as FSDP does it
+            self._cross_nodes()
+            gathered = self._shard if self._intra is None else self._residency.demand(self)
         start = self._starts[weight]
         return gathered[:, start : start + weight.row_nbytes]
 

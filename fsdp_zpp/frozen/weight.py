@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.kernels.dispatch import is_plain
 from fsdp_zpp.kernels.strided import decode_checked_rows, dequantize_rows
 
@@ -16,9 +19,23 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     from .base import FrozenBase
+    from .tensor import FrozenTensor
 
 ReadRows = Callable[[int, int], Tensor]
-"""``read(first, last)``: rows of a 2-D weight, the last one excluded, of any floating dtype on any device."""
+"""``read(first, last)``: rows of a weight, the last one excluded, of any floating dtype on any device.
+
+The rows of a stack of matrices are its matrices.
+"""
+
+
+@contextmanager
+def out_of_inference_mode() -> Iterator[None]:
+    """A context for making what stays: what is made in inference mode can't be written to, nor saved for a backward."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 class Payloads(Protocol):
@@ -35,7 +52,7 @@ class Payloads(Protocol):
 
 
 class FrozenWeight:
-    """A 2-D weight that is quantized once and sharded.
+    """A matrix, or a stack of matrices, that is quantized once and sharded.
 
     Args:
         name: Its name in errors, until the model it is in is known.
@@ -47,10 +64,12 @@ class FrozenWeight:
     Attributes:
         held: What holds its codes, alone or with its unit's others.
         base: The base of the model that it is part of.
+        shown: The tensor that stands for it, if there is one.
     """
 
     held: Payloads
     base: FrozenBase
+    shown: weakref.ref[FrozenTensor] | None = None
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
         self.name, self.shape, self.dtype, self.codec = name, shape, dtype, codec
@@ -80,14 +99,15 @@ class FrozenWeight:
         Returns:
             Its codes, uint8 [row_nbytes] on ``device``.
         """
-        numel, columns = self.shape.numel(), self.shape[1]
+        numel = self.shape.numel()
+        row_numel = numel // self.shape[0]
         start = min(self.placement.own_chunk * self.chunk_numel, numel)
         end = min(start + self.chunk_numel, numel)
-        first, last = start // columns, -(-end // columns)
+        first, last = start // row_numel, -(-end // row_numel)
         chunk = torch.zeros(0, device=device)
         if start < end:
             values = read(first, last)
-            chunk = values.detach().to(device).reshape(-1)[start - first * columns : end - first * columns]
+            chunk = values.detach().to(device).reshape(-1)[start - first * row_numel : end - first * row_numel]
         if len(chunk) < self.chunk_numel:
             chunk = torch.cat([chunk, chunk.new_zeros(self.chunk_numel - len(chunk))])
         return self.codec.encode(chunk.contiguous(), 1, 1)[0]
@@ -110,3 +130,25 @@ class FrozenWeight:
         else:
             dequantize_rows(rows, out.view(-1), self._layout.bits, self._layout.block)
         return out if numel == padded else out[:numel].view(self.shape)
+
+    def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``dense(...)[index]``; of a stack of matrices only this one is decoded, where no block straddles two."""
+        index, numel = range(self.shape[0])[index], self.shape[1:].numel()
+        layout: PayloadLayout | None = getattr(self.codec, "layout", None)
+        if layout is None or numel % layout.block:
+            return self.dense(dtype, device)[index]
+        rows = self.held.rows_of(self, device)
+        payload = rows.new_empty(1, self.codec.nbytes(numel))
+        written = 0
+        while written < numel:
+            chunk, first = divmod(index * numel + written, self.chunk_numel)
+            count = min(self.chunk_numel - first, numel - written)
+            source = rows[chunk : chunk + 1]
+            at, of, n = (layout.codes_nbytes(values) for values in (written, first, count))
+            layout.codes(payload, numel)[:, at : at + n] = layout.codes(source, self.chunk_numel)[:, of : of + n]
+            at, of, n = (values // layout.block for values in (written, first, count))
+            layout.scales(payload, numel)[:, at : at + n] = layout.scales(source, self.chunk_numel)[:, of : of + n]
+            written += count
+        out = torch.empty(self.shape[1:], dtype=dtype, device=rows.device)
+        self.codec.decode(payload, out.view(-1), 1, 1)
+        return out

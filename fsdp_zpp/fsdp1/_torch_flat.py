@@ -72,11 +72,14 @@ class FlatUnit:
         return self._handle.flat_param.requires_grad
 
     @property
-    def sites(self) -> list[tuple[nn.Module, str]]:
-        """Modules and their names for what is in it, those of a shared parameter too."""
+    def sites(self) -> list[tuple[nn.Module, str, torch.Size]]:
+        """Modules and their names for what is in it, those of a shared parameter too, and the shape it had."""
         flat = self._handle.flat_param
-        own = [(info.module, info.param_name) for info in flat._param_infos]
-        return own + [(info.module, info.param_name) for info in flat._shared_param_infos]
+        infos = zip(flat._param_infos, flat._shapes, strict=True)
+        shapes = {(info.module, info.param_name): shape for info, shape in infos}
+        shared = [(info, shapes[info.prim_module, info.prim_param_name]) for info in flat._shared_param_infos]
+        own = [(module, name, shape) for (module, name), shape in shapes.items()]
+        return own + [(info.module, info.param_name, shape) for info, shape in shared]
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -100,7 +103,7 @@ class FlatUnit:
         try:
             yield
         finally:
-            registered = {id(parameter) for site, _ in sites for parameter in site._parameters.values()}
+            registered = {id(parameter) for site, _, _ in sites for parameter in site._parameters.values()}
             left = [parameter for parameter in parameters if id(parameter) in registered]
             for parameter in parameters:
                 if id(parameter) not in registered:
@@ -147,4 +150,4 @@ def flat_units(model: nn.Module, on_change: OnChange) -> list[FlatUnit]:
     inside = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
     instances = [*_INSTANCES.values(), *inside]
     units = [FlatUnit(each, on_change) for each in dict.fromkeys(instances) if each._handle is not None]
-    return [unit for unit in units if any(module in modules for module, _ in unit.sites)]
+    return [unit for unit in units if any(module in modules for module, _, _ in unit.sites)]

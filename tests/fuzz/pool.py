@@ -41,7 +41,8 @@ class ImpatientPool(Pool):
             elif (now := self._computed()) > computed + 0.05:
                 busy, computed = time.monotonic(), now
         self._fresh = False
-        return [replies.get(rank, (False, "hangs")) for rank in range(self.world)]
+        raised = next((f", since another rank {result}" for _, result in replies.values() if _raised(result)), "")
+        return [replies.get(rank, (False, f"hangs{raised}")) for rank in range(self.world)]
 
     def _start(self) -> None:
         super()._start()

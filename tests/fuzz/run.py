@@ -286,6 +286,8 @@ class Run:
     def do_move(self, op: ops.Move) -> None:
         for model in self.models:
             model._apply(torch.clone)
+            if self.is_fsdp1 and self.strategy is STOCK:
+                _follow_move(model)
 
     def do_resume(self, op: ops.Resume) -> None:
         saved = []
@@ -313,6 +315,14 @@ class Run:
             for optimizer, owned in zip(self.optimizers, self.program.optimizers, strict=True)
             if {model for model, _ in owned} == {i}
         ]
+
+
+def _follow_move(model: Any) -> None:
+    """Have stock FSDP1 use the memory that it was moved to: by itself it goes back to the old one after a forward."""
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat: Any = None if module._handle is None else module._handle.flat_param
+        if flat is not None and hasattr(flat, "_local_shard") and flat.shape == flat._local_shard.shape:
+            flat._local_shard = flat.data
 
 
 def _halved(state: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "head trained": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [1, 5, 6, 90]},
+    "embedding trained": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tied embedding": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
 }
 
 

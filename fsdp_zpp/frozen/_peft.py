@@ -1,0 +1,128 @@
+"""Private names of PEFT: what it has to see of a quantized base to add adapters to it.
+
+[Note: What PEFT sees]
+PEFT finds out by a model's parameters which weights are tied, which it is to target, where the word embeddings are and
+how many there are in all. Frozen weights are no parameters, since FSDP must not see them. So while one of PEFT's
+methods below runs, they are put among the parameters of their modules, each as the one tensor that stands for it.
+
+``target_parameters`` are computed by parametrizing the module that has them, anew in each forward. Frozen weights are
+parametrized in a module that stands in for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from .module import FrozenModule, frozen_sites, frozen_weights_of, replaced
+from .tensor import shown_tensor
+
+logger = logging.getLogger("fsdp_zpp")
+
+_SEES = (
+    ("peft.peft_model", "PeftModel", "__init__"),
+    ("peft.peft_model", "PeftModel", "add_adapter"),
+    ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
+)
+"""Methods that look at parameters of what they are called on or with."""
+_COMPUTES = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
+_OURS = "_fsdp_zpp_shows_frozen"
+
+
+def show_to_peft() -> None:
+    """Have PEFT see frozen weights, if it is used. See [Note: What PEFT sees]."""
+    if not {"peft", "transformers"} & set(sys.modules):
+        return
+    try:
+        importlib.import_module("peft")
+    except ImportError:
+        return
+    for module, cls, method in _SEES:
+        _wrap(module, cls, method, _seeing)
+    _wrap(*_COMPUTES, _computing)
+
+
+@contextmanager
+def shown_as_parameters(*models: object) -> Iterator[None]:
+    """A context in which frozen weights of ``models`` are among the parameters of their modules."""
+    put: list[tuple[FrozenModule, str]] = []
+    for model in models:
+        for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
+            if name not in module._parameters:
+                module._parameters[name] = shown_tensor(weight)  # type: ignore[assignment]  # passes for one
+                put.append((module, name))
+    try:
+        yield
+    finally:
+        for module, name in put:
+            module._parameters.pop(name, None)
+
+
+def refuse_lost_ties(model: nn.Module) -> None:
+    """Raise for adapters that are tied in a way that a sharded model has lost.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    modules = list(model.modules())
+    if not any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in modules):
+        return
+    for configs in [vars(module).get("peft_config") for module in modules]:
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "target_modules_to_tie", None):
+                raise ValueError(
+                    f"the adapter {name!r} has ensure_weight_tying=True and targets an embedding that is tied: PEFT "
+                    "lets the tied layers' adapters be views of one memory, and FSDP shards each by itself, so that "
+                    "they would differ after the first step. Train the embedding by modules_to_save or "
+                    "trainable_token_indices, which stay tied, or target it without ensure_weight_tying"
+                )
+
+
+def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    found = getattr(importlib.import_module(module), cls, None)
+    original = getattr(found, method, None)
+    if original is None:
+        logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
+    elif not hasattr(original, _OURS):
+        wrapped = functools.wraps(original)(how(original))
+        setattr(wrapped, _OURS, True)
+        setattr(found, method, wrapped)
+
+
+def _seeing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # What is being constructed has no modules yet.
+        own = [self] if "_modules" in vars(self) else []
+        with shown_as_parameters(*own, *args, *kwargs.values()):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def method(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        base, name = self.get_base_layer(), self.parameter_name
+        if not isinstance(base, FrozenModule) or name not in frozen_weights_of(base):
+            with original(self, active_adapters):
+                yield
+            return
+        stand_in = nn.Module()
+        stand_in.register_buffer(name, shown_tensor(frozen_weights_of(base)[name]))
+        self.get_base_layer = lambda: stand_in
+        try:
+            with original(self, active_adapters), replaced(base, name, lambda: getattr(stand_in, name)):
+                yield
+        finally:
+            del self.get_base_layer
+
+    return method

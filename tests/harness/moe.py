@@ -1,0 +1,107 @@
+"""Small mixture-of-experts models, whose experts are stacks of matrices, and the same as a codec leaves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+
+from fsdp_zpp.codecs import Codec
+
+from . import llama, lora, models
+from .adapter import Adapter
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": llama.VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_ATTENTION: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+KINDS = ("qwen3", "deepseek")
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+"""Parameters, as PEFT's ``target_parameters`` names them."""
+
+
+def config_of(kind: str, **options: Any) -> Qwen3MoeConfig | DeepseekV3Config:
+    """The configuration of a model with random weights: ``qwen3`` or ``deepseek``, whose first layer has no experts."""
+    if kind == "qwen3":
+        return Qwen3MoeConfig(**_SIZES | {"num_experts": 5, "num_key_value_heads": 2, "head_dim": 16} | options)
+    sizes = _SIZES | _ATTENTION | {"n_routed_experts": 8, "num_key_value_heads": 4, "v_head_dim": 16}
+    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    return DeepseekV3Config(**sizes | groups | options)
+
+
+def make_base(kind: str, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm", **options: Any) -> Any:
+    """The base, the same on every rank; ``experts`` is transformers' implementation of them."""
+    torch.manual_seed(0)
+    made = Qwen3MoeForCausalLM if kind == "qwen3" else DeepseekV3ForCausalLM
+    model = made(config_of(kind, **options))
+    model.set_experts_implementation(experts)
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
+    return model.to(models.device(), dtype)
+
+
+def chosen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What of a base is to be quantized, by name: all matrices but the routers, and stacks of them."""
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if (p.dim() == 3 or (p.dim() == 2 and not name.endswith("mlp.gate.weight"))) and p.numel() >= 4096
+    }
+
+
+def rounded_base(codec: Codec, kind: str, **options: Any) -> Any:
+    """The oracle: what is to be quantized as ``codec`` gives it back."""
+    model = make_base(kind, **options)
+    for parameter in chosen(model).values():
+        lora.round_weight(parameter, codec)
+    return model
+
+
+def adapt(base: nn.Module, experts: bool = True) -> PeftModel:
+    """Add an adapter to the attention, or to the experts, too, whose B is not zero."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"target_modules": ["o_proj"], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    if experts:
+        options["target_parameters"] = TARGETS
+    model = get_peft_model(base, LoraConfig(**options))
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Its decoder layers."""
+    return [module for module in model.modules() if isinstance(module, (Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer))]
+
+
+def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = True) -> Any:
+    """Shard it, one unit a layer, or all of it one."""
+    if adapter.torch_name == "fully_shard":
+        for layer in layers_of(model) if by_layer else []:
+            adapter.apply(layer, strategy)
+        return adapter.apply(model, strategy)
+    policy = ModuleWrapPolicy({Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer}) if by_layer else None
+    return adapter.apply(model, strategy, use_orig_params=True, device_id=models.device(), auto_wrap_policy=policy)
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    """As :func:`llama.logits_of`."""
+    return llama.logits_of(model)
