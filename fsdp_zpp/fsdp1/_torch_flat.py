@@ -35,7 +35,7 @@ _NEEDED = (
     Needed("torch.nn.Module", "_parameters", "whether they are still registered"),
     Needed(
         f"{_FSDP}._flat_param.FlatParameter",
-        "_params _param_infos _shared_param_infos _numels_with_padding",
+        "_params _param_infos _shared_param_infos _shapes _numels_with_padding",
         "the original parameters",
     ),
 )
