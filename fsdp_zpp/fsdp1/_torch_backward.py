@@ -124,7 +124,6 @@ def reduce_in_every_backward() -> None:
         if not handle.uses_sharded_strategy:
             handle._unreduced = not state._sync_gradients
         if state._sync_gradients:
-            handle._unreduced = False  # it is about to be reduced, with what waited in it
             if handle.flat_param.grad is not None and handle._order is not None:
                 handle._order.synchronized(handle)
             hook(state, handle, *args)
