@@ -27,6 +27,8 @@ _NEEDED = (
     Needed(_PARAM, "sharded_param _param_fqn fsdp_placement _get_grad_inner_tensor", "the same"),
     Needed(_PARAM, "unsharded_param _unsharded_param unsharded_grad_data", "gradients that are not sharded yet"),
     Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed(_GROUP, "_reset_iter_state", "going on after an exception", since=(2, 13)),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
     Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
 )
 check_needed("adapter for fully_shard", _NEEDED)
@@ -53,6 +55,8 @@ class Reduction(Protocol):
     def errors(self) -> object | None: ...
 
     def accumulate(self, gradient: Tensor) -> Callable[[], None]: ...
+
+    def discard(self) -> None: ...
 
 
 class Completion(Protocol):
@@ -278,6 +282,26 @@ class ReducingGroup(FSDPParamGroup):
         if self.reduction is None or self.reduction.errors is None:
             return None
         return tuple(param._param_fqn for param in self._trainable())
+
+    # ---- gradients that are dropped
+
+    def forget_gradients(self) -> None:
+        """Between backwards, drop what torch has kept of gradients, too, and forget what they were of."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # an optimizer in the backward has cleared what it has stepped with
+        self._used = set()
+        for param in self.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                param.unsharded_param.grad, param.unsharded_accumulated_grad = None, None
+
+    def _reset_iter_state(self) -> None:
+        # torch says that gradients of the iteration that failed are lost, but keeps those that it had not reduced yet.
+        super()._reset_iter_state()  # type: ignore[misc]  # from torch 2.13 on
+        if self.reduction is not None:
+            self.reduction.discard()
+        self.forget_gradients()
+        self.order.restart()
+        self.end_backward(synchronized=True)
 
     # ---- after the backward
 
