@@ -28,6 +28,7 @@ _NEEDED = (
     Needed(_PARAM, "unsharded_param _unsharded_param unsharded_grad_data", "gradients that are not sharded yet"),
     Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
     Needed(_GROUP, "_set_separate_reduce_scatter_group", "refusing it", since=(2, 13)),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
     Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
 )
 check_needed("adapter for fully_shard", _NEEDED)
@@ -291,6 +292,17 @@ class ReducingGroup(FSDPParamGroup):
         torchs: Any = super()
         torchs._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on
 
+    # ---- gradients that are dropped
+
+    def forget_gradients(self) -> None:
+        """Between backwards, drop what torch has kept of gradients, too, and forget what they were of."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # an optimizer in the backward has cleared what it has stepped with
+        self._used = set()
+        for param in self._trainable():
+            while self._take_gradient(param) is not None:  # until torch 2.14, there may be two
+                pass
+
     # ---- after the backward
 
     def used_in_step(self) -> list[bool]:
@@ -321,6 +333,5 @@ class ReducingGroup(FSDPParamGroup):
         """An exception has ended a step: drop the gradients of its micro-batches."""
         if self.reduction is not None:
             self.reduction.discard()
-        for param in self._trainable():
-            self._take_gradient(param)  # torch drops those that are not sharded itself, but from 2.15 on only
+        self.forget_gradients()  # torch drops those that are not sharded itself, but from 2.15 on only
         self.end_backward(synchronized=True)

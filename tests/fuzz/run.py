@@ -284,6 +284,8 @@ class Run:
         self.show_weights(f"op {self.number}")
 
     def do_move(self, op: ops.Move) -> None:
+        if self.is_fsdp1 and self.strategy is STOCK:
+            return  # FSDP1 would lose gradients, and a move changes no value
         for model in self.models:
             model._apply(torch.clone)
             if self.is_fsdp1 and self.strategy is STOCK:
