@@ -33,6 +33,7 @@ _NEEDED = (
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
+    Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_post_backward_called", "reducing once"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
