@@ -38,6 +38,7 @@ _NEEDED = (
         "_params _param_infos _shared_param_infos _shapes _numels_with_padding",
         "the original parameters",
     ),
+    Needed("torch.nn.Module", "_parameters", "where they are registered"),
 )
 check_needed("quantizing of what FullyShardedDataParallel has sharded", _NEEDED)
 
