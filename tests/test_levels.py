@@ -189,8 +189,7 @@ def gradient_of(adapter: Adapter, case: Case, levels: str, micro_batches: list[i
     return adapter.full_gradients(model)
 
 
-@pytest.mark.parametrize("levels", [levels for levels in LEGAL_LEVELS if levels != "NNN"])
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=[levels for levels in LEGAL_LEVELS if levels != "NNN"])
 def test_micro_batches_are_summed_in_fp32(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     for together, one in pool(4).run(accumulated_in_bf16, adapter, levels):
         assert together <= 1e-6
@@ -270,8 +269,7 @@ def adapted_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[float, d
     return models.distance(weights, stock_adapted_weights(adapter)), reduced, allocated
 
 
-@over_levels
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_frozen_beside_trainable(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     trainable = 3 * (22 * 3 + 3 * 22) * 4
     strategy = Strategy(levels, gpus_per_node=2)
@@ -287,7 +285,7 @@ def encoded_run(adapter: Adapter, strategy: Strategy | None) -> float:
     """In a worker: the loss on one batch after training on it."""
     model = adapter.make(Case(), strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
-    for _ in range(12):
+    for _ in range(8):
         loss = models.loss_of(model, models.batch(0, 0))
         loss.backward()
         optimizer.step()
