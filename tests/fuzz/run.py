@@ -271,6 +271,9 @@ class Run:
     def do_write(self, op: ops.Write) -> None:
         for model in self.models:
             summon = op.how == "summon" and self.is_fsdp1
+            for module in model.modules():  # a forward leaves the root unsharded
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             with (
                 FullyShardedDataParallel.summon_full_params(model, writeback=True) if summon else nullcontext(),
                 torch.no_grad(),
