@@ -10,6 +10,7 @@ import torch
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool
 from harness.training import gradients, mean_loss, train
@@ -72,30 +73,26 @@ def gradient_distances(adapter: Adapter, case: Case, strategy: Strategy) -> tupl
     return models.distance({"": whole[0]}, {"": whole[1]}), models.distance(ours, stock)
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("gpus_per_node", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("strategy", "bound", "parameter_bound"),
-    [
-        (Strategy("GGG", gradients=Int8(64)), 0.02, 0.02),
-        (Strategy("IGG", gradients=Int8(64)), 0.02, 0.02),
-        (Strategy("IGG", gradients=Int4(32)), 0.2, 0.3),
-        (Strategy("GGG", gradients=Int4(32), intra_gradients=None), 0.2, 0.3),
-        (Strategy("GGG", weights=Int8(64)), 0.05, 0.05),
-    ],
-    ids=["int8 gradients", "int8 gradients hpZ", "int4 gradients", "int4 between only", "int8 weights"],
-)
-@over_adapters
+ENCODED = {
+    "int8 gradients": (Strategy("GGG", gradients=Int8(64)), 0.02, 0.02),
+    "int8 gradients hpZ": (Strategy("IGG", gradients=Int8(64)), 0.02, 0.02),
+    "int4 gradients": (Strategy("IGG", gradients=Int4(32)), 0.2, 0.3),
+    "int4 between only": (Strategy("GGG", gradients=Int4(32), intra_gradients=None), 0.2, 0.3),
+    "int8 weights": (Strategy("GGG", weights=Int8(64)), 0.05, 0.05),
+}
+"""Strategies, and how far the whole gradient and that of a parameter may be from stock's."""
+
+
+@over_pairs(adapter=ADAPTERS, encoded=ENCODED, gpus_per_node=[1, 2, 4], precision={"fp32": None, "bf16": BF16})
 def test_codecs_keep_the_gradient(
     pool: Callable[[int], Pool],
     adapter: Adapter,
-    strategy: Strategy,
-    bound: float,
-    parameter_bound: float,
+    encoded: tuple[Strategy, float, float],
     gpus_per_node: int,
     precision: Precision | None,
 ) -> None:
     """A wrong mean, order or dtype would be off by far more than quantization noise."""
+    strategy, bound, parameter_bound = encoded
     strategy = replace(strategy, gpus_per_node=gpus_per_node)
     distances = pool(4).run(gradient_distances, adapter, Case(precision=precision), strategy)
     for whole, parameter in distances:

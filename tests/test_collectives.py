@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.covering import over_each
 from harness.models import device
 from harness.pool import Pool, device_type
 from harness.wiretap import wiretap
@@ -84,7 +86,7 @@ sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 dtype_pairs = st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))
 seeds = st.integers(0, 10**6)
 relaxed = settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
@@ -130,13 +132,14 @@ def test_reduce_is_the_mean_within_half_a_step_a_hop(
     assert (np.abs(np.concatenate(results) - mean) <= bound).all()
 
 
-@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("codec", [None, Int8(64), Int4(64)], ids=str)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if 2 <= layout[0] <= WORLD], ids=str)
+@over_each(
+    layout=[layout for layout in LAYOUTS if 2 <= layout[0] <= WORLD],
+    codec_and_special=list(product([None, Int8(64), Int4(64)], [float("nan"), float("inf"), -float("inf")])),
+)
 def test_non_finite_values_come_through(
-    pool: Callable[[int], Pool], layout: Any, codec: Codec | None, special: float
+    pool: Callable[[int], Pool], layout: Any, codec_and_special: tuple[Codec | None, float]
 ) -> None:
-    numel, seed = 133, 70
+    (codec, special), numel, seed = codec_and_special, 133, 70
     dtypes = (torch.bfloat16, torch.float32)
     gathered = pool(layout[0]).run(gather, layout, codec, numel, dtypes, seed, special)
     reduced = np.concatenate(pool(layout[0]).run(reduce, layout, (codec, codec), numel, dtypes, seed, special))

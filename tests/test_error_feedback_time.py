@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.adapters import LEVELS, over_adapters
+from harness.adapters import ADAPTERS, LEVELS, over_adapters
+from harness.covering import over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.logs import collected
 from harness.pool import Pool, device_type
@@ -29,7 +31,7 @@ from fsdp_zpp import CodecState, Int4, Int8, LoCo, QuantizedReduceState, Strateg
 
 COARSE = Strategy("IGG", gradients=Int4(32), gpus_per_node=2)
 INTER, BOTH = LoCo(), LoCo(hops="both", dtype=Int8(32))
-feedbacks = pytest.mark.parametrize("feedback", [INTER, BOTH], ids=["inter", "both in int8"])
+FEEDBACKS = {"inter": INTER, "both in int8": BOTH}
 
 
 def with_and_without_resets(adapter: Adapter, case: Case, strategy: Strategy, hops: Any) -> list[dict[str, Tensor]]:
@@ -44,13 +46,11 @@ def with_and_without_resets(adapter: Adapter, case: Case, strategy: Strategy, ho
     return [trained_weights(adapter, case, each) for each in strategies]
 
 
-@pytest.mark.parametrize("hops", ["inter", "both"])
-@pytest.mark.parametrize("levels", LEVELS)
-@over_adapters
+@over_pairs(adapter=ADAPTERS, levels=LEVELS, hops=["inter", "both"])
 def test_resets_count_steps(pool: Callable[[int], Pool], adapter: Adapter, levels: str, hops: Any) -> None:
     """Errors that are forgotten after every step of several micro-batches have never been there."""
     strategy = replace(COARSE, levels=levels)
-    case = Case(steps=3, micro_batches=3)
+    case = Case(steps=3, micro_batches=2)
     for plain, reset, fed_back in pool(4).run(with_and_without_resets, adapter, case, strategy, hops):
         assert models.distance(reset, plain) == 0
         assert models.distance(fed_back, plain) > 1e-4
@@ -100,23 +100,38 @@ def scaled_steps(
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("overflow_at", [0, 2])
-@pytest.mark.parametrize(
-    ("optimizer", "backwards"), [("sgd", 1), ("sgd", 2), ("adamw-fused", 1), ("quiet", 1)], ids=str
+@cache
+def unscaled_run(adapter: Adapter, strategy: Strategy, optimizer_name: str, backwards: int) -> dict[str, Tensor]:
+    """In a worker: the same without a scaler and without that step."""
+    return scaled_run(adapter, strategy, optimizer_name, None, False, backwards)
+
+
+def scaled_distance(
+    adapter: Adapter, strategy: Strategy, optimizer_name: str, backwards: int, overflow_at: int | None
+) -> float:
+    """In a worker: the distance of the two."""
+    scaled = scaled_run(adapter, strategy, optimizer_name, overflow_at, True, backwards)
+    return models.distance(scaled, unscaled_run(adapter, strategy, optimizer_name, backwards))
+
+
+@over_pairs(
+    adapter=ADAPTERS,
+    feedback=FEEDBACKS,
+    optimizer=["sgd", "adamw-fused", "quiet"],
+    backwards=[1, 2],
+    overflow_at=[None, 0, 2],
 )
-@feedbacks
-@over_adapters
 def test_a_skipped_step_has_not_been(
-    pool: Callable[[int], Pool], adapter: Adapter, feedback: LoCo, optimizer: str, backwards: int, overflow_at: int
+    pool: Callable[[int], Pool],
+    adapter: Adapter,
+    feedback: LoCo,
+    optimizer: str,
+    backwards: int,
+    overflow_at: int | None,
 ) -> None:
     """And errors follow the loss scale: powers of two change nothing, so weights are the same without a scaler."""
     strategy = replace(COARSE, error_feedback=feedback)
-    runs = [(None, False), (None, True), (overflow_at, True)]
-    expected, scaled, skipped = (
-        pool(4).run(scaled_run, adapter, strategy, optimizer, at, is_scaled, backwards)[0] for at, is_scaled in runs
-    )
-    assert models.distance(scaled, expected) == 0
-    assert models.distance(skipped, expected) == 0
+    assert pool(4).run(scaled_distance, adapter, strategy, optimizer, backwards, overflow_at) == [0] * 4
 
 
 def beside_a_scaled_model(adapter: Adapter, beside: bool) -> dict[str, Tensor]:
@@ -186,15 +201,13 @@ def load(model: Any, optimizer: Any, codecs: CodecState | None, path: str) -> No
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-@pytest.mark.parametrize(("synced", "trained"), [(False, True), (True, False)], ids=["no_sync", "synced, untrained"])
-@feedbacks
-@over_adapters
+@over_pairs(adapter=ADAPTERS, feedback=FEEDBACKS, synced={"no_sync": False, "synced, untrained": True})
 def test_resuming_is_exact(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, synced: bool, trained: bool
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, synced: bool
 ) -> None:
     case = Case(steps=3, micro_batches=2, synced=synced, optimizer="adamw-foreach")
     strategy = replace(COARSE, error_feedback=replace(feedback, reset_every=4))
-    pool(4).run(resumed, adapter, strategy, case, str(tmp_path / "checkpoint"), trained)
+    pool(4).run(resumed, adapter, strategy, case, str(tmp_path / "checkpoint"), not synced)
 
 
 def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str, goes_on_scaled: bool) -> None:
@@ -216,9 +229,7 @@ def resumed_with_scaler(adapter: Adapter, strategy: Strategy, path: str, goes_on
     assert models.distance(*trained) == 0
 
 
-@pytest.mark.parametrize("goes_on_scaled", [True, False], ids=["scaled", "unscaled from then on"])
-@feedbacks
-@over_adapters
+@over_pairs(adapter=ADAPTERS, feedback=FEEDBACKS, goes_on_scaled={"scaled": True, "unscaled from then on": False})
 def test_resuming_with_a_loss_scale_is_exact(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, feedback: LoCo, goes_on_scaled: bool
 ) -> None:
@@ -279,12 +290,11 @@ def loaded_elsewhere(adapter: Adapter, strategy: Strategy, path: str) -> list[tu
     return records
 
 
-@pytest.mark.parametrize(("world", "gpus_per_node"), [(2, 1), (4, 1), (8, 2)])
-@over_adapters
+@over_each(adapter=ADAPTERS, layout=[(2, 1), (4, 1), (8, 2)])
 def test_another_layout_starts_without_errors_and_says_so(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, world: int, gpus_per_node: int
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, layout: tuple[int, int]
 ) -> None:
-    strategy = replace(COARSE, error_feedback=INTER)
+    (world, gpus_per_node), strategy = layout, replace(COARSE, error_feedback=INTER)
     path = str(tmp_path / "checkpoint")
     pool(4).run(saved, adapter, strategy, path)
     records = pool(world).run(loaded_elsewhere, adapter, replace(strategy, gpus_per_node=gpus_per_node), path)[0]

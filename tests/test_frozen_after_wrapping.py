@@ -13,7 +13,8 @@ import pytest
 import torch
 from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.adapters import over_adapters
+from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pairs import Pair, apart, flat
@@ -85,17 +86,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("wrap_blocks", [True, False], ids=["by block", "once"])
-@over_adapters
+@over_pairs(adapter=ADAPTERS, name=list(STRATEGIES), wrap_blocks={"by block": True, "once": False})
 def test_as_if_quantized_before(pool: Callable[[int], Pool], adapter: Adapter, name: str, wrap_blocks: bool) -> None:
     case = Case(wrap_blocks=wrap_blocks)
     assert pool(4).run(trained_twice, adapter, STRATEGIES[name], case, "I") == [True] * 4
 
 
-@pytest.mark.parametrize("placement", ["N", "G"])
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@over_adapters
+@over_pairs(adapter=ADAPTERS, placement=["N", "G"], precision={"fp32": None, "bf16": BF16})
 def test_other_placements_and_dtypes(
     pool: Callable[[int], Pool], adapter: Adapter, placement: str, precision: Precision | None
 ) -> None:

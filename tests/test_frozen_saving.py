@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import frozen_files as files, models
+from harness import frozen_files as files, lora, models
+from harness.adapter import Adapter, Case
+from harness.adapters import over_adapters
+from harness.pool import Pool
 from torch import Tensor, nn
 
-from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
+from fsdp_zpp import Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.frozen import saving
+from fsdp_zpp.frozen.quantize import MIN_NUMEL
 
-FILE_SIZE = 10_000
-"""Smaller than two weights, so that there are several files."""
+FILE_SIZE = 20_000
+"""Smaller than a base, so that there are several files."""
 
 
 def quantized(seed: int) -> models.Net:
@@ -62,7 +66,8 @@ def failing(step: int, error: BaseException) -> Iterator[list[str]]:
         yield calls
 
 
-def test_a_save_that_ends_anywhere(tmp_path: Path) -> None:
+def test_a_save_that_ends_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the order of calls is what matters here
     older, newer = quantized(0), quantized(1)
     expected = {"older": files.output_of(older), "newer": files.output_of(newer)}
     step, ended = 0, True
@@ -134,3 +139,30 @@ def test_buffers_without_state_stay_out(tmp_path: Path) -> None:
     names = {key for file in tmp_path.glob("*.safetensors") for key in files.load_file(file)}
     of_norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert names == {"0.weight.codes", "0.weight.scales", "0.bias", *(f"1.{name}" for name in of_norm)}
+
+
+def saved_when_sharded(adapter: Adapter, folder: str) -> list[str]:
+    """In a worker: what of a base comes out otherwise when it is saved from a sharded model and loaded."""
+    net, other = (lora.make_net(seed) for seed in (0, 1))
+    generator = torch.Generator().manual_seed(0)
+    for buffer in net.buffers():
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    expected = {
+        name: tensor.detach().clone()
+        for name, tensor in (*net.named_parameters(), *net.named_buffers())
+        if not tensor.requires_grad and (tensor.dim() < 2 or tensor.numel() < MIN_NUMEL)
+    }
+    weights = {
+        name: module.weight for name, module in lora.rounded_net(Int8(256)).named_modules() if name.endswith("base")
+    }
+    save_frozen_params(adapter.shard(net, Case(), Strategy.mixzpp(gpus_per_node=2)), folder)
+    load_frozen_params(other, folder, gpus_per_node=2)
+    loaded = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    found = {name: module.weight.detach() + 0 for name, module in other.named_modules() if name in weights}
+    wrong = [name for name, tensor in expected.items() if not torch.equal(loaded[name], tensor)]
+    return wrong + [name for name, weight in weights.items() if not torch.equal(found[name], weight)]
+
+
+@over_adapters
+def test_saved_when_sharded(pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path) -> None:
+    assert pool(4).run(saved_when_sharded, adapter, str(tmp_path)) == [[]] * 4

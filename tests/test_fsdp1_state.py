@@ -16,6 +16,7 @@ from harness.wiretap import wiretap
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel as FSDP, StateDictType
 
 from fsdp_zpp import Strategy
+from fsdp_zpp.weight_gather import StaleSecondaryError
 
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
 orig_and_flat = pytest.mark.parametrize("adapter", [Fsdp1(), Fsdp1(use_orig_params=False)], ids=str)
@@ -59,6 +60,40 @@ def edit_without_writeback(rank0_only: bool) -> None:
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_edits_without_writeback_are_discarded(pool: Callable[[int], Pool], rank0_only: bool) -> None:
     pool(4).run(edit_without_writeback, rank0_only)
+
+
+def not_looked_at(model: FSDP) -> None:
+    """Nothing."""
+
+
+def summoned(model: FSDP) -> None:
+    """Summoned, and nothing written."""
+    with FSDP.summon_full_params(model, writeback=False):
+        pass
+
+
+def saved(model: FSDP) -> None:
+    """Its state dict taken."""
+    model.state_dict()
+
+
+def written_then(look: Callable[[FSDP], None]) -> str:
+    """In a worker: what a forward says after parameters were replaced unannounced, which FSDP itself sees later."""
+    model = Fsdp1().make(Case(), HPZ)
+    logits(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    look(model)
+    try:
+        logits(model)
+    except StaleSecondaryError:
+        return "raises"
+    return "old weights"
+
+
+@pytest.mark.parametrize("look", [not_looked_at, summoned, saved], ids=lambda look: look.__name__)
+def test_a_look_does_not_hide_a_write(pool: Callable[[int], Pool], look: Callable[[FSDP], None]) -> None:
+    assert pool(4).run(written_then, look) == ["raises"] * 4
 
 
 def summon_alone() -> float:

@@ -15,7 +15,7 @@ from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import logits, train
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_zpp import Int4Delta, Strategy
 
@@ -99,20 +99,27 @@ def test_training_goes_on_as_stock(pool: Callable[[int], Pool], adapter: Adapter
     assert max(map(models.distance, ours, stock)) <= 1e-6
 
 
-def offloaded_by_hand() -> bool:
-    """In a worker: flat parameters moved by their handles, as some trainers for reinforcement learning do it."""
+def offloaded_by_hand() -> tuple[bool, bool]:
+    """In a worker: flat parameters moved by their handles, as some trainers for reinforcement learning do it.
+
+    Returns:
+        Whether the weights are used that were there after that, once as they were, once changed meanwhile.
+    """
     model = Fsdp1().make(Case(), HPZ)
-    before = logits(model)
-    for module in type(model).fsdp_modules(model):
-        flat: Any = module._handle.flat_param
-        module._handle.flat_param_to(dtype=torch.float64)
-        module._handle.flat_param_to(dtype=torch.float32)
-        flat._local_shard = flat.data
-    return torch.equal(logits(model), before)
+    found = [logits(model)]
+    for factor in (1.0, 1.5):
+        for module in FullyShardedDataParallel.fsdp_modules(model):
+            flat: Any = module._handle.flat_param
+            module._handle.flat_param_to(dtype=torch.float64)  # stands for the CPU
+            flat.data.mul_(factor)
+            module._handle.flat_param_to(dtype=torch.float32)
+            flat._local_shard = flat.data
+        found.append(logits(model))
+    return torch.equal(found[0], found[1]), not torch.equal(found[1], found[2])
 
 
 def test_offload_by_handles(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(offloaded_by_hand) == [True] * 4
+    assert pool(4).run(offloaded_by_hand) == [(True, True)] * 4
 
 
 def cast(adapter: Adapter, strategy: Strategy | None) -> str:

@@ -207,7 +207,7 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def of_another_optimizer(adapter: Adapter, levels: str, leave_out: bool) -> list[float]:
+def of_another_optimizer(adapter: Adapter, levels: str, leave_out: bool, moved: bool) -> list[float]:
     """In a worker: gradients of a number and of the rest, each over the exact one, after the other's was cleared."""
     torch.manual_seed(0)
     net = nn.Sequential(Scale(), nn.Linear(WIDTH, WIDTH, bias=False)).to(models.device())
@@ -222,6 +222,8 @@ def of_another_optimizer(adapter: Adapter, levels: str, leave_out: bool) -> list
 
     own = torch.optim.SGD(held(net[0]) or [nn.Parameter(torch.zeros(1))], lr=0.1)
     rest = torch.optim.SGD(held(net[1]), lr=0.1)
+    if moved:
+        model._apply(torch.clone)
     with adapter.micro_batch(model, False, False):
         model(inputs(0, 0)).square().sum().backward()
     rest.zero_grad()
@@ -237,10 +239,14 @@ def of_another_optimizer(adapter: Adapter, levels: str, leave_out: bool) -> list
     return [models.distance({name: ours[name]}, {name: exact[name]}) for name in exact]
 
 
-@pytest.mark.parametrize("levels", ["GGG", "IIG", "NNG"])
+@pytest.mark.parametrize(
+    ("levels", "moved"), [("GGG", False), ("IIG", False), ("NNG", False), ("NNG", True)], ids=lambda value: str(value)
+)
 @over_adapters
-def test_another_optimizer_clears_its_own_only(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
-    for distances in pool(4).run(of_another_optimizer, adapter, levels, False):
+def test_another_optimizer_clears_its_own_only(
+    pool: Callable[[int], Pool], adapter: Adapter, levels: str, moved: bool
+) -> None:
+    for distances in pool(4).run(of_another_optimizer, adapter, levels, False, moved):
         assert max(distances) <= 1e-6
 
 

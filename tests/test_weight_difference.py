@@ -18,11 +18,11 @@ from harness.adapters import over_adapters
 from harness.bytes_on_the_wire import Sent, sent_in
 from harness.models import device
 from harness.pool import Pool
-from harness.training import mean_loss, train
+from harness.training import logits, mean_loss, train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, Strategy, plan
+from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, Strategy, invalidate, plan
 from fsdp_zpp.activity import activity
 from fsdp_zpp.hop import Traffic
 from fsdp_zpp.topology import Topology, process_mesh
@@ -85,8 +85,8 @@ def after_events() -> list[float]:
     gather = WeightGather(process_mesh(dist.group.WORLD, 2), DIFFERENCES, True, traffic)
     shard = torch.ones(NUMEL, device=device())
     sent = []
-    for invalidate in (lambda: None, partial(gather.invalidate, by_step=True), gather.invalidate, lambda: None):
-        invalidate()
+    for event in (lambda: None, partial(gather.invalidate, by_step=True), gather.invalidate, lambda: None):
+        event()
         before = traffic.sent.get(("gather", "inter"), 0)
         gather(shard, torch.empty(4 * NUMEL, device=device()))
         sent.append(traffic.sent["gather", "inter"] - before)
@@ -145,7 +145,8 @@ def resumed(adapter: Adapter, path: str, looked_at: bool, codecs_last: bool) -> 
     dcp.save(state, checkpoint_id=path)
     expected = train(adapter, first, case, optimizer=optimizers[0], first_step=3)
 
-    train(adapter, second, case, optimizer=optimizers[1], first_step=50)
+    if codecs_last:  # else it has had no step yet, and torch makes one to have states of the optimizer to load into
+        train(adapter, second, case, optimizer=optimizers[1], first_step=50)
     model_state, optimizer_state = get_state_dict(second, optimizers[1])
     codecs = CodecState(second)
     state = {"model": model_state, "optimizer": optimizer_state, "codecs": codecs.state_dict()}
@@ -166,6 +167,67 @@ def test_resuming_is_exact(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, looked_at: bool, codecs_last: bool
 ) -> None:
     pool(4).run(resumed, adapter, str(tmp_path / "checkpoint"), looked_at, codecs_last)
+
+
+def loaded(adapter: Adapter, model: Any, resumed: Any) -> None:
+    """Another model's weights."""
+    adapter.load_from(adapter.make(Case(), STRATEGY), resumed, adapter.state_dict_kinds[0])
+
+
+def written(adapter: Adapter, model: Any, resumed: Any) -> None:
+    """Weights that are written to, and the write announced."""
+    for parameter in resumed.parameters():
+        adapter.local(parameter).data.mul_(1.5)
+    invalidate(resumed)
+
+
+def written_on_one_rank(adapter: Adapter, model: Any, resumed: Any) -> None:
+    """Only one rank's part of them changes, but all have to know."""
+    if dist.get_rank() == 1:
+        for parameter in resumed.parameters():
+            adapter.local(parameter).data.mul_(1.5)
+    invalidate(resumed)
+
+
+def stepped(adapter: Adapter, model: Any, resumed: Any) -> None:
+    """A step that no forward precedes."""
+    for parameter in resumed.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(resumed.parameters(), lr=0.1).step()
+
+
+def unchanged(adapter: Adapter, model: Any, resumed: Any) -> None:
+    """The weights that were saved, loaded once more."""
+    adapter.load_from(model, resumed, adapter.state_dict_kinds[0])
+
+
+def changed_after_resuming(adapter: Adapter, change: Callable[[Adapter, Any, Any], None]) -> bool:
+    """In a worker: whether a model that has resumed, and was changed then, computes with the weights that it has.
+
+    That is, as one that was given these and has no history; if they are those of before, as the one that was saved.
+    """
+    model, resumed, fresh = (adapter.make(Case(), STRATEGY) for _ in range(3))
+    train(adapter, model, Case(steps=2))
+    if change is written_on_one_rank:
+        invalidate(model)  # so that what other ranks go on with is what they would send whole
+    expected = logits(model)
+    adapter.load_from(model, resumed, adapter.state_dict_kinds[0])
+    CodecState(resumed).load_state_dict(CodecState(model).state_dict())
+    change(adapter, model, resumed)
+    if change is not unchanged:
+        adapter.load_from(resumed, fresh, adapter.state_dict_kinds[0])
+        expected = logits(fresh)
+    return torch.equal(logits(resumed), expected)
+
+
+@pytest.mark.parametrize(
+    "change", [loaded, written, written_on_one_rank, stepped, unchanged], ids=lambda change: change.__name__
+)
+@over_adapters
+def test_weights_that_change_after_resuming(
+    pool: Callable[[int], Pool], adapter: Adapter, change: Callable[[Adapter, Any, Any], None]
+) -> None:
+    assert pool(4).run(changed_after_resuming, adapter, change) == [True] * 4
 
 
 @pytest.mark.parametrize("levels", ["GGG", "NNG", "III", "NNN"])

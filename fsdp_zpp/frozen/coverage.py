@@ -34,8 +34,8 @@ def found_in(model: nn.Module, keys: Collection[str], where: str, remedy: str) -
         ValueError: If the model needs others, or is sharded.
     """
     refuse_sharded_tensors(model, where)
-    tensors = model_tensors(model)
-    found = [(tensor, [key for key in tensor.keys if key in keys]) for tensor in tensors]
+    there = frozenset(keys)
+    found = [(tensor, [key for key in tensor.keys if key in there]) for tensor in model_tensors(model)]
     missing = [tensor for tensor, those in found if tensor.needs_a_value and not those]
     if missing:
         known = ", ".join(list(keys)[:4])

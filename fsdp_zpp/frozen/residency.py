@@ -76,6 +76,11 @@ class Residency:
         assert self._current.gathered is not None
         return self._current.gathered
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
+
     def forget(self, unit: Gathered) -> None:
         """Gather ``unit`` anew when it is asked for next."""
         for buffer in (self._current, self._other):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..support import model_name
@@ -110,6 +111,8 @@ class Checkpoint:
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """Say what the model has no place for: it may be a smaller one than the checkpoint's."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
         known |= {name for names in frozen_names(model).values() for name in names}
         parts = {key: self._files.parts(key) for key in self._files.keys}

@@ -120,13 +120,13 @@ def reduce_in_every_backward() -> None:
             hook(state, handle, *args)
             return
         handle._used_in_step |= handle.flat_param.grad is not None
+        if not handle.uses_sharded_strategy:
+            handle._unreduced = not state._sync_gradients
         if state._sync_gradients:
             if handle.flat_param.grad is not None and handle._order is not None:
                 handle._order.synchronized(handle)
             hook(state, handle, *args)
             return
-        if not handle.uses_sharded_strategy:
-            handle._unreduced = True
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
         if not handle.reduces_early or handle.flat_param.grad is None:
             return

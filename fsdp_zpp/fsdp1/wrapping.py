@@ -132,11 +132,11 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
         mesh=unit.mesh,
         written_back=unit.invalidate,
     )
+    if unit.gather is not None:
+        unit.gather.shard_ahead = None if handle is None else handle.shard_ahead
     if handle is None:
         unit.when_stale = unit.when_cleared = lambda: None  # not the flat parameter's that was there before
     else:
-        if unit.gather is not None:
-            unit.gather.shard_ahead = handle.shard_ahead
         unit.when_stale, unit.when_cleared = handle.drop_unsharded, handle.forget_gradients
 
 

@@ -318,7 +318,12 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
 
     @functools.wraps(original)
     def _apply(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        groups = groups_of(self._get_fsdp_state())
+        before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
         moved = original(self, *args, **kwargs)
+        for parameter, attributes in before:  # torch swaps a DTensor with a new one, and its attributes with it
+            ours = {name: value for name, value in attributes.items() if name.startswith("_fsdp_zpp")}
+            vars(parameter).update(ours)
         callback(cast(nn.Module, self))
         return moved
 

@@ -84,14 +84,14 @@ class ReducingGroup(FSDPParamGroup):
     _was_gathered: bool
     _took_part: bool
     _used: set[int]
-    _spared: list[tuple[FSDPParam, Any, Any]]
+    _spared: dict[int, tuple[FSDPParam, Any, Any]]
 
     def adopt(self) -> None:
         """Have torch reduce until a strategy is set."""
         self.reduction, self.own_all_reduce, self.completion = None, None, None
         self.order = ReductionOrder([self])
         self._was_gathered, self._took_part = False, False
-        self._used, self._spared = set(), []
+        self._used, self._spared = set(), {}
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -221,28 +221,21 @@ class ReducingGroup(FSDPParamGroup):
 
     def _reduce_step(self, *unused: Any) -> None:
         """Reduce what a step leaves, by torch's own post_backward."""
-        missing = self._fill_missing() if self.reduction is not None else []
-        if any(self._has_gradient(param) for param in self._trainable()):
+        params = self._trainable()
+        has_gradient = [self._has_gradient(param) for param in params]
+        if self.reduction is not None:
+            self._fill_missing(params, has_gradient)
+        if self._took_part or any(has_gradient):
             self.order.synchronized(self)
-        self._spared = [
-            (param, param.sharded_param.grad, getattr(param.sharded_param, "_post_accumulate_grad_hooks", None))
-            for param in missing
-        ]
         with self._hooks_set_aside():
             super().post_backward(*unused)
 
-    def _fill_missing(self) -> list[FSDPParam]:
-        """Add zeros for what this micro-batch has not used, where others of its step or other ranks may have.
-
-        Returns:
-            Those that this rank has not used in the step.
-        """
+    def _fill_missing(self, params: list[FSDPParam], has_gradient: list[bool]) -> None:
+        """Add zeros for what this micro-batch has not used, where others of its step or other ranks may have."""
         assert self.reduction is not None
-        params = self._trainable()
-        has_gradient = [self._has_gradient(param) for param in params]
         # Errors that are fed back have a place in the gradient of the whole group.
         if not self._took_part and not (self.reduction.errors is not None and any(has_gradient)):
-            return []
+            return
         for param, has in zip(params, has_gradient, strict=True):
             if has:
                 self._used.add(id(param))
@@ -254,32 +247,43 @@ class ReducingGroup(FSDPParamGroup):
         if kept and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
             for param in params:
                 param.to_accumulated_grad_if_needed()
-        if self.reduction.errors is not None or getattr(self, "reduce_scatter_unused_params", False):
-            return []
-        return [param for param in params if id(param) not in self._used]
+        if not self._must_agree:
+            return
+        for param in params:
+            if id(param) in self._used:
+                self._spared.pop(id(param), None)  # a module that runs twice comes here twice
+            elif id(param) not in self._spared:
+                sharded = param.sharded_param
+                self._spared[id(param)] = param, sharded.grad, getattr(sharded, "_post_accumulate_grad_hooks", None)
+
+    @property
+    def _must_agree(self) -> bool:
+        """Whether parameters that no rank uses get no gradients: errors have to go on, and torch can be told to."""
+        assert self.reduction is not None
+        return self.reduction.errors is None and not getattr(self, "reduce_scatter_unused_params", False)
 
     @contextmanager
     def _hooks_set_aside(self) -> Iterator[None]:
         """No optimizer in the backward may step with what perhaps no rank has used."""
-        for param, _, _ in self._spared:
+        for param, _, _ in self._spared.values():
             param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         try:
             yield
         finally:
-            for param, _, hooks in self._spared:
+            for param, _, hooks in self._spared.values():
                 param.sharded_param._post_accumulate_grad_hooks = hooks
 
     def layout(self) -> Hashable:
         """Of which parameters a gradient consists that is reduced with errors fed back."""
+        if self.reduction is None or self.reduction.errors is None:
+            return None
         return tuple(param._param_fqn for param in self._trainable())
 
     # ---- after the backward
 
     def used_in_step(self) -> list[bool]:
         """For each parameter that ranks have to agree on, whether this rank has used it; none if there are no such."""
-        if not self._took_part or self.reduction is None or self.reduction.errors is not None:
-            return []
-        if getattr(self, "reduce_scatter_unused_params", False):
+        if not self._took_part or not self._must_agree:
             return []
         return [id(param) in self._used for param in self._trainable()]
 
@@ -288,7 +292,7 @@ class ReducingGroup(FSDPParamGroup):
         if not self._spared:
             return
         by_id = dict(zip(map(id, self._trainable()), used_by_any(), strict=True))
-        for param, before, hooks in self._spared:
+        for param, before, hooks in self._spared.values():
             if not by_id[id(param)]:
                 param.sharded_param.grad = before
                 continue
@@ -299,4 +303,4 @@ class ReducingGroup(FSDPParamGroup):
         """The backward is over."""
         self._was_gathered = False
         if synchronized:
-            self._took_part, self._used, self._spared = False, set(), []
+            self._took_part, self._used, self._spared = False, set(), {}

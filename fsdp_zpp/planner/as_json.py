@@ -19,6 +19,7 @@ def plan_to_json(plan: Plan) -> str:
         "model": {
             "params": plan.size.params,
             "trainable": plan.size.trainable,
+            "active": plan.size.active_trainable + plan.size.active_frozen,
             "units": [dataclasses.asdict(unit) for unit in plan.size.units],
         },
         "cluster": dataclasses.asdict(plan.cluster),

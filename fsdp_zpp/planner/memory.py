@@ -16,6 +16,7 @@ from ..strategy import Strategy
 from ..strategy_unit import levels_on
 from ..topology import Topology
 from .conditions import GIB, Budget, Precision
+from .frozen_base import gathers_of, kept_nbytes
 from .model_size import ModelSize, Unit
 from .volume import parts_of, shard_numel, shard_payload
 
@@ -27,8 +28,9 @@ class Memory:
     """Bytes on one GPU.
 
     Attributes:
-        parameters: Weights kept beside the shard: on every rank (N), or in the node as the secondary shard (I over G).
-        shard: The shard that the optimizer updates, and that of frozen weights.
+        parameters: Weights kept beside the shard: on every rank (N), or in the node as the secondary shard (I over G);
+            and a quantized base, which under G is in the node, too, from its first gather on.
+        shard: The shard that the optimizer updates, and that of frozen weights that are not quantized.
         optimizer: Its state.
         gradients: What micro-batches are summed in, or the shard's gradient if that is more.
         errors: What error feedback keeps.
@@ -87,7 +89,7 @@ def _trainable_states(
     errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, keep, topology, shard)
     accumulated = _accumulator_numel(numel, strategy, topology) if micro_batches > 1 else 0
     return Memory(
-        parameters=_kept(numel, True, strategy, topology, precision),
+        parameters=_kept(numel, strategy, topology, precision),
         shard=shard * precision.storage.itemsize,
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed as its shard's gradient is made, so the larger of the two counts.
@@ -100,20 +102,18 @@ def _frozen_states(numel: int, strategy: Strategy, topology: Topology, precision
     if strategy.frozen is None:
         storage = precision.frozen_storage or precision.storage
         shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology) * storage.itemsize
-        return Memory(parameters=_kept(numel, False, strategy, topology, precision), shard=shard)
-    # Encoded once for good: the codes are all there is of them, where the parameter letter says.
-    parameters, _, optimizer = levels_on(strategy, topology)
-    shards = parts_of(optimizer, topology) // parts_of(parameters, topology)
-    return Memory(parameters=shards * shard_payload(numel, False, strategy, topology, precision))
+        return Memory(parameters=_kept(numel, strategy, topology, precision), shard=shard)
+    # Encoded once for good: the codes are all there is of them.
+    return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy, topology))
 
 
-def _kept(numel: int, trainable: bool, strategy: Strategy, topology: Topology, precision: Precision) -> int:
+def _kept(numel: int, strategy: Strategy, topology: Topology, precision: Precision) -> int:
     """Bytes of weights kept beside the shard."""
     parameters, _, optimizer = levels_on(strategy, topology)
     if _kept_whole(strategy, topology):
         return numel * precision.compute.itemsize
     if parameters == "I" and optimizer == "G":
-        return topology.nodes * shard_payload(numel, trainable, strategy, topology, precision)
+        return topology.nodes * shard_payload(numel, strategy, topology, precision)
     return 0
 
 
@@ -136,11 +136,11 @@ def working_memory(size: ModelSize, strategy: Strategy, topology: Topology, prec
 
     The weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two largest
     others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); and the
-    gradient of the largest unit, once in the reduce dtype and once in fp32.
+    gradient of the largest unit, once in the reduce dtype and once in fp32. Of a quantized base, the buffers that its
+    codes are gathered into, and what is decoded of it, one weight at a time: at most a unit.
     """
-    # Weights on every rank are kept decoded, ready to compute with, unless they are frozen and encoded for good.
     kept = _kept_whole(strategy, topology)
-    trainable, frozen = not kept, not kept or strategy.frozen is not None
+    trainable, frozen = not kept, not kept and strategy.frozen is None
 
     def in_flight(unit: Unit) -> int:
         return trainable * unit.trainable + frozen * unit.frozen
@@ -148,5 +148,9 @@ def working_memory(size: ModelSize, strategy: Strategy, topology: Topology, prec
     held = sum(unit.count * in_flight(unit) for unit in size.units if not unit.reshard_after_forward)
     others = [[in_flight(unit)] * min(unit.count, 2) for unit in size.units if unit.reshard_after_forward]
     weights = held + sum(sorted(chain.from_iterable(others))[-2:])
+    base = 0
+    if strategy.frozen is not None:
+        base = gathers_of(size, strategy.frozen, strategy, topology).buffers
+        weights += max(unit.frozen for unit in size.units)
     gradient = max(unit.trainable for unit in size.units)
-    return weights * precision.compute.itemsize + gradient * (precision.reduce.itemsize + _FP32)
+    return base + weights * precision.compute.itemsize + gradient * (precision.reduce.itemsize + _FP32)

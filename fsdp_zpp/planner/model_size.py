@@ -10,6 +10,7 @@ from itertools import pairwise
 from torch import nn
 
 from .checks import whole
+from .experts import idle_elements
 
 DEFAULT_UNITS = 32
 
@@ -48,13 +49,24 @@ class Unit:
 class ModelSize:
     """All units of a model.
 
+    Args:
+        units: The units.
+        idle_trainable: Trainable elements that a token does not compute with: those of experts it is not routed to.
+        idle_frozen: Frozen ones.
+
     Raises:
-        ValueError: If nothing is trainable.
+        TypeError: If a number is none.
+        ValueError: If nothing is trainable, or more is idle than there is.
     """
 
     units: tuple[Unit, ...]
+    idle_trainable: int = 0
+    idle_frozen: int = 0
 
     def __post_init__(self) -> None:
+        for name, most in (("idle_trainable", self.trainable), ("idle_frozen", self.frozen)):
+            if whole(name, getattr(self, name), 0) > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
         if self.trainable == 0:
             raise ValueError(f"nothing is trainable of {self.frozen:,} parameters, so there is no training to plan")
 
@@ -72,6 +84,16 @@ class ModelSize:
     def params(self) -> int:
         """All elements."""
         return self.trainable + self.frozen
+
+    @property
+    def active_trainable(self) -> int:
+        """Trainable elements that a token computes with."""
+        return self.trainable - self.idle_trainable
+
+    @property
+    def active_frozen(self) -> int:
+        """Frozen elements that a token computes with."""
+        return self.frozen - self.idle_frozen
 
     @property
     def count(self) -> int:
@@ -93,7 +115,9 @@ class ModelSize:
             share = trainable * after // self.params - trainable * before // self.params
             units += _split(after - before, share, unit.count, unit.reshard_after_forward)
             before = after
-        return ModelSize(tuple(units))
+        idle = self.idle_trainable + self.idle_frozen
+        idle_trainable = idle * trainable // self.params
+        return ModelSize(tuple(units), idle_trainable, idle - idle_trainable)
 
 
 def equal_units(params: float, trainable: float | None = None, units: int | None = None) -> ModelSize:
@@ -119,7 +143,7 @@ def module_size(model: nn.Module) -> ModelSize:
 
     That is what wrapping each layer and then the model makes of it. A shared parameter counts once, in the first
     layer that has it. Not counted is what FSDP pads: to equal shards (the planner does), and, with
-    ``use_orig_params``, each parameter to 16 bytes.
+    ``use_orig_params``, each parameter to 16 bytes. Of experts, a token computes with those that it is routed to.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -137,7 +161,7 @@ def module_size(model: nn.Module) -> ModelSize:
         seen |= own
         sizes[_unit_of(own)] += 1
     units = [Unit(unit.trainable, unit.frozen, count) for unit, count in sizes.items() if unit.numel]
-    return ModelSize((*([root] if root.numel else []), *units))
+    return ModelSize((*([root] if root.numel else []), *units), *idle_elements(model))
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -51,8 +51,11 @@ def _seconds(nbytes: int, gbps: float | None) -> float:
 
 
 def _computation(size: ModelSize, work: Work) -> float:
-    """2 FLOPs a parameter and token each for the output, its input's gradient, and, if trainable, its weight's."""
+    """2 FLOPs a parameter and token each for the output, its input's gradient, and, if trainable, its weight's.
+
+    Of a mixture of experts, a token computes with those that it is routed to.
+    """
     if work.tokens is None or work.tflops is None:
         return 0.0
-    flops = (6 * size.trainable + 4 * size.frozen) * work.tokens * work.micro_batches
+    flops = (6 * size.active_trainable + 4 * size.active_frozen) * work.tokens * work.micro_batches
     return flops / (work.tflops * 1e12)

@@ -78,6 +78,9 @@ def _title(plan: Plan) -> list[str]:
     strategy = plan.at_work
     intra, inter = strategy.gradient_codecs
     trainable = "all trainable" if not size.frozen else f"{size.trainable:,} ({_percent(size)}) trainable"
+    active = size.active_trainable + size.active_frozen
+    if active < size.params:
+        trainable += f", {active:,} active for a token"
     units, micro_batches = _count(size.count, "unit"), _count(work.micro_batches, "micro-batch", "es")
     return [
         f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",

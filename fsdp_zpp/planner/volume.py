@@ -6,6 +6,7 @@ b * (r - 1): what each rank must send when every byte goes to its destination on
 shards, and codecs add scales and alignment; all of that is counted.
 
 Counted is a step in the long run. At the first one, frozen weights that stay in a node or on a rank come there once.
+With a codec of their own they are gathered by another rule: see frozen_base.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..strategy_unit import levels_on
 from ..topology import Topology
 from ..weight_difference import Int4Delta
 from .conditions import Precision
+from .frozen_base import gathers_of
 from .model_size import ModelSize
 
 
@@ -46,13 +48,15 @@ def step_volume(
     total = Volume()
     for unit in size.units:
         one = Volume()
-        for numel, trainable in ((unit.trainable, True), (unit.frozen, False)):
-            payload = shard_payload(numel, trainable, strategy, topology, precision)
+        for numel, trainable in ((unit.trainable, True), (unit.frozen if strategy.frozen is None else 0, False)):
+            payload = shard_payload(numel, strategy, topology, precision)
             repeats = micro_batches * (2 if unit.reshard_after_forward else 1)
             change = _change_payload(numel, strategy, topology)
             one += _gathers(payload, change, trainable, strategy, topology, repeats)
         one += _reductions(unit.trainable, strategy, topology, micro_batches, precision.reduce.itemsize)
         total += Volume(unit.count * one.inter, unit.count * one.intra)
+    if strategy.frozen is not None:
+        total += Volume(0, micro_batches * gathers_of(size, strategy.frozen, strategy, topology).sent)
     return total
 
 
@@ -71,11 +75,10 @@ def nbytes(codec: Codec | None, numel: int, itemsize: int) -> int:
     return numel * itemsize if codec is None else codec.nbytes(numel)
 
 
-def shard_payload(numel: int, trainable: bool, strategy: Strategy, topology: Topology, precision: Precision) -> int:
-    """Bytes of one rank's shard of the weights, as they travel."""
-    codec = strategy.weights if trainable or strategy.frozen is None else strategy.frozen
+def shard_payload(numel: int, strategy: Strategy, topology: Topology, precision: Precision) -> int:
+    """Bytes of one rank's shard of weights that FSDP gathers, as they travel."""
     shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology)
-    return nbytes(codec, shard, precision.compute.itemsize)
+    return nbytes(strategy.weights, shard, precision.compute.itemsize)
 
 
 def _change_payload(numel: int, strategy: Strategy, topology: Topology) -> int | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from harness.pool import Pool, WorkerError
+from harness.pool import Pool
+
+STARTING = 60.0
+"""Patience with workers that import torch."""
 
 
 class ImpatientPool(Pool):
@@ -22,29 +24,11 @@ class ImpatientPool(Pool):
     def __init__(self, world: int, patience: float = 6.0) -> None:
         super().__init__(world)
         self.patience = patience
+        self._fresh = True
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``function(*args)`` on all ranks; return their results by rank.
-
-        Raises:
-            WorkerError: If it failed or hung on any rank. The pool starts afresh at the next call.
-        """
-        patience = self.patience
-        if not self._processes:
-            self._start()
-            patience += 60  # which reads torch from the disk
-        for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args))
-        replies = self._replies(patience)
-        failed = {rank: text for rank, (ok, text) in enumerate(replies) if not ok}
-        if failed:
-            self.stop(kill=True)
-            raise WorkerError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
-        return [result for _, result in replies]
-
-    def _replies(self, patience: float) -> list[tuple[bool, Any]]:
+    def _replies(self) -> list[tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
-        busy, computed = time.monotonic(), self._computed()
+        busy, computed, patience = time.monotonic(), 0.0, STARTING if self._fresh else self.patience
         while len(replies) < self.world and time.monotonic() < busy + patience:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
             for pipe in wait(list(waiting), timeout=0.5):
@@ -56,7 +40,13 @@ class ImpatientPool(Pool):
                 patience = 2.0
             elif (now := self._computed()) > computed + 0.05:
                 busy, computed = time.monotonic(), now
-        return [replies.get(rank, (False, "hangs")) for rank in range(self.world)]
+        self._fresh = False
+        raised = next((f", since another rank {result}" for _, result in replies.values() if _raised(result)), "")
+        return [replies.get(rank, (False, f"hangs{raised}")) for rank in range(self.world)]
+
+    def _start(self) -> None:
+        super()._start()
+        self._fresh = True
 
     def _computed(self) -> float:
         """Seconds of processor time that the workers have taken; of the clock where that can't be told."""

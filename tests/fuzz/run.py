@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import device_type
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -253,6 +252,8 @@ class Run:
             elif isinstance(module, FSDPModule):
                 for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
                     param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param.unsharded_param.grad = None
 
     def do_freeze(self, op: ops.Freeze) -> None:
         self.units(op.model)[op.unit].requires_grad_(not op.frozen)
@@ -285,6 +286,8 @@ class Run:
     def do_move(self, op: ops.Move) -> None:
         for model in self.models:
             model._apply(torch.clone)
+            if self.is_fsdp1 and self.strategy is STOCK:
+                _follow_move(model)
 
     def do_resume(self, op: ops.Resume) -> None:
         saved = []
@@ -294,7 +297,11 @@ class Run:
         self.models = [self._make(i, 1) for i in range(len(self.models))]
         self.optimizers = self._make_optimizers()
         for i, (model, (weights, states)) in enumerate(zip(self.models, saved, strict=True)):
-            set_state_dict(model, self._optimizers_of(i), model_state_dict=weights, optim_state_dict=states)
+            # What has not had a gradient so far has no state.
+            options = StateDictOptions(strict=False)
+            set_state_dict(
+                model, self._optimizers_of(i), model_state_dict=weights, optim_state_dict=states, options=options
+            )
         if codecs is not None:
             for model, state in zip(self.models, codecs, strict=True):
                 fsdp_zpp.CodecState(model).load_state_dict(state)
@@ -308,6 +315,14 @@ class Run:
             for optimizer, owned in zip(self.optimizers, self.program.optimizers, strict=True)
             if {model for model, _ in owned} == {i}
         ]
+
+
+def _follow_move(model: Any) -> None:
+    """Have stock FSDP1 use the memory that it was moved to: by itself it goes back to the old one after a forward."""
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat: Any = None if module._handle is None else module._handle.flat_param
+        if flat is not None and hasattr(flat, "_local_shard") and flat.shape == flat._local_shard.shape:
+            flat._local_shard = flat.data
 
 
 def _halved(state: dict[str, Any]) -> dict[str, Any]:
@@ -335,8 +350,6 @@ def run_stock(program: Program) -> str | None:
 
 def run_ours(program: Program) -> str | None:
     """In a worker: run it with its strategy; how that differs from stock, if it does."""
-    if not gc.get_freeze_count():
-        gc.freeze()
     ours = Run(program, program.strategy).run()
     return difference(program, ours, _stock[repr(program)])
 

@@ -141,15 +141,22 @@ class _Draft:
             if not (reducing and self._must_run(i, skipped)):
                 order.remove(skipped)
         if order and self.one_in(6):
-            order.append(self.draw(st.sampled_from(order)))
+            again = self.draw(st.sampled_from(order))
+            # fully_shard reduces after each of the two backwards, of which only the last has all gradients.
+            if not (reducing and self._uneven(i, again)):
+                order.append(again)
         return tuple(order)
 
     def _must_run(self, i: int, unit: int) -> bool:
         """Whether a unit can't be left out of a micro-batch that reduces what earlier ones have left to it."""
-        left = [ranks for key, ranks in self.pending.items() if key[:2] == (i, unit)]
         if self.adapter != "fsdp2":  # which would not reduce it
-            return bool(left)
-        return not self.zero_unused and any(len(ranks) < WORLD for ranks in left)
+            return any(key[:2] == (i, unit) for key in self.pending)
+        return self._uneven(i, unit)
+
+    def _uneven(self, i: int, unit: int) -> bool:
+        """Whether earlier micro-batches have left fully_shard another set of gradients of a unit on each rank."""
+        left = [ranks for key, ranks in self.pending.items() if key[:2] == (i, unit)]
+        return self.adapter == "fsdp2" and not self.zero_unused and any(len(ranks) < WORLD for ranks in left)
 
     def _use(self, i: int, model: Model) -> Use:
         return tuple(self._use_of(i, unit, branches) for unit, branches in enumerate(_branches(model)))

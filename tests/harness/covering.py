@@ -17,24 +17,27 @@ Factor = Collection[Any] | Mapping[str, Any]
 """Values of one argument; a mapping gives their names in test ids."""
 
 
-def over_pairs(skip: Any = None, rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
+def over_pairs(rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
     """Parametrize a test with every pair of values, and with all other combinations where slow tests run.
 
     Args:
-        skip: Called with the values by name: whether they can't be combined.
         rest: Whether other combinations are slow tests, or none at all.
         **factors: Values by the name of the argument.
     """
     named = [_named(factor) for factor in factors.values()]
     product = _product(named)
-    if skip is not None:
-        product = [row for row in product if not skip(**dict(zip(factors, _values(named, row), strict=True)))]
     chosen = pairwise(product)
     return _parametrize(list(factors), named, product if rest else sorted(chosen), chosen)
 
 
-def over_each(times: int = 1, **factors: Factor) -> pytest.MarkDecorator:
-    """Parametrize a test with every value ``times`` times or more often; all other combinations are slow tests."""
+def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
+    """Parametrize a test with every value ``times`` times or more often.
+
+    Args:
+        times: How often each value of the largest factor occurs.
+        rest: As for :func:`over_pairs`.
+        **factors: Values by the name of the argument.
+    """
     named = [_named(factor) for factor in factors.values()]
     length = max(map(len, named))
     chosen = {
@@ -42,7 +45,7 @@ def over_each(times: int = 1, **factors: Factor) -> pytest.MarkDecorator:
         for turn in range(times)
         for k in range(length)
     }
-    return _parametrize(list(factors), named, _product(named), chosen)
+    return _parametrize(list(factors), named, _product(named) if rest else sorted(chosen), chosen)
 
 
 def pairwise(product: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:

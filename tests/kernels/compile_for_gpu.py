@@ -3,11 +3,13 @@
 Prints the names of the kernels compiled, those of all kernels, and how many more the second launches needed, which
 differ from the first in all that launch.py takes to make no difference.
 
+Takes the number of cases: the first is of sizes that nothing divides, the second of those that Triton specializes for.
 Run in a process of its own, since whether kernels are compiled or interpreted is settled where they are defined.
 """
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -67,7 +69,8 @@ def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: fl
 
 if __name__ == "__main__":
     compile_only()
-    cases = (2**15, torch.bfloat16, PayloadLayout(8, 256)), (1001, torch.float32, PayloadLayout(4, 128))
+    cases = [(1001, torch.float32, PayloadLayout(4, 128)), (2**15, torch.bfloat16, PayloadLayout(8, 256))]
+    cases = cases[: int(sys.argv[1])]
     for case in cases:
         launch_all(*case, 0.5)
     print(*sorted(set(COMPILED.values())))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fsdp_zpp.kernels import PayloadLayout, difference_blockwise, reference
 from fsdp_zpp.kernels.difference import add_difference, quantize_difference
+from harness.covering import over_each
 from samples import DTYPES, normal
 from torch import Tensor
 
@@ -34,11 +35,9 @@ def decoded(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     return out
 
 
-@shapes
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_quantize_difference(
-    held_bits: int, held_block: int, bits: int, block: int, numel: int, dtype: torch.dtype, device: torch.device
-) -> None:
+@over_each(shape=SHAPES, dtype=DTYPES)
+def test_quantize_difference(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    held_bits, held_block, bits, block, numel = shape
     layouts = PayloadLayout(held_bits, held_block), PayloadLayout(bits, block)
     values, held = normal(CHUNKS * numel, dtype), held_of(numel, layouts[0], lost=numel // 2)
     values[numel // 3] = torch.inf

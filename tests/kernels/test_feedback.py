@@ -12,6 +12,7 @@ from fsdp_zpp.kernels import (
     quantize_corrected,
     reference,
 )
+from harness.covering import over_pairs
 from samples import DTYPES, normal, peers
 from torch import Tensor
 
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 
 BETA = 0.8
 SHAPES = [(8, 32, 1), (4, 128, 4223), (4, 256, 4096), (8, 4096, 4097), (4, 64, 5000)]
-shapes = pytest.mark.parametrize(("bits", "block", "numel"), SHAPES)
-error_blocks = pytest.mark.parametrize("error_block", [0, 64, 1024])
-grids = pytest.mark.parametrize("grid", [(1, 1), (2, 3)], ids=str)
+ERROR_BLOCKS = [0, 64, 1024]
+GRIDS = [(1, 1), (2, 3)]
+error_blocks = pytest.mark.parametrize("error_block", ERROR_BLOCKS)
 
 
 def errors_of(chunks: int, numel: int, error_block: int) -> Tensor:
@@ -43,19 +44,11 @@ def layout_of(error_block: int) -> PayloadLayout | None:
     return PayloadLayout(8, error_block) if error_block else None
 
 
-@shapes
-@error_blocks
-@grids
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS, dtype=DTYPES)
 def test_quantize_corrected_equals_the_reference(
-    bits: int,
-    block: int,
-    numel: int,
-    error_block: int,
-    grid: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
+    shape: tuple[int, int, int], error_block: int, grid: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
+    bits, block, numel = shape
     chunks = grid[0] * grid[1]
     values = normal(chunks * numel, dtype)
     values[:: 7 * block] = torch.nan
@@ -68,22 +61,15 @@ def test_quantize_corrected_equals_the_reference(
     assert torch.equal(errors.cpu(), expected_errors)
 
 
-@pytest.mark.parametrize("count", [1, 3, 9])
-@error_blocks
-@pytest.mark.parametrize(
-    ("bits", "block", "out_bits", "out_block", "numel"),
-    [(8, 256, 4, 128, 4096), (4, 32, 8, 4096, 5001), (4, 128, 4, 256, 2050)],
+@over_pairs(
+    shape=[(8, 256, 4, 128, 4096), (4, 32, 8, 4096, 5001), (4, 128, 4, 256, 2050)],
+    error_block=ERROR_BLOCKS,
+    count=[1, 3, 9],
 )
 def test_dequantize_sum_quantize_corrected_equals_the_reference(
-    bits: int,
-    block: int,
-    out_bits: int,
-    out_block: int,
-    numel: int,
-    error_block: int,
-    count: int,
-    device: torch.device,
+    shape: tuple[int, int, int, int, int], error_block: int, count: int, device: torch.device
 ) -> None:
+    bits, block, out_bits, out_block, numel = shape
     layouts = PayloadLayout(bits, block), PayloadLayout(out_bits, out_block)
     payload = torch.stack([reference.quantize(values, 1, 2, layouts[0]) for values in peers(count, 2 * numel)])
     expected_errors = errors_of(2, numel, error_block)
@@ -95,11 +81,10 @@ def test_dequantize_sum_quantize_corrected_equals_the_reference(
     assert torch.equal(errors.cpu(), expected_errors)
 
 
-@shapes
-@error_blocks
-@grids
-def test_formula(bits: int, block: int, numel: int, error_block: int, grid: tuple[int, int]) -> None:
+@over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS)
+def test_formula(shape: tuple[int, int, int], error_block: int, grid: tuple[int, int]) -> None:
     """Against two plain operations: the payload is that of values plus errors, in the order of the payload's rows."""
+    bits, block, numel = shape
     chunks = grid[0] * grid[1]
     values, errors = normal(chunks * numel, torch.float32), errors_of(chunks, numel, error_block)
     old = as_values(errors, chunks, numel, error_block)

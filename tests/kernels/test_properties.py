@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from samples import DTYPES, normal, peers, same, spread
 from torch import Tensor
 
-settings.register_profile("kernels", deadline=None, max_examples=60)
+settings.register_profile("kernels", deadline=None, max_examples=30)
 settings.load_profile("kernels")
 
 BITS = st.sampled_from([4, 8])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from harness.covering import over_pairs
 from oracle import decode, decode_sum, encode, transposed
 from samples import DTYPES, peers, spread
 from torch import Tensor
@@ -11,7 +12,11 @@ from fsdp_zpp import kernels
 
 GRIDS = [(1, 1), (1, 3), (4, 1), (2, 3)]
 SHAPES = [(8, 32, 1), (8, 64, 77), (8, 256, 256), (4, 32, 33), (4, 128, 130), (4, 4096, 65)]
-ids = [f"int{bits}-{block}-n{numel}" for bits, block, numel in SHAPES]
+over_pairs_of_all = over_pairs(
+    shape={f"int{bits}-{block}-n{numel}": (bits, block, numel) for bits, block, numel in SHAPES},
+    dtype=DTYPES,
+    grid={f"{rows}x{cols}": (rows, cols) for rows, cols in GRIDS},
+)
 
 
 def chunks(values: Tensor, count: int) -> list[np.ndarray]:
@@ -23,10 +28,9 @@ def payload_of(rows: list[bytes]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize(("bits", "block", "numel"), SHAPES, ids=ids)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
-def test_quantize(bits: int, block: int, numel: int, dtype: torch.dtype, grid: tuple[int, int]) -> None:
+@over_pairs_of_all
+def test_quantize(shape: tuple[int, int, int], dtype: torch.dtype, grid: tuple[int, int]) -> None:
+    bits, block, numel = shape
     count = grid[0] * grid[1]
     values = spread(count * numel, dtype)
     values[::101] = torch.inf
@@ -36,10 +40,9 @@ def test_quantize(bits: int, block: int, numel: int, dtype: torch.dtype, grid: t
     assert torch.equal(kernels.quantize(values, *grid, bits, block), payload_of(rows))
 
 
-@pytest.mark.parametrize(("bits", "block", "numel"), SHAPES, ids=ids)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
-def test_dequantize(bits: int, block: int, numel: int, dtype: torch.dtype, grid: tuple[int, int]) -> None:
+@over_pairs_of_all
+def test_dequantize(shape: tuple[int, int, int], dtype: torch.dtype, grid: tuple[int, int]) -> None:
+    bits, block, numel = shape
     count = grid[0] * grid[1]
     rows = [encode(chunk, bits, block) for chunk in chunks(spread(count * numel, dtype), count)]
     expected = torch.empty(count, numel)
@@ -50,10 +53,9 @@ def test_dequantize(bits: int, block: int, numel: int, dtype: torch.dtype, grid:
     assert torch.equal(out, expected.flatten().to(dtype))
 
 
-@pytest.mark.parametrize("out_bits", [4, 8])
-@pytest.mark.parametrize(("bits", "block", "numel"), SHAPES, ids=ids)
-@pytest.mark.parametrize("count", [1, 3], ids=lambda count: f"{count}peers")
-def test_sums(bits: int, block: int, numel: int, count: int, out_bits: int) -> None:
+@over_pairs(shape=SHAPES, count=[1, 3], out_bits=[4, 8])
+def test_sums(shape: tuple[int, int, int], count: int, out_bits: int) -> None:
+    bits, block, numel = shape
     rows, cols, scale, out_block = 2, 2, 1 / 3, 64
     sent = [[encode(chunk, bits, block) for chunk in chunks(each, 4)] for each in peers(count, 4 * numel)]
     payload = torch.stack([payload_of(each) for each in sent])

@@ -4,11 +4,11 @@ import pytest
 import torch
 from fsdp_zpp.kernels import PayloadLayout, dequantize, quantize
 from fsdp_zpp.kernels.strided import dequantize_rows
+from harness.covering import over_pairs
+from samples import DTYPES
 from torch import Tensor
 
 SHAPES = [(8, 32, 1), (8, 256, 4096), (8, 64, 5000), (4, 32, 34), (4, 128, 8192), (4, 256, 4223)]
-shapes = pytest.mark.parametrize(("bits", "block", "numel"), SHAPES)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def apart(chunks: int, numel: int, bits: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -20,10 +20,9 @@ def apart(chunks: int, numel: int, bits: int, block: int, device: torch.device) 
     return payload, larger[:, 32 : 32 + payload.shape[1]]
 
 
-@dtypes
-@shapes
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_same_bits(device: torch.device, chunks: int, bits: int, block: int, numel: int, dtype: torch.dtype) -> None:
+@over_pairs(shape=SHAPES, dtype=DTYPES, chunks=[1, 3])
+def test_same_bits(device: torch.device, chunks: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    bits, block, numel = shape
     payload, rows = apart(chunks, numel, bits, block, device)
     expected, out = torch.empty(2, chunks * numel, dtype=dtype, device=device)
     dequantize(payload, expected, chunks, 1, bits, block)
@@ -31,7 +30,7 @@ def test_same_bits(device: torch.device, chunks: int, bits: int, block: int, num
     assert torch.equal(out, expected)
 
 
-@shapes
+@pytest.mark.parametrize(("bits", "block", "numel"), SHAPES)
 def test_triton_equals_reference(device: torch.device, bits: int, block: int, numel: int) -> None:
     from fsdp_zpp.kernels.strided_blockwise import decode_rows
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_zpp.kernels import PayloadLayout, blockwise, reference
+from harness.covering import over_pairs
 from samples import DTYPES, normal, peers, same, spread
 from torch import Tensor
 
@@ -13,11 +14,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 GRIDS = [(1, 1), (2, 3)]
 # A partial block, a partial word, whole tiles, a tile and a bit; aligned and not; padded scales and not.
 SHAPES = [(8, 32, 1), (8, 256, 4096), (8, 4096, 4097), (8, 64, 5000), (4, 32, 33), (4, 128, 8192), (4, 256, 4223)]
-shapes = pytest.mark.parametrize(
-    ("bits", "block", "numel"), SHAPES, ids=[f"int{bits}-{block}-n{numel}" for bits, block, numel in SHAPES]
+over_pairs_of_all = over_pairs(
+    shape={f"int{bits}-{block}-n{numel}": (bits, block, numel) for bits, block, numel in SHAPES},
+    dtype=DTYPES,
+    grid={f"{rows}x{cols}": (rows, cols) for rows, cols in GRIDS},
 )
-dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-grids = pytest.mark.parametrize("grid", GRIDS, ids=[f"{rows}x{cols}" for rows, cols in GRIDS])
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +49,9 @@ def gather(count: int, chunks: int, numel: int, layout: PayloadLayout) -> Tensor
     return torch.stack(payloads)
 
 
-@shapes
-@dtypes
-@grids
-def test_quantize(
-    bits: int, block: int, numel: int, dtype: torch.dtype, grid: tuple[int, int], device: torch.device
-) -> None:
+@over_pairs_of_all
+def test_quantize(shape: tuple[int, int, int], dtype: torch.dtype, grid: tuple[int, int], device: torch.device) -> None:
+    bits, block, numel = shape
     values = spread(grid[0] * grid[1] * numel, dtype, piece=block * 2 // 3)
     values[:: 7 * block] = torch.nan
     values[1 :: 5 * block] = -torch.inf
@@ -75,12 +73,11 @@ def test_ties_round_to_even(bits: int, device: torch.device) -> None:
     assert torch.equal(payload.cpu(), reference.quantize(values, 1, 1, layout))
 
 
-@shapes
-@dtypes
-@grids
+@over_pairs_of_all
 def test_dequantize(
-    bits: int, block: int, numel: int, dtype: torch.dtype, grid: tuple[int, int], device: torch.device
+    shape: tuple[int, int, int], dtype: torch.dtype, grid: tuple[int, int], device: torch.device
 ) -> None:
+    bits, block, numel = shape
     layout = PayloadLayout(bits, block)
     chunks = grid[0] * grid[1]
     payload = gather(1, chunks, numel, layout)
@@ -91,12 +88,11 @@ def test_dequantize(
     assert same(out.cpu(), as_stored(expected, dtype, device))
 
 
-@pytest.mark.parametrize("count", [2, 8, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("bits", "block", "numel"), [(8, 256, 2049), (4, 4096, 5001), (4, 64, 4096)])
-def test_dequantize_sum(
-    bits: int, block: int, numel: int, dtype: torch.dtype, count: int, device: torch.device
-) -> None:
+@over_pairs(
+    shape=[(8, 256, 2049), (4, 4096, 5001), (4, 64, 4096)], dtype=[torch.float32, torch.bfloat16], count=[2, 8, 9]
+)
+def test_dequantize_sum(shape: tuple[int, int, int], dtype: torch.dtype, count: int, device: torch.device) -> None:
+    bits, block, numel = shape
     layout = PayloadLayout(bits, block)
     payload = gather(count, 2, numel, layout)
     expected = torch.empty(2 * numel)

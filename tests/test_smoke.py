@@ -1,0 +1,180 @@
+"""Everything once, in a minute or two: both adapters, every codec, every public name. Details are tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import llama, lora, models
+from harness.adapter import STOCK, Adapter, Case
+from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_each
+from harness.fsdp1 import Fsdp1
+from harness.launch import launch
+from harness.pool import Pool
+from harness.training import largest_distance, mean_loss, train
+from peft import PeftModel
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import ShardingStrategy
+
+import fsdp_zpp
+from fsdp_zpp import (
+    NF4,
+    CodecState,
+    Int4,
+    Int4Delta,
+    Int8,
+    LoCo,
+    QuantizedReduceState,
+    Strategy,
+    dequantize_frozen_params,
+    invalidate,
+    load_frozen_params,
+    plan,
+    quantize_frozen_params,
+    quantized_reduce_hook,
+    save_adapter,
+    save_frozen_params,
+    traffic,
+)
+from fsdp_zpp.__main__ import main
+from fsdp_zpp.planner.model_size import module_size
+from fsdp_zpp.strategy import LEGAL_LEVELS
+
+pytestmark = pytest.mark.smoke
+
+ELSEWHERE = {"fully_shard", "Codec"}
+"""What the harness calls (``fully_shard``), and the base of all codecs."""
+CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "gpu_memory": 80}
+DEEPSPEED = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+CODECS = {
+    "zeropp": Strategy.zeropp(gpus_per_node=2),
+    "loco": Strategy.loco(gpus_per_node=2),
+    "loco inside too": Strategy.loco(gpus_per_node=2, error_feedback=LoCo(hops="both", dtype=Int8(64))),
+    "int8": Strategy("GGG", weights=Int8(64), gradients=Int8(64), gpus_per_node=2),
+    "int4": Strategy("IIG", weights=Int4(32), gradients=Int4(32), intra_gradients=None, gpus_per_node=2),
+    "mixzpp": Strategy.mixzpp(gpus_per_node=2),
+    "delta": Strategy.zeropp(weights=Int4Delta(), gpus_per_node=2),
+    "of deepspeed": Strategy.from_deepspeed({"zero_optimization": DEEPSPEED}),
+}
+FROZEN = {"int8": Int8(64), "int4": Int4(32), "nf4": NF4(64)}
+
+
+def test_every_public_name_is_here() -> None:
+    source = Path(__file__).read_text()
+    assert [name for name in fsdp_zpp.__all__ if not re.search(rf"\b{name}\b", source)] == []
+
+
+@over_each(rest=False, adapter=ADAPTERS, levels=LEGAL_LEVELS)
+def test_levels(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
+    case = Case(model=(("blocks", 1),), steps=2, micro_batches=2)
+    assert max(pool(4).run(largest_distance, adapter, case, Strategy(levels, gpus_per_node=2))) <= 1e-6
+
+
+def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
+    """In a worker: the loss after three steps and an announced write, and stock's."""
+    found = []
+    for each in (strategy, STOCK):
+        model = adapter.make(Case(), each)
+        train(adapter, model, Case(steps=3))
+        if each is not STOCK:
+            invalidate(model)
+            assert traffic(model)["gather"]["inter"] > 0
+        found.append(mean_loss(model, 9))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@over_adapters
+def test_codecs(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
+    for ours, stock in pool(4).run(losses, adapter, CODECS[name]):
+        assert ours == pytest.approx(stock, rel=0.02)
+
+
+def saved(adapter: Adapter, folder: str) -> None:
+    """In a worker: a checkpoint of everything, loaded again."""
+    model = adapter.make(Case(), CODECS["loco"])
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    train(adapter, model, Case(steps=1), optimizer=optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "codecs": CodecState(model)}
+    dcp.save(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)
+
+
+@over_adapters
+def test_checkpoint(pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path) -> None:
+    pool(4).run(saved, adapter, str(tmp_path))
+
+
+def hooked() -> float:
+    """In a worker: the loss after three steps of FULL_SHARD with the hook."""
+    model = Fsdp1().make(Case(), ShardingStrategy.FULL_SHARD)
+    model.register_comm_hook(QuantizedReduceState(Int8(64), gpus_per_node=2), quantized_reduce_hook)
+    train(Fsdp1(), model, Case(steps=3))
+    return mean_loss(model, 9)
+
+
+def test_comm_hook(pool: Callable[[int], Pool]) -> None:
+    _, stock = pool(4).run(losses, Fsdp1(), CODECS["int8"])[0]
+    assert pool(4).run(hooked)[0] == pytest.approx(stock, rel=0.02)
+
+
+def frozen(adapter: Adapter, name: str) -> bool:
+    """In a worker: whether a frozen base computes what the oracle does; it then trains."""
+    strategy = Strategy("IGG", frozen=FROZEN[name], gpus_per_node=2)
+    model = adapter.shard(lora.make_net(), Case(), strategy)
+    tokens = models.batch(99, 0, rank=0)[:, :-1] % model.embedding.num_embeddings
+    with torch.no_grad():
+        same = model(tokens).equal(lora.rounded_net(FROZEN[name])(tokens))
+    train(adapter, model, Case(steps=1, clip=None))
+    return same
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@over_adapters
+def test_frozen_base(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
+    assert all(pool(4).run(frozen, adapter, name))
+
+
+def adapted(adapter: Adapter, folder: str) -> Any:
+    """In a worker: logits of a model whose adapter and whose base are saved."""
+    base = llama.make_base().requires_grad_(False)
+    quantize_frozen_params(base, Int8(64), gpus_per_node=2)
+    save_frozen_params(base, f"{folder}/base")
+    model = llama.shard(adapter, llama.adapt(base, {"default": "lora"}), Strategy(gpus_per_node=2))
+    save_adapter(model, f"{folder}/adapter")
+    return llama.logits_of(model)
+
+
+@over_adapters
+def test_files(pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path) -> None:
+    expected = pool(4).run(adapted, adapter, str(tmp_path))[0]
+    base = llama.make_base().requires_grad_(False)
+    load_frozen_params(base, tmp_path / "base")
+    assert dequantize_frozen_params(base) > 0
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert (llama.logits_of(loaded) - expected).abs().max() < 1e-4
+
+
+def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    net = models.make_net()
+    assert Strategy.auto(net, **CLUSTER) == plan(module_size(net), **CLUSTER).choice.strategy
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in CLUSTER.items()]
+    assert main(["plan", "--params", "7e9", *arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choice"] in LEGAL_LEVELS
+
+
+def test_example(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one plus two makes three.\n" * 2000)
+    tiny = "--device cpu --hidden 32 --layers 1 --heads 2 --sequence 32 --steps 2 --gpus-per-node 2".split()
+    done = launch(4, "examples/train.py", "--output", tmp_path, "--data", text, *tiny, "--compare")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "result.json").read_text())["runs"]) == 2
