@@ -271,4 +271,4 @@ def save_optimizer_states_in_any_group() -> None:
         elsewhere = group is not None and dist.get_process_group_ranks(group)[0] != 0
         return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
 
-    _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys
+    _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys  # type: ignore[assignment]
