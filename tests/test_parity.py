@@ -11,7 +11,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.adapters import ADAPTERS, LEVELS, over_adapters
 from harness.covering import over_pairs
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from harness.training import largest_distance, mean_loss, train
 
 from fsdp_zpp import Strategy
@@ -57,6 +57,10 @@ def test_equals_stock(
 ) -> None:
     """In every weight after every step."""
     world, gpus_per_node = layout
+    reentrant = units == UNITS["reentrant"]
+    if device_type() == "cuda" and net == "twice" and reentrant and adapter.torch_name == "FullyShardedDataParallel":
+        # Stock gets other weights each time (0.25 off an unsharded model), unless CUDA_LAUNCH_BLOCKING=1.
+        pytest.skip("torch's own gradients race where a unit runs twice under reentrant checkpointing")
     model = {"blocks": 2} | NETS[net]
     case = Case(
         tuple(model.items()), frozen=net.startswith("frozen"), optimizer=optimizer, steps=3, **micro_batches, **units

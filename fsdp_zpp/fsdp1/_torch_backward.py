@@ -33,6 +33,7 @@ _NEEDED = (
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
+    Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
@@ -120,14 +121,13 @@ def reduce_in_every_backward() -> None:
             hook(state, handle, *args)
             return
         handle._used_in_step |= handle.flat_param.grad is not None
+        if not handle.uses_sharded_strategy:
+            handle._unreduced = not state._sync_gradients
         if state._sync_gradients:
-            handle._unreduced = False  # what earlier micro-batches have left is in the same gradient
             if handle.flat_param.grad is not None and handle._order is not None:
                 handle._order.synchronized(handle)
             hook(state, handle, *args)
             return
-        if not handle.uses_sharded_strategy:
-            handle._unreduced = True
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
         if not handle.reduces_early or handle.flat_param.grad is None:
             return

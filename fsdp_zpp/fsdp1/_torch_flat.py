@@ -32,11 +32,13 @@ _NEEDED = (
         "values that parameters were given",
     ),
     Needed(_HANDLE, "_get_unflat_views", "the original parameters"),
+    Needed("torch.nn.Module", "_parameters", "whether they are still registered"),
     Needed(
         f"{_FSDP}._flat_param.FlatParameter",
-        "_params _param_infos _shared_param_infos _numels_with_padding",
+        "_params _param_infos _shared_param_infos _shapes _numels_with_padding",
         "the original parameters",
     ),
+    Needed("torch.nn.Module", "_parameters", "where they are registered"),
 )
 check_needed("quantizing of what FullyShardedDataParallel has sharded", _NEEDED)
 
