@@ -123,7 +123,7 @@ def test_offload_by_handles(pool: Callable[[int], Pool]) -> None:
 
 
 def cast(adapter: Adapter, strategy: Strategy | None) -> tuple[str, str]:
-    """In a worker: the class of what a forward raises of a model that was cast after its first one, and what it says."""
+    """In a worker: what a forward raises of a model that was cast after its first one, and what that says."""
     model = adapter.make(Case(), strategy)
     logits(model)
     model.half()
