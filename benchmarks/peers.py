@@ -1,7 +1,8 @@
 """Other libraries' hybrid and quantized sharding, each its own way: DeepSpeed (0.19.8) and Megatron-FSDP (0.6.1).
 
 Both get the model whole, in bf16 on the rank's GPU, and keep fp32 main weights beside it; adapters of LoRA are in bf16,
-too. Both accumulate micro-batches in bf16, their default. They leave state in the process, so name them last.
+too. Both accumulate and reduce gradients in bf16, as all contenders reduce them. They leave state in the process, so
+name them last.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def deepspeed_config(task: Task, name: str, unit: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": task.micro_batch,
         "gradient_accumulation_steps": task.micro_batches,
         "bf16": {"enabled": True},
+        "communication_data_type": "bf16",
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
@@ -134,7 +136,9 @@ class MegatronHFSDP(Contender):
             zero_dp_strategy="optim_grads_params",
             outer_dp_sharding_strategy="optim",
             device=task.place,
-            mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16
+            ),
             # Otherwise each micro-batch would wait for its reduction, and go between nodes.
             sync_model_each_microbatch=False,
             preproc_state_dict_for_dcp_ckpt=False,

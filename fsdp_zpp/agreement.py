@@ -35,7 +35,7 @@ def check_agreement(
     """Raise on every rank of ``group`` unless all of them make the same call. Collective. See [Note: Agreement].
 
     Args:
-        group: The ranks; None, like a group of one, has nothing to compare.
+        group: The ranks; None, a group of one, and torch's fake one have nothing to compare.
         call: What is called, as errors name it.
         facts: What it was told, by name; compared by ``repr``.
         device: Where FSDP was told to compute, for collectives that don't take tensors of the CPU.
@@ -43,7 +43,7 @@ def check_agreement(
     Raises:
         ValueError: Naming the ranks and what differs.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
     said = {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
     digest = hashlib.sha256(json.dumps([call, *said.items()]).encode()).digest()
@@ -79,7 +79,7 @@ def described(shards: Iterable[Tensor]) -> str:
 def device_for(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
     """Where collectives of ``group`` take small tensors."""
     found = accelerator()
-    if found is None or "gloo" in dist.get_backend(group) or dist.get_backend(group) == "fake":
+    if found is None or "gloo" in dist.get_backend(group):
         return torch.device("cpu")
     if device is not None and device.type == found.type:
         return device

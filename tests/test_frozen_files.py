@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from harness import llama
 from harness.adapter import Adapter
 from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool
 from safetensors import safe_open
@@ -146,8 +147,7 @@ def loaded(adapter: Adapter, letter: str, gpus_per_node: int, path: str, meta: b
     return llama.logits_of(llama.shard(adapter, model, Strategy("GGG", gpus_per_node=gpus_per_node)))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("letter", ["N", "I", "G"])
+@over_each(letter=["N", "I", "G"], codec=CODECS)
 def test_saved_and_loaded_at_other_world_sizes(
     pool: Callable[[int], Pool], letter: str, codec: Codec, tmp_path: Path
 ) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from harness import llama, models
 from harness.adapter import STOCK, Adapter
-from harness.adapters import over_adapters
+from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool
 from peft import IA3Config, PeftConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
@@ -234,10 +235,7 @@ def generated(adapter: Adapter, tied: bool, strategy: Any, by_layer: bool) -> tu
     return ours[0].tolist(), alone.generate(input_ids=prompt, **options)[0].tolist()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("letter", ["I", "G"])
-@pytest.mark.parametrize("wrapped", ["by layer", "once"])
-@over_adapters
+@over_pairs(adapter=ADAPTERS, wrapped=["by layer", "once"], letter=["I", "G"], tied=[False, True])
 def test_generation(pool: Callable[[int], Pool], adapter: Adapter, wrapped: str, letter: str, tied: bool) -> None:
     strategy = Strategy(f"{letter}GG", frozen=CODEC, gpus_per_node=2)
     for ours, expected in pool(4).run(generated, adapter, tied, strategy, wrapped == "by layer"):
@@ -261,9 +259,7 @@ def in_order(adapter: Adapter, order: str, dtype: torch.dtype) -> bool:
     return torch.equal(llama.logits_of(model), llama.logits_of(oracle({"default": "lora"}, dtype=dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-@over_adapters
+@over_pairs(adapter=ADAPTERS, order=list(ORDERS), dtype=[torch.float32, torch.bfloat16])
 def test_adapters_before_and_after(
     pool: Callable[[int], Pool], adapter: Adapter, order: str, dtype: torch.dtype
 ) -> None:

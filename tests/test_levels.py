@@ -165,8 +165,7 @@ def sometimes_skipped(adapter: Adapter, levels: str) -> float:
     return models.distance(adapter.full_weights(model), {name: p.detach().cpu() for name, p in net.named_parameters()})
 
 
-@over_levels
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_last_micro_batch_may_leave_out_a_unit(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     assert max(pool(4).run(sometimes_skipped, adapter, levels)) <= 1e-6
 
@@ -189,8 +188,7 @@ def gradient_of(adapter: Adapter, case: Case, levels: str, micro_batches: list[i
     return adapter.full_gradients(model)
 
 
-@pytest.mark.parametrize("levels", [levels for levels in LEGAL_LEVELS if levels != "NNN"])
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=[levels for levels in LEGAL_LEVELS if levels != "NNN"])
 def test_micro_batches_are_summed_in_fp32(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     for together, one in pool(4).run(accumulated_in_bf16, adapter, levels):
         assert together <= 1e-6
@@ -208,8 +206,7 @@ def gradients_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[dict[s
     return gradients(adapter, Case(), strategy), stock_gradients(adapter)
 
 
-@over_levels
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_encoded_gradients(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     strategy = Strategy(levels, gradients=Int8(64), gpus_per_node=2)
     for ours, exact in pool(4).run(gradients_beside_stock, adapter, strategy):
@@ -270,8 +267,7 @@ def adapted_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[float, d
     return models.distance(weights, stock_adapted_weights(adapter)), reduced, allocated
 
 
-@over_levels
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
 def test_frozen_beside_trainable(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     trainable = 3 * (22 * 3 + 3 * 22) * 4
     strategy = Strategy(levels, gpus_per_node=2)
@@ -287,7 +283,7 @@ def encoded_run(adapter: Adapter, strategy: Strategy | None) -> float:
     """In a worker: the loss on one batch after training on it."""
     model = adapter.make(Case(), strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
-    for _ in range(12):
+    for _ in range(8):
         loss = models.loss_of(model, models.batch(0, 0))
         loss.backward()
         optimizer.step()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_zpp import Strategy
+from fsdp_zpp.gradient_reduce import GradientReduce
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HALF = Case(precision=Precision(FP16, FP16))
@@ -58,6 +62,49 @@ def test_mixed_precision(pool: Callable[[int], Pool], adapter: Adapter, precisio
     strategy = Strategy(levels, gpus_per_node=2)
     for ours, stock in pool(4).run(gradient_distances, adapter, precision, strategy):
         assert ours <= max(1e-6, 1.5 * stock)
+
+
+def reduced_dtypes(adapter: Adapter, precision: Precision, strategy: Strategy | None) -> set[torch.dtype]:
+    """In a worker: the dtypes of gradients as they come to a reduction, in steps of one micro-batch and of two."""
+    dtypes: set[torch.dtype] = set()
+
+    def recorded(original: Any, argument: str, position: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            dtypes.add((kwargs[argument] if argument in kwargs else args[position]).dtype)
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor") if strategy is STOCK else ():
+            if hasattr(dist, name):
+                stack.enter_context(patch.object(dist, name, recorded(getattr(dist, name), "input", 1)))
+        # With a second letter N, all that earlier micro-batches do is to add up on the rank, in fp32.
+        for name in () if strategy is STOCK else ("start",) if strategy.gradients == "N" else ("start", "accumulate"):
+            original = getattr(GradientReduce, name)
+            stack.enter_context(patch.object(GradientReduce, name, recorded(original, "gradient", 1)))
+        for micro_batches in (1, 2):
+            case = Case(precision=precision, micro_batches=micro_batches, steps=1)
+            train(adapter, adapter.make(case, strategy), case)
+    return dtypes
+
+
+def compare_reduced_dtypes(adapter: Adapter, precision: Precision) -> None:
+    """In a worker: ours reduces in torch's dtypes."""
+    stock = reduced_dtypes(adapter, precision, STOCK)
+    assert len(stock) == 1
+    for levels in LEVELS:
+        ours = reduced_dtypes(adapter, precision, Strategy(levels, gpus_per_node=2))
+        assert ours == stock, levels
+
+
+@pytest.mark.parametrize("precision", [Precision(BF16), Precision(BF16, FP32), Precision(BF16, BF16)], ids=str)
+@over_adapters
+def test_gradients_are_reduced_in_the_dtype_that_torch_reduces_in(
+    pool: Callable[[int], Pool], adapter: Adapter, precision: Precision
+) -> None:
+    """It depends on torch: fully_shard without a reduce_dtype reduces in that of the parameters from 2.15 on."""
+    pool(4).run(compare_reduced_dtypes, adapter, precision)
 
 
 def scaled(adapter: Adapter, strategy: Strategy | None) -> tuple[list[float], dict[str, Tensor]]:

@@ -141,7 +141,7 @@ def _wrap_policy(blocks: nn.Module) -> Any:
 # ---- tests
 
 
-@pytest.mark.parametrize("micro_batches", [1, 5])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
     ("gpus_per_node", "codecs"),
     [(2, {}), (2, ENCODED), (4, ENCODED), (4, ENCODED | {"intra_gradients": Int8(64)})],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.adapters import ADAPTERS, LEVELS, over_adapters
-from harness.covering import over_pairs
+from harness.covering import over_each
 from harness.pool import Pool
 from harness.training import logits, train
 from harness.wiretap import wiretap
@@ -105,7 +105,7 @@ def distance_after(way: Callable[[Adapter, Any], None], adapter: Adapter, strate
     return models.distance(weights_after(way, adapter, strategy), stock_weights_after(way, adapter))
 
 
-@over_pairs(adapter=ADAPTERS, way=WAYS, levels=LEVELS, gpus_per_node=[1, 2])
+@over_each(3, adapter=ADAPTERS, way=WAYS, levels=LEVELS, gpus_per_node=[1, 2])
 def test_weights_are_never_stale(
     pool: Callable[[int], Pool], adapter: Adapter, way: Callable[[Adapter, Any], None], levels: str, gpus_per_node: int
 ) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, on_cpu
-from harness.adapters import LEVELS, over_adapters
+from harness.adapters import ADAPTERS, LEVELS, over_adapters
+from harness.covering import over_pairs
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
@@ -112,9 +113,7 @@ def distance_from_unsharded(
     return models.distance(adapter.full_weights(model), on_cpu(dict(plain.named_parameters())))
 
 
-@pytest.mark.parametrize("uses", WITHIN_A_UNIT.values(), ids=WITHIN_A_UNIT)
-@pytest.mark.parametrize("levels", LEVELS)
-@over_adapters
+@over_pairs(adapter=ADAPTERS, levels=LEVELS, uses=WITHIN_A_UNIT)
 def test_gradients_are_those_of_all_ranks(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str, uses: Uses
 ) -> None:
@@ -156,9 +155,7 @@ def gradient_of_accumulation(adapter: Adapter, strategy: Any, micro_batches: int
     return next(g for name, g in adapter.full_gradients(model).items() if name.endswith("trunk.weight")).double()
 
 
-@pytest.mark.parametrize("gpus_per_node", [2, 4])
-@pytest.mark.parametrize("levels", ["GGG", "IGG", "IIG"])
-@over_adapters
+@over_pairs(adapter=ADAPTERS, levels=["GGG", "IGG", "IIG"], gpus_per_node=[2, 4])
 def test_many_bf16_micro_batches_are_summed_in_fp32(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str, gpus_per_node: int
 ) -> None:
@@ -189,9 +186,7 @@ def cleared(adapter: Adapter, levels: str, how: str, apart: bool) -> float:
     return models.distance(*results)
 
 
-@pytest.mark.parametrize("how", ["the model", "what is wrapped"])
-@pytest.mark.parametrize("levels", ["GGG", "IIG", "NNG", "III"])
-@over_adapters
+@over_pairs(adapter=ADAPTERS, levels=["GGG", "IIG", "NNG", "III"], how=["the model", "what is wrapped"])
 def test_zero_grad_of_what_is_wrapped(pool: Callable[[int], Pool], adapter: Adapter, levels: str, how: str) -> None:
     assert max(pool(4).run(cleared, adapter, levels, how, False)) == 0
 

@@ -138,7 +138,7 @@ def quantize_frozen_params(
     check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
     options = FrozenOptions(
         codec,
-        place_base(placement, group, gpus_per_node, None if process_group is not None else wrapping_mesh(model)),
+        place_base(placement, group, gpus_per_node, wrapping_mesh(model, group) if gpus_per_node is None else None),
         min_numel,
         device_of(group, device),
         dtype,

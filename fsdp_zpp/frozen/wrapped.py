@@ -46,13 +46,13 @@ def check_base_agreement(
     check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
 
 
-def wrapping_mesh(model: nn.Module) -> ProcessMesh | None:
-    """The ranks of the strategies that ``model`` is wrapped with; None if it is not.
+def wrapping_mesh(model: nn.Module, group: dist.ProcessGroup | None) -> ProcessMesh | None:
+    """``group`` as the strategies lay it out that ``model`` is wrapped with; None if it is not.
 
     Raises:
         ValueError: If they take nodes to be of different sizes.
     """
-    meshes = {unit.mesh for unit in map(unit_of, model.modules()) if unit is not None}
+    meshes = {unit.mesh for unit in map(unit_of, model.modules()) if unit is not None and unit.mesh.group is group}
     if len(meshes) > 1:
         raise ValueError(
             f"parts of this {model_name(model)} are wrapped with strategies on different nodes "

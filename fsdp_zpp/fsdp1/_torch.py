@@ -38,6 +38,7 @@ _NEEDED = (
     Needed(f"{_FSDP}.fully_sharded_data_parallel", "_unshard_params", "summoning frozen parameters that are apart"),
     Needed(f"{_FSDP}._runtime_utils", "_share_state_and_init_handle_attrs", "learning which instance is the root"),
     Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_apply", "moves of a model"),
+    Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
     Needed(_INSTANCE, "register_comm_hook _comm_hook_state", "communication hooks with a state for each instance"),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
     Needed(f"{_FSDP}._flat_param", "FlatParamHandle HandleTrainingState", "what the files beside this one build on"),
@@ -48,6 +49,7 @@ check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 from torch.distributed.fsdp import (
     _init_utils,
+    _optim_utils,
     _runtime_utils as runtime_utils,
     _unshard_param_utils as unshard_param_utils,
     fully_sharded_data_parallel as _wrapper,
@@ -59,8 +61,8 @@ __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
     "TrainingState",
-    "after_moves",
     "after_root_is_known",
+    "around_moves",
     "frozen_apart",
     "in_backward",
     "intercept_construction",
@@ -68,6 +70,7 @@ __all__ = [
     "no_dispatch_record_stream",
     "process_group_of",
     "runtime_utils",
+    "save_optimizer_states_in_any_group",
     "sharding_over",
     "summon_frozen_too",
     "unshard_param_utils",
@@ -235,8 +238,10 @@ def after_root_is_known(callback: Callable[[nn.Module], None]) -> None:
     runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
 
 
-def after_moves(callback: Callable[[FullyShardedDataParallel], None]) -> None:
-    """Have ``callback(instance)`` run after the flat parameter of an instance was moved or cast: ``to()``, ``half()``.
+def around_moves(
+    before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
+) -> None:
+    """Have both run with an instance before and after its flat parameter is moved or cast: ``to()``, ``half()``.
 
     Whatever moves a model goes through ``_apply``, module by module.
     """
@@ -244,8 +249,26 @@ def after_moves(callback: Callable[[FullyShardedDataParallel], None]) -> None:
 
     @functools.wraps(original)
     def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        before(self)
         moved = original(self, *args, **kwargs)
-        callback(self)
+        after(self)
         return moved
 
     FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]
+
+
+def save_optimizer_states_in_any_group() -> None:
+    """Have ranks agree on the keys of optimizer states by a gather where FSDP would ask a rank that is not theirs.
+
+    For flat parameters FSDP asks global rank 0, which among those that a model is sharded over is in one node only.
+    """
+    original: Any = _optim_utils._map_param_key_to_optim_keys
+
+    @functools.wraps(original)
+    def map_param_key_to_optim_keys(
+        optim_state_dict: dict[str, Any], group: dist.ProcessGroup | None, *args: Any, merge_keys: bool = False
+    ) -> Any:
+        elsewhere = group is not None and dist.get_process_group_ranks(group)[0] != 0
+        return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
+
+    _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys  # type: ignore[assignment]

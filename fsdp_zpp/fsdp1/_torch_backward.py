@@ -33,7 +33,7 @@ _NEEDED = (
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
-    Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_post_backward_called", "reducing once"),
+    Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 

@@ -25,12 +25,14 @@ _NEEDED = (
     Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
     Needed(_HANDLE, "reshard _free_unsharded_flat_param _prefetched", "keeping and dropping what was gathered"),
     Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
-    Needed(_HANDLE, "flat_param_to _fully_sharded_module", "moves of a model"),
+    Needed(_HANDLE, "flat_param_to _fully_sharded_module _reset_flat_param_grad_info_if_needed", "moves of a model"),
     Needed(_HANDLE, "_orig_param_dtype _reduce_dtype", "the dtype of gradients"),
     Needed(_HANDLE, "_use_orig_params _use_sharded_views _writeback_orig_params _skip_writeback_check", "writebacks"),
     Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
     Needed(_HANDLE, "_offload_params _device_handle device rank flat_param", "shards on the CPU and their ranks"),
     Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
+    Needed(_HANDLE, "_reduce_dtype _orig_param_dtype", "the dtype to reduce in"),
+    Needed(_HANDLE, "_fully_sharded_module", "the module of a unit"),
     Needed(_FLAT, "_numels_with_padding _is_padding_mask", "zeroing the padding"),
     Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
 )
@@ -196,6 +198,10 @@ class StrategyHandle(FlatParamHandle):
         """Drop the sum of reduced gradients that optimizers do not see before the last micro-batch."""
         if hasattr(self.flat_param, "_saved_grad_shard"):
             del self.flat_param._saved_grad_shard
+
+    def forget_cleared_gradients(self) -> None:
+        """Drop the gradient if all original parameters' are cleared; to register them anew would show it again."""
+        self._reset_flat_param_grad_info_if_needed()
 
     def write_back(self) -> None:
         """What FSDP does before it gathers: copy parameters that have other storage by now to the shard."""

@@ -65,8 +65,9 @@ def install() -> None:
     _torch_backward.shard_gradients_in_constant_time()
     _torch_backward.after_synchronizing_backward(_gradients_synchronized)
     _torch_handle.announce_writebacks()
-    _torch.after_moves(_moved)
+    _torch.around_moves(_is_moved, _moved)
     _torch.summon_frozen_too()
+    _torch.save_optimizer_states_in_any_group()
     register_flattened(lambda model: _torch_flat.flat_units(model, _readopt))
 
 
@@ -163,6 +164,11 @@ def _watch(root: nn.Module) -> None:
 def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
     parameters, shards = partial(_torch_handle.parameters_of, instance), partial(_torch_handle.shard_of, instance)
     return ManagedUnit(name, unit, parameters, shards, _torch_handle.handle_of(instance))
+
+
+def _is_moved(instance: FullyShardedDataParallel) -> None:
+    if (handle := _torch_handle.handle_of(instance)) is not None:
+        handle.forget_cleared_gradients()
 
 
 def _moved(instance: FullyShardedDataParallel) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -34,6 +34,9 @@ _NEEDED = (
     Needed(_STATE, "_fsdp_param_groups", "the groups of a module", since=(2, 12)),
     Needed(_STATE, "_state_ctx _modules _root_post_backward_final_callback", "the end of a backward"),
     Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the same"),
+    Needed(_STATE, "finalize_backward", "the end of a step by a user's call", since=(2, 15)),
+    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "manual_backward_finalization_active", "the same", since=(2, 15)),
+    Needed(_STATE, "_reset_iter_state", "recovery from an exception", since=(2, 13)),
     Needed(_GROUP, "modules fsdp_params _module_fqn", "what a group consists of"),
     Needed(_GROUP, "unshard wait_for_unshard unshard_in_backward is_unsharded _all_gather_result", "gathering weights"),
     Needed(_GROUP, "_all_gather_process_group _all_gather_comm comm_ctx device device_handle _with_fqn", "the same"),
@@ -45,8 +48,8 @@ _NEEDED = (
         "handing over what was gathered",
     ),
     Needed(f"{_FSDP}._fsdp_common", "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
-    Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE PRE_BACKWARD", "who asks for weights"),
-    Needed(_GROUP, "reshard _to_sharded _training_state", "keeping and dropping what was gathered"),
+    Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE PRE_BACKWARD POST_BACKWARD", "who asks for weights"),
+    Needed(_GROUP, "reshard _to_sharded _training_state use_training_state", "keeping and dropping what was gathered"),
     Needed(_GROUP, "lazy_init", "learning which module is the root"),
     Needed(_GROUP, "reduce_grads _reduce_scatter_process_group", "taking over the reduction"),
     Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
@@ -242,23 +245,60 @@ class WatchedState(FSDPState):
     _agree_on_use: Callable[[], None]
 
     def _root_post_backward_final_callback(self) -> None:
-        groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-        ours = [group for group in groups if isinstance(group, StrategyGroup)]
-        synchronized = any(
-            group.is_last_micro_batch if isinstance(group, StrategyGroup) else group.reduce_grads for group in groups
-        )
+        # A user may end a step with a call of finalize_backward instead, from torch 2.15 on.
+        ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
+        synchronized = ends_step and self._synchronizes()
         # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
         # unsharded after the backward is dropped.
         if synchronized:
             self._gradients_synchronized()
         super()._root_post_backward_final_callback()
+        self._end_backward(synchronized)
+
+    def finalize_backward(self, **arguments: Any) -> None:
+        """The end of a step by a user's call, which torch has from 2.15 on."""
+        torchs: Any = super()
+        torchs.finalize_backward(**arguments)
+        synchronized = self._synchronizes()
+        if synchronized:
+            with ExitStack() as stack:
+                for group in self._groups():  # which are not idle while a backward ends
+                    stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
+                self._gradients_synchronized()
+        self._end_backward(synchronized)
+
+    def _reset_iter_state(self) -> None:
+        torchs: Any = super()
+        torchs._reset_iter_state()  # from torch 2.13 on
+        ours = self._strategy_groups()
+        # Ranks may have failed at different places, so none keeps the order in which it has reduced this time.
+        order: ReductionOrder[ReducingGroup] = ReductionOrder(ours)
+        for group in ours:
+            group.forget()
+            group.order = order
+
+    def _groups(self) -> list[FSDPParamGroup]:
+        return [group for state in self._state_ctx.all_states for group in groups_of(state)]
+
+    def _strategy_groups(self) -> list[StrategyGroup]:
+        return [group for group in self._groups() if isinstance(group, StrategyGroup)]
+
+    def _synchronizes(self) -> bool:
+        """Whether a backward that ends now leaves gradients for a step."""
+        return any(
+            group.is_last_micro_batch if isinstance(group, StrategyGroup) else group.reduce_grads
+            for group in self._groups()
+        )
+
+    def _end_backward(self, synchronized: bool) -> None:
+        ours = self._strategy_groups()
         for order in dict.fromkeys(group.order for group in ours):
             for group in order.remaining():
                 group.reduce_micro_batch()
         if synchronized:
             self._agree_on_use()
         for group in ours:
-            group.end_backward(group.is_last_micro_batch)
+            group.end_backward(synchronized and group.is_last_micro_batch)
             if synchronized and group.kept is not None:
                 group.drop_unsharded()
 

@@ -27,6 +27,8 @@ _NEEDED = (
     Needed(_PARAM, "sharded_param _param_fqn fsdp_placement _get_grad_inner_tensor", "the same"),
     Needed(_PARAM, "unsharded_param _unsharded_param unsharded_grad_data", "gradients that are not sharded yet"),
     Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed(_GROUP, "_set_separate_reduce_scatter_group", "refusing it", since=(2, 13)),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
     Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
 )
 check_needed("adapter for fully_shard", _NEEDED)
@@ -53,6 +55,8 @@ class Reduction(Protocol):
     def errors(self) -> object | None: ...
 
     def accumulate(self, gradient: Tensor) -> Callable[[], None]: ...
+
+    def discard(self) -> None: ...
 
 
 class Completion(Protocol):
@@ -279,6 +283,26 @@ class ReducingGroup(FSDPParamGroup):
             return None
         return tuple(param._param_fqn for param in self._trainable())
 
+    def _set_separate_reduce_scatter_group(self, enable: bool, *groups: Any) -> None:
+        if enable and self.reduction is not None:
+            raise NotImplementedError(
+                f"set_separate_reduce_scatter_group(True) is for torch's own reduction, but a Strategy reduces "
+                f"{self._module_fqn or 'root'}, over process groups of its own; leave the call out"
+            )
+        torchs: Any = super()
+        torchs._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on
+
+    # ---- gradients that are dropped
+
+    def forget_gradients(self) -> None:
+        """Between backwards, drop what torch has kept of gradients, too, and forget what they were of."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # an optimizer in the backward has cleared what it has stepped with
+        self._used = set()
+        for param in self._trainable():
+            while self._take_gradient(param) is not None:  # until torch 2.14, there may be two
+                pass
+
     # ---- after the backward
 
     def used_in_step(self) -> list[bool]:
@@ -304,3 +328,10 @@ class ReducingGroup(FSDPParamGroup):
         self._was_gathered = False
         if synchronized:
             self._took_part, self._used, self._spared = False, set(), {}
+
+    def forget(self) -> None:
+        """An exception has ended a step: drop the gradients of its micro-batches."""
+        if self.reduction is not None:
+            self.reduction.discard()
+        self.forget_gradients()  # torch drops those that are not sharded itself, but from 2.15 on only
+        self.end_backward(synchronized=True)

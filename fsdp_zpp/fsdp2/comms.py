@@ -69,7 +69,7 @@ class EncodedAllGather(StrategyAllGather, _torch.ShardGather):
             raise TypeError(
                 f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
                 f"they can't be encoded as {self._gather.codec}: give them one dtype, or "
-                "MixedPrecisionPolicy(param_dtype=...), or shard them with weights=None"
+                "MixedPrecisionPolicy(param_dtype=...) without param_dtype_override_fn, or shard them with weights=None"
             )
         # A secondary shard that is kept makes the values irrelevant, so they need not be collected.
         kept = self._gather.secondary_nbytes > 0

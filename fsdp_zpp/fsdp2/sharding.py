@@ -156,7 +156,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     sharded = modules[0]
     assert isinstance(sharded, FSDPModule)
     world = unit.mesh.topology.world
-    unit.when_stale = group.drop_unsharded
+    unit.when_stale, unit.when_cleared = group.drop_unsharded, group.forget_gradients
     if unit.gather is not None:
         unit.gather.shard_ahead = group.shard_ahead
         sharded.set_custom_all_gather(all_gather_of(unit.gather, group))

@@ -38,6 +38,7 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
     _check_mesh(strategy, arguments["mesh"])
     _check_dtypes(modules, arguments.get("ignored_params") or set())
     _check_offload(arguments.get("offload_policy"))
+    _check_precision(strategy, arguments.get("mp_policy"))
     check_no_other_parallelism(strategy, named_own_parameters(modules))
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
@@ -103,6 +104,14 @@ def _check_offload(policy: object) -> None:
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
         raise ValueError(
             f"{policy} needs an accelerator to pin memory for; pass CPUOffloadPolicy(pin_memory=False), or none"
+        )
+
+
+def _check_precision(strategy: Strategy, policy: object) -> None:
+    if strategy.frozen is not None and getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise ValueError(
+            f"param_dtype_override_fn chooses dtypes for single parameters, which frozen={strategy.frozen} can't have; "
+            "leave it out of mp_policy, or give no frozen= and call quantize_frozen_params(model, dtype=...) yourself"
         )
 
 

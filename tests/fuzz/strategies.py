@@ -40,6 +40,7 @@ from .program import (
 
 WORLD = 4
 HAS_UNUSED_FLAG = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
 KINDS = ("linear", "affine", "norm", "scale", "mlp")
 LOAD_KINDS = {
     "fsdp1": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
@@ -49,7 +50,7 @@ LOAD_KINDS = {
 FAILS = {
     "fsdp1": ("loss",),  # FSDP1 itself does not come back from exceptions within a forward or backward
     "fsdp1 flat": ("loss",),
-    "fsdp2": ("loss", "forward", "backward") if hasattr(FSDPModule, "reset_iter_state") else ("loss",),
+    "fsdp2": ("loss", "forward", "backward") if HAS_RESET else ("loss",),
 }
 
 
@@ -63,7 +64,7 @@ def strategies_with_codecs(draw: st.DrawFn) -> Strategy:
     """Letters with a codec on some hop."""
     levels = draw(st.sampled_from(LEGAL_LEVELS))
     weights = draw(st.sampled_from((None, Int8(32), *([Int4Delta(32)] if levels[0::2] == "IG" else []))))
-    gradients = draw(st.sampled_from((Int8(32), Int4(16), *([None] if weights is not None else []))))
+    gradients = draw(st.sampled_from((Int8(32), Int4(32), *([None] if weights is not None else []))))
     feedback = None if gradients is None else draw(st.sampled_from((None, LoCo(), LoCo(hops="both"))))
     return Strategy(
         levels,

@@ -39,11 +39,13 @@ def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.Ma
         **factors: Values by the name of the argument.
     """
     named = [_named(factor) for factor in factors.values()]
-    length = max(map(len, named))
+    sizes = [len(factor) for factor in named]
+    # In other turns shorter factors are shifted, those of one size by different steps: all of them meet in time.
+    same = [sizes[:i].count(size) for i, size in enumerate(sizes)]
     chosen = {
-        tuple((k + (turn if len(factor) < length else 0)) % len(factor) for factor in named)
+        tuple((k + (size < max(sizes)) * (turn + turn // 2 * n)) % size for size, n in zip(sizes, same, strict=True))
         for turn in range(times)
-        for k in range(length)
+        for k in range(max(sizes))
     }
     return _parametrize(list(factors), named, _product(named) if rest else sorted(chosen), chosen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -11,13 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=100)
+TIMEOUT = timedelta(seconds=110)
 """How long a collective may take, and a task: a hang fails in less than two minutes."""
 GRACE = 6.0
 """Seconds that ranks have to answer once one of them has failed, for they may hang in what it never entered."""
@@ -52,6 +54,9 @@ def start_method() -> multiprocessing.context.BaseContext:
     if device_type() == "cuda":
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(PRELOADED)
+    # It imports with the working directory on its path, and in the repository's root "kernels" would be ours.
+    with contextlib.chdir("/"):
+        forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 

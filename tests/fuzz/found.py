@@ -1,0 +1,35 @@
+"""Programs that ours once ran differently, as small as they got."""
+
+from __future__ import annotations
+
+from fsdp_zpp import Strategy
+
+from .program import Branch, MicroBatch, Model, Move, Pass, Program, Resume, Step, Unit, ZeroGrad
+
+ONE = (Model(units=(Unit((Branch("affine"), Branch("norm"))),), root=(Branch("linear"),)),)
+OWNER = (((0, 0), (0, 1)),)
+ALL, FIRST = (Pass((0,), (((0, 1), (0,)),)),), (Pass((0,), (((0,), (0,)),)),)
+
+
+def _program(adapter: str, levels: str, *ops: object, optimizer: str = "sgd") -> Program:
+    return Program(adapter, Strategy(levels, gpus_per_node=2), ONE, ops, OWNER, optimizer)  # type: ignore[arg-type]
+
+
+FOUND = {
+    "optimizer states of flat parameters in a node": _program(
+        "fsdp1 flat", "III", MicroBatch(ALL), Step(), ZeroGrad(), Resume(), MicroBatch(ALL), Step(), optimizer="adamw"
+    ),
+    "a move after gradients are cleared": _program(
+        "fsdp1", "IGG", MicroBatch(ALL), ZeroGrad(), Move(), MicroBatch(ALL), Step()
+    ),
+    "a move before the step": _program("fsdp1", "III", MicroBatch(ALL), Move(), Step()),
+    "what only a dropped micro-batch has used": _program(
+        "fsdp2", "GGG", MicroBatch(ALL, sync=False), ZeroGrad(), MicroBatch(FIRST), Step()
+    ),
+    "an exception in a backward": _program(
+        "fsdp2", "IGG", MicroBatch(ALL, fails="backward"), MicroBatch(FIRST), Step()
+    ),
+    "an exception in a backward after another micro-batch": _program(
+        "fsdp2", "IIG", MicroBatch(ALL, sync=False), MicroBatch(ALL, fails="backward"), MicroBatch(FIRST), Step()
+    ),
+}

@@ -1,0 +1,80 @@
+"""The tests' own tools: pairs are all there, what hangs or fails ends, and the repository's root is not on the path."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from harness import pool as pool_module
+from harness.covering import over_each, over_pairs, pairwise
+from harness.launch import launch
+from harness.pool import Pool, WorkerError, device_type
+
+ROOT = Path(__file__).parents[1]
+FACTORS = {"a": ["x", "y"], "b": [1, 2, 3], "c": {"yes": True, "no": False}}
+
+
+def default_of(decorator: pytest.MarkDecorator) -> list[tuple[object, ...]]:
+    """The values that a decorator has tests run over by default."""
+    return [parameters.values for parameters in decorator.args[1] if not parameters.marks]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2), (14, 5, 4, 3, 2), (4, 4, 4, 4)], ids=str)
+def test_every_pair_is_in_some_row(sizes: tuple[int, ...]) -> None:
+    chosen = pairwise(list(itertools.product(*map(range, sizes))))
+    for (i, one), (j, other) in itertools.combinations(enumerate(sizes), 2):
+        assert {(row[i], row[j]) for row in chosen} == set(itertools.product(range(one), range(other)))
+    largest = sorted(sizes)[-2:]
+    assert len(chosen) <= 1.5 * largest[0] * largest[-1] + 2
+
+
+def test_what_is_left_out_is_slow() -> None:
+    assert len(over_pairs(**FACTORS).args[1]) == 12
+    assert 6 <= len(default_of(over_pairs(**FACTORS))) < 9
+    assert len(over_pairs(rest=False, **FACTORS).args[1]) == len(default_of(over_pairs(**FACTORS)))
+    assert default_of(over_each(**FACTORS)) == [("x", 1, True), ("x", 3, True), ("y", 2, False)]
+    assert {(a, c) for a, _, c in default_of(over_each(3, **FACTORS))} == {(a, c) for a in "xy" for c in (True, False)}
+    assert {parameters.id for parameters in over_each(**FACTORS).args[1]} >= {"x-1-yes", "y-3-no"}
+
+
+def hang() -> None:
+    """In a worker: wait for what no one does."""
+    if pool_module.dist.get_rank() == 1:
+        threading.Event().wait()
+
+
+@pytest.mark.skipif(device_type() == "cuda", reason="needs no GPU, and there may be one only")
+def test_a_worker_that_hangs_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timedelta(minutes=2) > pool_module.TIMEOUT
+    pool = Pool(2)
+    pool.run(path)
+    monkeypatch.setattr(pool_module, "TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(WorkerError, match=r"failed on ranks \[1\] of 2; rank 1:\nno answer in time"):
+        pool.run(hang)
+
+
+def path() -> tuple[list[str], str]:
+    """Where modules are looked for here, and where the one named kernels was found, if any."""
+    return sys.path, getattr(sys.modules.get("kernels"), "__file__", "") or ""
+
+
+def test_the_root_is_not_on_the_path(pool: Callable[[int], Pool]) -> None:
+    for folders, kernels in (path(), *pool(2).run(path)):
+        assert str(ROOT) not in [str(Path(folder).resolve()) for folder in folders]
+        assert not kernels.startswith(str(ROOT))
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, threading\nprint('here', flush=True)\n")
+    assert launch(2, script).stdout.split() == ["here", "here"]
+    with script.open("a") as file:
+        file.write("threading.Event().wait() if os.environ['RANK'] == '0' else sys.exit(f'rank 1: {sys.argv[1]}')\n")
+    done = launch(2, script, "told")
+    assert done.returncode != 0
+    assert done.stderr.strip() == "rank 1: told"
