@@ -103,9 +103,7 @@ class _Read:
     others: list[tuple[ModelTensor, Tensor]]
 
 
-def _read(
-    model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
-) -> _Read:
+def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None) -> _Read:
     """Read a base, having checked that it is this model's, both ways."""
     files, stored = read_base(folder)
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
