@@ -10,6 +10,10 @@ import torch
 from harness.pool import SHARE_GPUS, Pool, device_type
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's interpreter runs the kernels where there is no GPU. It must be chosen before they are defined, which is when
+# the first test module is imported, of whatever folder.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

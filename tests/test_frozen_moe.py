@@ -248,7 +248,7 @@ def rows_alone(codec: Codec, rows: int) -> list[bool]:
     """In a worker: whether each matrix of a stack is, dequantized alone, what it is in all of it."""
     same = []
     for letter in "NIG":
-        net = Experts(5, rows, 40).requires_grad_(False)
+        net = Experts(5, rows, 40).to(models.device()).requires_grad_(False)
         whole = net.stack.detach().clone()
         quantize_frozen_params(net, codec, placement=letter, gpus_per_node=2)
         dense = net.stack + 0

@@ -61,7 +61,7 @@ def load_frozen_params(
     selection = select(model, 1)
     refuse_sharded(selection, "call load_frozen_params before you wrap the model")
     check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
-    where, kept_on = place_base(placement, group, gpus_per_node), device_of(group, device) or torch.device("cpu")
+    where, kept_on = place_base(placement, group, gpus_per_node), device_of(group, device)
     read = agree(group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index)
     base = base_for(model)
     before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
@@ -69,7 +69,7 @@ def load_frozen_params(
         put_in_place(one.candidate, one.weight, one.row, base)
     left = {tensor.name: tensor for tensor, _ in read.others if _is_frozen(tensor)}
     for tensor, value in read.others:
-        tensor.fill(value, kept_on)
+        tensor.fill(value, kept_on or torch.device("cpu"))
     report = FrozenReport(
         type(model).__name__,
         read.weights[0].weight.codec,
@@ -103,7 +103,7 @@ class _Read:
     others: list[tuple[ModelTensor, Tensor]]
 
 
-def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device) -> _Read:
+def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None) -> _Read:
     """Read a base, after checking that files and model have the same tensors."""
     files, stored = read_base(folder)
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
@@ -118,7 +118,8 @@ def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement
         candidate, one = candidates[id(tensor.tensor)], stored[key]
         weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
         row = row_from_slices(weight, files.slice(f"{key}.{CODES}"), files.slice(f"{key}.{SCALES}"))
-        weights.append(_Quantized(candidate, weight, row.to(device)))
+        kept_on = candidate.parameter.device if device is None else device
+        weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
     index = repr([stored, [(key, files.file_of(key).name) for key in files]])
     return _Read(index, weights, others)
 

@@ -229,7 +229,8 @@ class ReducingGroup(FSDPParamGroup):
         has_gradient = [self._has_gradient(param) for param in params]
         if self.reduction is not None:
             self._fill_missing(params, has_gradient)
-        if self._took_part or any(has_gradient):
+        # Where torch reduces what is not used, all ranks do, whatever this one has.
+        if self._took_part or any(has_gradient) or (params and self._reduces_unused):
             self.order.synchronized(self)
         with self._hooks_set_aside():
             super().post_backward(*unused)
@@ -267,7 +268,12 @@ class ReducingGroup(FSDPParamGroup):
         Not with error feedback, whose errors must be sent on, nor if set_reduce_scatter_unused_params asks for zeros.
         """
         assert self.reduction is not None
-        return self.reduction.errors is None and not getattr(self, "reduce_scatter_unused_params", False)
+        return self.reduction.errors is None and not self._reduces_unused
+
+    @property
+    def _reduces_unused(self) -> bool:
+        """Whether torch was told to reduce zeros for parameters without gradients, which it knows from 2.13 on."""
+        return getattr(self, "reduce_scatter_unused_params", False)
 
     @contextmanager
     def _hooks_set_aside(self) -> Iterator[None]:

@@ -15,6 +15,20 @@ def _program(adapter: str, levels: str, *ops: object, optimizer: str = "sgd") ->
     return Program(adapter, Strategy(levels, gpus_per_node=2), ONE, ops, OWNER, optimizer)  # type: ignore[arg-type]
 
 
+TWO_UNITS = Program(
+    "fsdp2",
+    Strategy("III", gpus_per_node=2),
+    (Model(units=(Unit((Branch("linear"),)), Unit((Branch("scale"), Branch("scale"))))),),
+    (
+        MicroBatch((Pass((0, 1), (((0,), (), (0,)), ((0,), (0, 1), ()), ((), (), ()), ((), (), ()))),)),
+        MicroBatch((Pass((0, 1), (((0,), (), (0,)),)),), sync=False),
+        MicroBatch((Pass((0, 1), (((0,), (0,), (0,)),)),)),
+        Step(),
+    ),
+    (((0, 0), (0, 1), (0, 2)),),
+    zero_unused=True,
+)
+
 FOUND = {
     "optimizer states of flat parameters in a node": _program(
         "fsdp1 flat", "III", MicroBatch(ALL), Step(), ZeroGrad(), Resume(), MicroBatch(ALL), Step(), optimizer="adamw"
@@ -22,7 +36,6 @@ FOUND = {
     "a move after gradients are cleared": _program(
         "fsdp1", "IGG", MicroBatch(ALL), ZeroGrad(), Move(), MicroBatch(ALL), Step()
     ),
-    "a move before the step": _program("fsdp1", "III", MicroBatch(ALL), Move(), Step()),
     "what only a dropped micro-batch has used": _program(
         "fsdp2", "GGG", MicroBatch(ALL, sync=False), ZeroGrad(), MicroBatch(FIRST), Step()
     ),
@@ -32,4 +45,5 @@ FOUND = {
     "an exception in a backward after another micro-batch": _program(
         "fsdp2", "IIG", MicroBatch(ALL, sync=False), MicroBatch(ALL, fails="backward"), MicroBatch(FIRST), Step()
     ),
+    "ranks that use different units": TWO_UNITS,
 }

@@ -18,7 +18,7 @@ from fuzz import run
 from fuzz.found import FOUND
 from fuzz.pool import ImpatientPool
 from fuzz.program import Program, as_script
-from fuzz.strategies import HAS_RESET, programs, strategies_with_codecs, strategies_without_codecs
+from fuzz.strategies import HAS_RESET, HAS_UNUSED_FLAG, programs, strategies_with_codecs, strategies_without_codecs
 from harness.pool import WorkerError, device_type
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
@@ -74,6 +74,8 @@ def property_of(workers: ImpatientPool, adapter: str, codecs: bool) -> Callable[
 def test_programs_that_once_differed(workers: ImpatientPool, program: Program) -> None:
     if program.adapter == "fsdp2" and not HAS_RESET and any(getattr(op, "fails", None) for op in program.ops):
         pytest.skip("this torch does not come back from an exception in a backward")
+    if program.zero_unused and not HAS_UNUSED_FLAG:
+        pytest.skip("this torch does not reduce unused parameters")
     check(workers, program)
 
 

@@ -1,12 +1,7 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before they are defined."""
-
-import os
+"""Where kernels run."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

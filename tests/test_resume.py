@@ -1,0 +1,92 @@
+"""A training in which ranks are killed goes on from its last checkpoint as if nothing had been."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness.adapter import Adapter
+from harness.adapters import over_adapters
+from harness.launch import launch
+from harness.pool import Pool
+from harness.resumable import Job, uninterrupted
+
+TESTS = Path(__file__).parent
+
+
+def losses_of(job: Job, world: int) -> list[dict[int, set[str]]]:
+    """By rank, what each step's loss was, each time that it was made."""
+    by_rank = []
+    for rank in range(world):
+        losses = defaultdict(set)
+        for line in (job.path / f"losses-{rank}").read_text().splitlines():
+            step, loss = line.split()
+            losses[int(step)].add(loss)
+        by_rank.append(dict(losses))
+    return by_rank
+
+
+def check(job: Job, pool: Pool) -> None:
+    """Fail unless ranks were killed as often as they should, and losses and weights are as if they had not been."""
+    assert len(list(job.path.glob("killed-*"))) == job.kills
+    references = pool.run(uninterrupted, job)
+    for losses, (expected, _) in zip(losses_of(job, pool.world), references, strict=True):
+        assert losses == {step: {loss.hex()} for step, loss in enumerate(expected)}
+    weights = torch.load(job.path / "weights")
+    assert all(torch.equal(weights[name], value) for name, value in references[0][1].items())
+    assert weights.keys() == references[0][1].keys()
+
+
+def arguments(job: Job) -> list[str]:
+    """Its command line."""
+    return ["harness.resumable", job.adapter, job.strategy, str(job.folder), str(job.steps), str(job.kills)]
+
+
+@pytest.mark.parametrize("strategy", ["frozen", "LoCo and Int4Delta"])
+@over_adapters
+def test_a_killed_rank(pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: str) -> None:
+    job = Job(str(adapter), strategy, str(tmp_path), steps=6, kills=1)
+    ended = [launch(2, "-m", *arguments(job)) for _ in range(2)]
+    assert [each.returncode for each in ended] == [-signal.SIGKILL, 0], ended[-1].stderr
+    check(job, pool(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zeropp", "LoCo", "Int4Delta", "frozen"])
+@over_adapters
+def test_ten_killed_ranks(pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: str) -> None:
+    job = Job(str(adapter), strategy, str(tmp_path), steps=24, kills=10)
+    agent = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=4", "--max-restarts=10"]
+    ended = subprocess.run([*agent, "-m", *arguments(job)], cwd=TESTS, capture_output=True, text=True, timeout=1800)
+    assert ended.returncode == 0, ended.stderr
+    check(job, pool(4))
+
+
+@pytest.mark.parametrize("strategy", ["frozen", "LoCo and Int4Delta"])
+@over_adapters
+def test_on_another_number_of_ranks(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: str
+) -> None:
+    """It says that codecs start anew, and trains on the same samples in the same order."""
+    job = Job(str(adapter), strategy, str(tmp_path), steps=5)
+    assert launch(4, "-m", *arguments(job)).returncode == 0
+    losses = losses_of(job, 4)
+    [path.unlink() for path in tmp_path.glob("losses-*")]
+    ended = launch(2, "-m", *arguments(job))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("errors start from zero, weights are sent whole") == (strategy != "frozen")
+    assert "saved on 4 ranks as 2 nodes x 2, and this is 2 ranks as 2 nodes x 1" in ended.stderr or strategy == "frozen"
+    resumed = losses_of(job, 2)
+    for step in resumed[0]:
+        now, before = (
+            sum(float.fromhex(value) for each in ranks for value in each[step]) / len(ranks)
+            for ranks in (resumed, losses)
+        )
+        assert now == pytest.approx(before, rel=1e-2)  # what codecs round in another way
+    assert list(resumed[0]) == [3, 4]
