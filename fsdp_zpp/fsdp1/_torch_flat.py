@@ -32,7 +32,6 @@ _NEEDED = (
         "values that parameters were given",
     ),
     Needed(_HANDLE, "_get_unflat_views", "the original parameters"),
-    Needed("torch.nn.Module", "_parameters", "whether they are still registered"),
     Needed(
         f"{_FSDP}._flat_param.FlatParameter",
         "_params _param_infos _shared_param_infos _shapes _numels_with_padding",

@@ -31,8 +31,6 @@ _NEEDED = (
     Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
     Needed(_HANDLE, "_offload_params _device_handle device rank flat_param", "shards on the CPU and their ranks"),
     Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
-    Needed(_HANDLE, "_reduce_dtype _orig_param_dtype", "the dtype to reduce in"),
-    Needed(_HANDLE, "_fully_sharded_module", "the module of a unit"),
     Needed(_FLAT, "_numels_with_padding _is_padding_mask", "zeroing the padding"),
     Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
 )

@@ -24,7 +24,6 @@ _NEEDED = (
     Needed(f"{_FSDP}._fsdp_state.FSDPState", "_is_root", "the same"),
     Needed(f"{_FSDP}._fsdp_state.FSDPState", "_fsdp_param_group", "the groups of a module", until=(2, 11)),
     Needed(f"{_FSDP}._fsdp_state.FSDPState", "_fsdp_param_groups", "the groups of a module", since=(2, 12)),
-    Needed("torch.nn.Module", "_parameters", "what is registered on a module"),
     Needed("torch.distributed.tensor.DTensor", "_local_tensor", "the class of a shard"),
 )
 check_needed("quantizing of what fully_shard has sharded", _NEEDED)
