@@ -120,7 +120,7 @@ class LoraTrainer(Trainer):
             return AutoModelForCausalLM.from_pretrained(self.lora.folder, dtype=torch.float32)
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()  # which init_empty_weights has undone
+        model.tie_weights()  # init_empty_weights unties them
         return model
 
 

@@ -1,13 +1,14 @@
-"""Whether all ranks of a group were told the same, asked before anything that takes it for granted.
+"""Checks that all ranks of a group were given the same arguments, before anything relies on it.
 
 [Note: Agreement]
 Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
-of different sizes: they would hang, or read each other's bytes as something else. So whatever sets up communication
-says first what it was told, and all ranks compare: a hash, in one collective of 16 bytes, whatever the world. Only
-where hashes differ do ranks exchange what they said, so that each of them can name who said what.
+of different sizes: they would hang, or misread each other's bytes. So whatever sets up communication first compares
+its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
+differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
 
-Ranks meet call by call: if one wraps a block where another wraps the root, or goes on to the first forward, that is a
-difference, too. A rank that never makes such a call (it uses torch's own strategies, say) can't be heard of.
+The comparison is call by call: a rank that wraps a block while another wraps the root, or already runs its first
+forward, is a difference, too. A rank that never makes such a call (because it uses torch's own strategies) can't be
+noticed: the others hang.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def check_agreement(
     """Raise on every rank of ``group`` unless all of them make the same call. Collective. See [Note: Agreement].
 
     Args:
-        group: The ranks; None, a group of one, and torch's fake one have nothing to compare.
-        call: What is called, as errors name it.
-        facts: What it was told, by name; compared by ``repr``.
-        device: Where FSDP was told to compute, for collectives that don't take tensors of the CPU.
+        group: The ranks. For None, a group of one rank and torch's fake backend, nothing is compared.
+        call: The call, as errors name it.
+        facts: Its arguments by name, compared by ``repr``.
+        device: The device that FSDP was given, for backends that don't take CPU tensors.
 
     Raises:
-        ValueError: Naming the ranks and what differs.
+        ValueError: If ranks differ; it names the ranks and what differs.
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
@@ -61,7 +62,7 @@ def check_agreement(
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What ranks have to agree on of parameters, by name; where they are is their own affair."""
+    """What must be the same on all ranks about each parameter, by name; its device need not be."""
     return {
         f"parameter {name}": f"{parameter.dtype} {list(parameter.shape)}{' frozen' * (not parameter.requires_grad)}"
         for name, parameter in parameters
@@ -69,7 +70,7 @@ def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def described(shards: Iterable[Tensor]) -> str:
-    """Dtypes and sizes of padded shards, which are the same on all ranks."""
+    """The dtypes and sizes of padded shards as text; equal shardings give equal texts on all ranks."""
     sizes: dict[torch.dtype, list[int]] = {}
     for shard in shards:
         sizes.setdefault(shard.dtype, []).append(shard.numel())
@@ -77,7 +78,7 @@ def described(shards: Iterable[Tensor]) -> str:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
-    """Where collectives of ``group`` take small tensors."""
+    """The device on which collectives of ``group`` take small tensors."""
     found = accelerator()
     if found is None or "gloo" in dist.get_backend(group):
         return torch.device("cpu")
@@ -87,7 +88,7 @@ def device_for(group: dist.ProcessGroup, device: torch.device | None = None) -> 
 
 
 def _difference(everyone: Mapping[int, tuple[str, dict[str, str]]]) -> str:
-    """Who said what, by rank."""
+    """The error's text, given each rank's call and arguments."""
     calls = {rank: call for rank, (call, _) in everyone.items()}
     if len(set(calls.values())) > 1:
         return (

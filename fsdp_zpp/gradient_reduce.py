@@ -7,10 +7,10 @@ slow network carries each partial sum once, all GPUs of a node using it in paral
 section 3.3). A level with one rank has no hop, and its codec is not applied.
 
 [Note: What a micro-batch reduces]
-The gradient letter says how far down these hops a micro-batch goes that is not the last of its step: ``N`` sums
-on the rank, ``I`` over the node, ``G`` over all ranks. There it waits, in fp32 whatever the dtype of the parameters,
-for the last micro-batch, which makes the hops that are left, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I``
-the traffic between nodes does not depend on the number of micro-batches.
+The gradient scope says how far a micro-batch that is not the last of its step goes: ``N`` sums on the rank, ``I`` over
+the node, ``G`` over all ranks. The sums accumulate there, in fp32 whatever the dtype of the parameters, and the last
+micro-batch makes the remaining hops, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I`` the traffic between
+nodes does not depend on the number of micro-batches.
 
 [Note: What is left on a rank]
 The optimizer letter says which part of the sums a rank needs: its chunk of all ranks' (``G``), all that its local
@@ -56,8 +56,8 @@ class GradientReduce:
         accumulate: The letter of the gradients; see [Note: What a micro-batch reduces].
         keep: The letter of the optimizer; see [Note: What is left on a rank].
         error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_buffer.py.
-        native: Whether one hop without a codec is torch's own reduce-scatter, whose bytes are not counted, rather than
-            an all-to-all.
+        native: Whether to use torch's own reduce-scatter, whose bytes are not counted, instead of an all-to-all where
+            there is one hop and it has no codec.
 
     Attributes:
         errors: The errors that are fed back, if any.
@@ -170,8 +170,8 @@ class GradientReduce:
                 [gpus_per_node * numel] to keep ``I``, chunk i for local index i; [numel] to keep ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself to keep ``N``.
             factor: Applied in fp32, with the last sum.
-            layout: Says of which parameters the gradient consists. Errors that are fed back are those of one layout:
-                with another they start anew.
+            layout: Identifies the parameters that the gradient consists of. Errors that are fed back belong to one
+                layout; if it changes, they start from zero.
 
         Returns:
             What does the rest, in whatever stream is current then, which must come after this one.

@@ -75,7 +75,7 @@ class Hop:
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
-        """torch's own sum of the ``out.numel()`` values for this rank; not counted, as torch's own never are."""
+        """torch's own reduce-scatter into ``out``; not counted, as the bytes of torch's collectives never are."""
         with labelled(f"{self.level}_reduce_scatter", label):
             _reduce_scatter_single()(out, values, group=self.group)
 

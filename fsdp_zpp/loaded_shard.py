@@ -1,10 +1,11 @@
-"""A secondary shard from a checkpoint, and whether it is of any use for the weights that there are now.
+"""A secondary shard from a checkpoint, and whether it matches the current weights.
 
 [Note: Weights of a checkpoint]
-A secondary shard from a checkpoint (Int4Delta) is of use only if the weights are those that were saved with it. They
-may be loaded before it or after, and others may be loaded or written after both, so events do not tell. A fingerprint
-of this rank's weights, saved beside it, does: at the first gather, ranks that gather from each other tell each other
-whether theirs fits, and go on with what was saved if all do. Else weights are sent whole.
+A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. These may be
+loaded before it or after it, and other weights may be loaded or written later, so the order of events proves nothing.
+A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks that gather from each
+other exchange whether their fingerprints match. If all do, they continue from the saved shard; otherwise the weights
+are sent whole.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class LoadedShard:
 
     Args:
         row: The row, uint8 [1, nbytes], on the CPU.
-        fresh: Whether it was made from the weights saved with it, or is what their difference is to be against.
-        fingerprint: Of those weights; None if it is not known.
+        fresh: Whether it encodes the weights saved with it; otherwise it is the base of their next delta.
+        fingerprint: The fingerprint of those weights; None if unknown, in which case it matches nothing.
     """
 
     row: Tensor
@@ -31,12 +32,12 @@ class LoadedShard:
     fingerprint: str | None
 
     def is_of(self, shard: Tensor, nbytes: int) -> bool:
-        """Whether it was saved with ``shard``, and for a codec that makes ``nbytes`` of that. Waits for the device."""
+        """Whether it was saved with these weights, by a codec whose payload has ``nbytes``. Waits for the device."""
         return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
 
 
 def fingerprint(shard: Tensor) -> str:
-    """Tells flat values of all others, but for the sign of zeros. Waits for the device."""
-    # An optimizer that is made to have its states, as torch's state dicts do it, may turn -0 into 0.
+    """A hash of the values, in which -0 and 0 are equal. Waits for the device."""
+    # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
     values = (shard.detach() + 0.0).cpu().contiguous().view(torch.uint8)
     return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"

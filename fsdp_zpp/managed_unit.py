@@ -1,4 +1,4 @@
-"""What the core knows of a unit and of the parameters that an adapter's FSDP holds for it."""
+"""A unit together with the parameters and shards that FSDP holds for it, for code that knows no adapter."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ U = TypeVar("U", covariant=True)
 
 @dataclass(frozen=True)
 class ManagedUnit(Generic[U]):
-    """A unit of a model, and where its parameters are to be had from.
+    """A unit of a model, and access to its parameters.
 
-    Parameters and shards are read anew each time: ``load_state_dict(assign=True)``, a move, or FSDP itself may replace
-    them.
+    Parameters and shards are looked up at each use, since ``load_state_dict(assign=True)``, a move of the model, or
+    FSDP itself may replace them.
 
     Args:
         name: The unit's name in profiles, errors and log lines.
         unit: The unit.
-        parameters: Gives its parameters as an optimizer may hold them by now.
-        shards: Gives what this rank holds of it by now.
-        source: Where its weights are to be had from ahead of their gather; None if it has none.
-        owners: Gives the modules on which its parameters are registered, if those are others while it is unsharded.
+        parameters: Returns its current parameters, as an optimizer holds them.
+        shards: Returns this rank's current shards.
+        source: Reads its weights ahead of their gather; None if that is not possible.
+        owners: Returns the modules that own its parameters, where these are other tensors while it is unsharded.
     """
 
     name: str

@@ -1,12 +1,12 @@
 """The order in which the units of a model reduce gradients before the last micro-batch of a step.
 
 [Note: The order of reductions]
-Collectives must come in one order on all ranks, but which units a micro-batch uses, and in which order, is each rank's
-own business as long as nothing is communicated: torch itself reduces in the last micro-batch only, which has to be
-alike on all ranks. A strategy that reduces earlier ones, too, must therefore not reduce what autograd happens to
-finish. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, and in the order of the
-last backward that synchronized gradients, which was one on all ranks. Before there was such a backward, the order is
-the reverse of the model's. A unit that is finished before its turn keeps its gradients until its turn comes.
+All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
+ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
+strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd finishes
+them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of the last
+backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the order is the
+reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Generic, Protocol, TypeVar
 
 
 class OrderedUnit(Protocol):
-    """Has gradients to reduce in its turn."""
+    """A unit whose gradients are reduced in its turn."""
 
     @property
     def takes_part(self) -> bool:
-        """Whether ranks have gathered it for the micro-batch whose backward runs; the same on all of them."""
+        """Whether ranks have gathered it for the micro-batch whose backward runs; the same on all ranks."""
 
 
 U = TypeVar("U", bound=OrderedUnit)
 
 
 class ReductionOrder(Generic[U]):
-    """Whose turn it is to reduce; see [Note: The order of reductions].
+    """Tells which units to reduce next; see [Note: The order of reductions].
 
     Args:
         units: The units of a model, in the model's order.
@@ -40,12 +40,12 @@ class ReductionOrder(Generic[U]):
         self._finished: set[int] = set()
 
     def finished(self, unit: U) -> list[U]:
-        """Autograd has finished a unit's gradients: the units whose turn has come, this one among them or not."""
+        """Autograd has finished a unit's gradients. Returns the units whose turn has come, maybe not this one."""
         self._finished.add(id(unit))
         return self._advance(everything=False)
 
     def remaining(self) -> list[U]:
-        """The backward of a micro-batch ends: the units that have not had their turn in it."""
+        """The backward of a micro-batch ends. Returns the units that have not had their turn in it."""
         due = self._advance(everything=True)
         self.restart()
         return due
@@ -62,11 +62,11 @@ class ReductionOrder(Generic[U]):
         return due
 
     def synchronized(self, unit: U) -> None:
-        """A unit reduces the gradients of a step."""
+        """Note that a unit reduces in a backward that synchronizes gradients."""
         self._synchronized.append(unit)
 
     def restart(self) -> None:
-        """A backward ends, or one that failed is forgotten; adopt the order in which it synchronized gradients."""
+        """A backward ends: start the next one at the first turn, in the order in which this one synchronized."""
         first = list(dict.fromkeys(self._synchronized))
         self._order = first + [unit for unit in self._order if unit not in first]
         self._synchronized, self._finished, self._turn = [], set(), 0

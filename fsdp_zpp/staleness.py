@@ -145,11 +145,12 @@ class ModelEvents:
                 managed.unit.discard_gradients()
 
     def _units_of(self, optimizer: Optimizer) -> Iterator[WatchedUnit]:
-        """The units of which ``optimizer`` holds a parameter, on all ranks the same.
+        """The units of which ``optimizer`` holds a parameter; the same on all ranks.
 
-        One in the backward, or one of several, clears its units' gradients while others' still wait. A rank may hold no
-        element of a unit: its empty parameters count as others do. If it has left them out of its optimizers, as some
-        users do, nothing tells whose they are, and the unit goes with any optimizer of its model.
+        An optimizer in the backward, or one of several, clears only its own units' gradients; those of others stay. A
+        rank may hold no element of a unit; its empty parameters count like any others. If no optimizer has them, as
+        users sometimes leave them out, nothing tells which one they belong to, and any optimizer of the model clears
+        the unit.
         """
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for managed in self._units:
@@ -184,7 +185,7 @@ def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
 
 
 def weights_moved(module: nn.Module) -> None:
-    """The weights of the unit of ``module`` are elsewhere, or of another dtype, and may have other values."""
+    """Handle a move or cast of the weights of ``module``'s unit, which may also change their values."""
     unit = unit_of(module)
     if isinstance(unit, StrategyUnit):
         unit.invalidate()
@@ -235,10 +236,10 @@ def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
 
 
 def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """Have the parameters of an optimizer say that they are in one."""
+    """Mark the parameters that were just added to an optimizer."""
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, _IN_OPTIMIZER, True)
 
 
-# Optimizers are made before a model's first forward, with which its events begin.
+# At import, since optimizers are constructed before a model's first forward, when its events are first watched.
 register_method_post_hook(Optimizer, "add_param_group", _tag_parameters)

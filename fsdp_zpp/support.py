@@ -58,13 +58,13 @@ def _node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
 
 
 def strategy_facts(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, object]:
-    """What all ranks of ``group`` have to agree on of a strategy, by name; see [Note: Agreement] in agreement.py."""
+    """What must be the same on all ranks about a strategy, by name; see [Note: Agreement] in agreement.py."""
     facts = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
     return facts | {"gpus_per_node": _node_size(strategy, group) or launched_node_size(group)}
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:
-    """``gpus_per_node`` of ``group`` by the launcher; where that makes no equal nodes, what the launcher said."""
+    """``gpus_per_node`` of ``group`` as launched; if its nodes are of unequal size, LOCAL_WORLD_SIZE as text."""
     try:
         return topology_of(group).gpus_per_node
     except ValueError:

@@ -1,4 +1,4 @@
-"""What tells whether a tensor still is what it was: its writes, as far as torch counts them, and its memory."""
+"""Detects that a tensor was written to, as far as torch counts writes, or moved to other memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def version_of(tensor: Tensor) -> Hashable:
-    """Changes with every write to ``tensor`` that torch can see from here, and when it is moved or replaced.
+    """A value that changes with every write to ``tensor`` that torch counts, and when it is moved or replaced.
 
-    Versions count from zero in each new tensor, and an allocator gives the same address again, so neither will do. A
-    weak reference keeps the identity of the memory, but not the memory.
+    Neither ``_version`` nor the address is enough: each new tensor counts from zero, and an allocator reuses addresses.
+    A weak reference to the storage identifies it without keeping it alive.
     """
-    # A subclass may have no memory of its own.
+    # A tensor subclass may have no storage of its own.
     memory = StorageWeakRef(tensor.untyped_storage()) if type(tensor) is Tensor else id(tensor)
     return tensor._version, memory

@@ -82,7 +82,7 @@ _Subgroup = dist.ProcessGroup | _Whole | None
 # The subgroups of a group are made once however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
-# Of the default group, all that were made of others: torch keeps a group until it is told to destroy it.
+# By default group, the subgroups that were made of other groups: torch keeps a group until it is destroyed explicitly.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
 _made_of = WeakKeyDictionary()
 # By the launcher's node size. To look at all ranks of a group is not for every unit of a model.
@@ -192,7 +192,7 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
 
 
 def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
-    """Have ``subgroups`` destroyed some time after ``parent`` is. With the default group, torch destroys all."""
+    """Note ``subgroups``, to destroy them after ``parent`` is destroyed. Those of the default group, torch destroys."""
     world = dist.group.WORLD
     if world is not None and parent is not world:
         made = _made_of.setdefault(world, [])
@@ -200,9 +200,10 @@ def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
 
 
 def _destroy_orphans() -> None:
-    """Destroy the subgroups of groups that were destroyed themselves.
+    """Destroy the subgroups of groups that users have destroyed.
 
-    Now, and not as a group is forgotten: that happens on each rank at another time, and NCCL's ranks part together.
+    Not in a finalizer of the parent group: finalizers run at different times on each rank, and NCCL destroys a
+    communicator on all of its ranks together.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -216,7 +217,7 @@ def _destroy_orphans() -> None:
 def _is_registered(group: dist.ProcessGroup | None) -> bool:
     try:
         return group is not None and dist.get_group_rank(group, dist.get_rank()) >= 0
-    except ValueError:  # which is torch's answer
+    except ValueError:  # which torch raises for a group that was destroyed
         return False
 
 

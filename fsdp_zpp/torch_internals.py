@@ -1,7 +1,7 @@
-"""Tables of what a file needs of torch's internals, checked when it is imported.
+"""Tables of the names that a file uses of torch's internals, checked when the file is imported.
 
-A file that reaches into torch says so in a table, a row for each purpose. A torch that lacks a name would otherwise
-fail in the middle of a training, or not fail and compute something else.
+A file that uses torch's internals lists them in a table, one row for each purpose. Otherwise a torch that lacks a name
+would fail in the middle of training, or silently compute something else.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _STORE_ATTR = dis.opmap["STORE_ATTR"]
 
 
 class Needed(NamedTuple):
-    """Names that one purpose needs.
+    """The names that one purpose needs.
 
     Attributes:
-        owner: The module, or class in a module, that has them, by its full name.
-        names: The names, separated by spaces: of anything that ``owner`` has, or sets on its instances.
-        purpose: What for.
+        owner: The full name of the module or class that has them.
+        names: The names, separated by spaces: attributes of ``owner``, or attributes that it sets on its instances.
+        purpose: What they are needed for, as the error says it.
         since: The first version of torch in which they are needed.
-        until: The last one.
+        until: The last version of torch in which they are needed.
     """
 
     owner: str
@@ -42,19 +42,19 @@ def check_needed(user: str, table: Sequence[Needed], version: str | None = None)
     """Raise unless torch has all names of a table.
 
     Args:
-        user: What needs them, for the error.
+        user: What needs them, as the error names it.
         table: The names.
-        version: torch's version, for the rows of some versions only; by default that of the torch that runs.
+        version: The version of torch, which selects rows. Default: that of the running torch.
 
     Raises:
-        RuntimeError: If any are missing; it names all of them, what each is for, and the versions that have them.
+        RuntimeError: If any are missing; it names all of them, the purpose of each, and the supported versions.
     """
     version = torch.__version__ if version is None else version
     rows = [row for row in table if row.since <= major_minor(version) <= row.until]
     missing = [f"  {row.owner}.{name} ({row.purpose})" for row in rows for name in _missing(row)]
     if missing:
         raise RuntimeError(
-            f"fsdp_zpp's {user} reaches into torch, and this torch {version} lacks what it needs:\n"
+            f"fsdp_zpp's {user} uses internals of torch that this torch {version} lacks:\n"
             + "\n".join(missing)
             + f"\n{supported_versions()}"
         )
@@ -68,7 +68,7 @@ def _missing(row: Needed) -> Iterator[str]:
 
 
 def _resolve(path: str) -> Any:
-    """The module or class of that full name; None if there is none."""
+    """The module or class with this full name; None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
@@ -77,7 +77,7 @@ def _resolve(path: str) -> Any:
 
 
 def _sets_on_instances(owner: Any, name: str) -> bool:
-    """Whether a class declares an attribute or a method of it sets one, or a function of a module does."""
+    """Whether a class declares an attribute or one of its methods sets it; of a module, whether a function sets it."""
     return any(
         name in inspect.get_annotations(each)
         or any(_sets(function.__code__, name) for function in _functions(vars(each).values()))
@@ -94,7 +94,7 @@ def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
 
 
 def _sets(code: types.CodeType, name: str) -> bool:
-    """Whether code has ``something.name = ...``; dis says so too, but takes seconds for all tables."""
+    """Whether ``code`` contains ``something.name = ...``. ``dis`` could tell, but takes seconds for all tables."""
     if name not in code.co_names:
         return False
     high = 0

@@ -16,7 +16,8 @@ def check_torch_version(adapter: str, version: str | None = None) -> None:
     version = torch.__version__ if version is None else version
     if not SUPPORTED[0] <= major_minor(version) <= SUPPORTED[1]:
         raise RuntimeError(
-            f"fsdp_zpp's adapter for {adapter} reaches into torch, and this is torch {version}. {supported_versions()}"
+            f"fsdp_zpp's adapter for {adapter} uses internals of torch, and this is torch {version}. "
+            f"{supported_versions()}"
         )
 
 
@@ -27,6 +28,6 @@ def major_minor(version: str) -> tuple[int, int]:
 
 
 def supported_versions() -> str:
-    """The versions that work, and how to get one."""
+    """The versions that work, and the command that installs one, for errors."""
     (low, first), (high, last) = SUPPORTED
     return f'torch {low}.{first} to {high}.{last} work: pip install "torch>={low}.{first},<{high}.{last + 1}"'

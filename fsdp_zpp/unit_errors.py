@@ -56,9 +56,9 @@ class UnitErrors:
         return self._buffers.get(hop)
 
     def begin(self, device: torch.device, layout: Hashable = None) -> None:
-        """A reduction is about to use the errors, of gradients that consist of what ``layout`` says."""
+        """A reduction is about to use the errors, for a gradient of the parameters that ``layout`` identifies."""
         if layout != self._layout:
-            # Errors have a place in the gradient: in another one they would be added to other parameters'.
+            # Errors are positions in the gradient: in another layout they would be added to other parameters.
             if self._layout is not None:
                 for buffer in self._buffers.values():
                     buffer.reset()

@@ -1,4 +1,4 @@
-"""Which parameters some rank has used: others have nothing to reduce, but must reduce the same."""
+"""Whether any rank has used a parameter: all ranks reduce the same parameters, used or not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .topology import ProcessMesh
 
 
 def used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
-    """Tell all ranks of ``mesh`` what this one has used. Collective over ``mesh``.
+    """Exchange which parameters each rank has used. Collective over ``mesh``.
 
     Args:
-        used: For each parameter, whether this rank has used it; as many on all ranks.
+        used: For each parameter, whether this rank has used it. All ranks pass equally many.
         mesh: The ranks.
 
     Returns:
-        What waits for the answer, for each parameter whether any rank has used it. A rank that has used everything
-        knows it without asking, so that its host need not wait for the device.
+        A function that waits for the device and returns, for each parameter, whether any rank has used it. A caller
+        that has used all of them knows the answer and need not call it.
     """
     if mesh.group is None or mesh.topology.world == 1:
         return lambda: list(used)

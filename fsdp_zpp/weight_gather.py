@@ -79,7 +79,7 @@ class WeightGather:
 
     Attributes:
         first_hops: Makes this unit's first hop among those of others, ahead of its use; None if it makes it itself.
-        shard_ahead: Gives what a gather would be given now, and its version; None if that can't be told.
+        shard_ahead: Returns the shard that a gather would get now, and its version; None if they are not known.
     """
 
     first_hops: FirstHops | None = None

@@ -94,13 +94,13 @@ def test_another_shape_of_the_second_weight(tmp_path: Path, make: Make) -> None:
 def test_trained_meanwhile(tmp_path: Path) -> None:
     net = files.make_base()
     net.head.requires_grad_(True)
-    refused(net, loading(save(tmp_path)), "has head.weight, quantized, which is no frozen weight", "trainable")
+    refused(net, loading(save(tmp_path)), "has head.weight, quantized, which is not a frozen weight", "trainable")
 
 
 def test_quantized_already(tmp_path: Path) -> None:
     net = files.make_base()
     quantize_frozen_params(net)
-    refused(net, loading(save(tmp_path)), "which is quantized already in this Net")
+    refused(net, loading(save(tmp_path)), "which is already quantized in this Net")
 
 
 def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -268,19 +268,20 @@ def test_corrupt_files(tmp_path: Path, content: bytes) -> None:
     whole = path.read_bytes()
     for said in (content, whole[:-100]):
         path.write_bytes(said)
-        refused(files.make_base(), quantizing(path), f"{path} is not a whole safetensors file", "give a complete")
+        refused(files.make_base(), quantizing(path), f"{path} is not a complete safetensors file", "give a complete")
     index = tmp_path / "model.safetensors.index.json"
     path.rename(tmp_path / "part.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "part.safetensors")}))
-    refused(files.make_base(), quantizing(index), "part.safetensors is not a whole safetensors file", "give a complete")
+    said = "part.safetensors is not a complete safetensors file"
+    refused(files.make_base(), quantizing(index), said, "give a complete")
     index.write_bytes(content)
-    refused(files.make_base(), quantizing(index), f"{index} is no index of safetensors files", "give a complete")
+    refused(files.make_base(), quantizing(index), f"{index} is not an index of safetensors files", "give a complete")
     folder = save(tmp_path / "base")
     (saved,) = folder.glob("*.safetensors")
     saved.write_bytes(content)
-    refused(files.make_base(), loading(folder), f"{saved} is not a whole safetensors file", "save the base again")
+    refused(files.make_base(), loading(folder), f"{saved} is not a complete safetensors file", "save the base again")
     (folder / files.INDEX).write_bytes(content)
-    refused(files.make_base(), loading(folder), f"{files.INDEX} is no index", "save the base again")
+    refused(files.make_base(), loading(folder), f"{files.INDEX} is not an index", "save the base again")
 
 
 def test_an_index_and_its_files(tmp_path: Path) -> None:
@@ -313,16 +314,16 @@ def of_weight(**said: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WRONG_INDEX: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "format": (lambda index: index["metadata"].pop("format"), "is no index of a quantized base"),
-    "metadata": (lambda index: index.pop("metadata"), "is no index of a quantized base"),
-    "weights": (lambda index: index["metadata"].update(weights=[]), "is no index of a quantized base"),
+    "format": (lambda index: index["metadata"].pop("format"), "is not the index of a quantized base"),
+    "metadata": (lambda index: index.pop("metadata"), "is not the index of a quantized base"),
+    "weights": (lambda index: index["metadata"].update(weights=[]), "is not the index of a quantized base"),
     "weight map": (lambda index: index.pop("weight_map"), "it has no weight_map"),
-    "weight": (lambda index: index["metadata"]["weights"].update({WEIGHT: 3}), "is no quantized weight"),
-    "no shape": (lambda index: index["metadata"]["weights"][WEIGHT].pop("shape"), "is no quantized weight"),
-    "shape": (of_weight(shape=[91, -66]), "is no quantized weight"),
-    "codec": (of_weight(codec="Int3"), "is no quantized weight"),
-    "dtype": (of_weight(dtype="nn"), "is no quantized weight"),
-    "no block": (of_weight(block=63), "is no quantized weight"),
+    "weight": (lambda index: index["metadata"]["weights"].update({WEIGHT: 3}), "not a quantized weight"),
+    "no shape": (lambda index: index["metadata"]["weights"][WEIGHT].pop("shape"), "not a quantized weight"),
+    "shape": (of_weight(shape=[91, -66]), "not a quantized weight"),
+    "codec": (of_weight(codec="Int3"), "not a quantized weight"),
+    "dtype": (of_weight(dtype="nn"), "not a quantized weight"),
+    "no block": (of_weight(block=63), "not a quantized weight"),
     "another block": (of_weight(block=32), "in blocks of 32"),
     "larger blocks": (of_weight(block=128), "in blocks of 128"),
     "another codec": (of_weight(codec="Int4"), "Int4 in blocks of 64"),
@@ -373,7 +374,7 @@ def on_rank_2(kind: str, folder: str) -> tuple[Reply, bool]:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "base", "another save"])
 def test_all_ranks_hear_of_it(pool: Callable[[int], Pool], tmp_path: Path, kind: str) -> None:
-    message = "rank 2 read other files than rank 0" if kind == "another save" else "not a whole safetensors file"
+    message = "rank 2 read different files from rank 0" if kind == "another save" else "not a complete safetensors file"
     for name in ("whole", "broken"):
         if kind == "checkpoint":
             files.write_checkpoint(tmp_path / name / "model.safetensors", files.make_base().state_dict())

@@ -164,7 +164,7 @@ def test_an_expert_is_missing_or_of_another_shape(tmp_path: Path) -> None:
     state = files.load_file(path)
     for value, message in (
         (None, r"has no model\.layers\.0\.mlp\.experts\.gate_up_proj"),
-        (torch.zeros(1, 64), "experts of .*gate_up_proj are not of one shape"),
+        (torch.zeros(1, 64), "experts of .*gate_up_proj differ in shape"),
     ):
         files.write_checkpoint(path, state, **{part.replace(".", "__"): value})
         model = experts("qwen")

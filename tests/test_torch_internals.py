@@ -42,7 +42,7 @@ def test_an_error_names_all_that_is_missing_and_the_versions_that_work() -> None
     with pytest.raises(RuntimeError) as caught:
         check_needed("adapter for it", table, "2.14.1+cpu")
     assert str(caught.value).splitlines() == [
-        "fsdp_zpp's adapter for it reaches into torch, and this torch 2.14.1+cpu lacks what it needs:",
+        "fsdp_zpp's adapter for it uses internals of torch that this torch 2.14.1+cpu lacks:",
         f"  {HERE}.Group.mp_policy (gathering)",
         "  torch.no_such_module.Thing.name (something else)",
         'torch 2.11 to 2.15 work: pip install "torch>=2.11,<2.16"',

@@ -1,12 +1,12 @@
-"""Private names of PEFT: what it has to see of a quantized base to add adapters to it.
+"""Lets PEFT see a quantized base, so that it can add adapters to it; patches private names of PEFT.
 
 [Note: What PEFT sees]
-PEFT finds out by a model's parameters which weights are tied, which it is to target, where the word embeddings are and
-how many there are in all. Frozen weights are no parameters, since FSDP must not see them. So while one of PEFT's
-methods below runs, they are put among the parameters of their modules, each as the one tensor that stands for it.
+PEFT looks at a model's parameters to find tied weights, targets and word embeddings, and to count elements. Frozen
+weights are not parameters, since FSDP must not see them. So while one of the methods of PEFT below runs, the tensors
+that stand for frozen weights are registered as parameters of their modules.
 
-``target_parameters`` are computed by parametrizing the module that has them, anew in each forward. Frozen weights are
-parametrized in a module that stands in for it.
+For ``target_parameters``, PEFT parametrizes the module that has them, anew in each forward. A frozen weight is
+parametrized on a stand-in module instead.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SEES = (
     ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters"),
     ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
 )
-"""Methods that look at parameters of what they are called on or with."""
+"""Methods that look at the parameters of the object they are called on, or of their arguments."""
 _COMPUTES = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
 _OURS = "_fsdp_zpp_shows_frozen"
 
 
 def show_to_peft() -> None:
-    """Have PEFT see frozen weights, if it is used. See [Note: What PEFT sees]."""
+    """Let PEFT see frozen weights, if it is imported or may be. See [Note: What PEFT sees]."""
     if not {"peft", "transformers"} & set(sys.modules):
         return
     try:
@@ -53,7 +53,7 @@ def show_to_peft() -> None:
 
 @contextmanager
 def shown_as_parameters(*models: object) -> Iterator[None]:
-    """A context in which frozen weights of ``models`` are among the parameters of their modules."""
+    """A context in which the frozen weights of ``models`` are parameters of their modules; skips other objects."""
     put: list[tuple[FrozenModule, str]] = []
     for model in models:
         for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
@@ -68,10 +68,10 @@ def shown_as_parameters(*models: object) -> Iterator[None]:
 
 
 def refuse_lost_ties(model: nn.Module) -> None:
-    """Raise for adapters that are tied in a way that a sharded model has lost.
+    """Raise for a sharded model with tied adapters whose tie FSDP does not keep.
 
     Raises:
-        ValueError: If there are any.
+        ValueError: If it has any.
     """
     modules = list(model.modules())
     if not any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in modules):
@@ -80,10 +80,10 @@ def refuse_lost_ties(model: nn.Module) -> None:
         for name, config in configs.items() if isinstance(configs, dict) else ():
             if getattr(config, "target_modules_to_tie", None):
                 raise ValueError(
-                    f"the adapter {name!r} has ensure_weight_tying=True and targets an embedding that is tied: PEFT "
-                    "lets the tied layers' adapters be views of one memory, and FSDP shards each by itself, so that "
-                    "they would differ after the first step. Train the embedding by modules_to_save or "
-                    "trainable_token_indices, which stay tied, or target it without ensure_weight_tying"
+                    f"the adapter {name!r} has ensure_weight_tying=True and targets a tied embedding: PEFT makes the "
+                    "adapters of tied layers views of one memory, but FSDP shards each on its own, so they would "
+                    "differ after the first step. Train the embedding by modules_to_save or trainable_token_indices, "
+                    "which stay tied, or target it without ensure_weight_tying"
                 )
 
 
@@ -100,7 +100,7 @@ def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]]
 
 def _seeing(original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # What is being constructed has no modules yet.
+        # In __init__, self has no modules yet.
         own = [self] if "_modules" in vars(self) else []
         with shown_as_parameters(*own, *args, *kwargs.values()):
             return original(self, *args, **kwargs)

@@ -97,7 +97,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by the first of them: PEFT wants those that are tied by each of their names."""
+    """All names of each parameter, keyed by the first; PEFT stores a tied parameter under each of its names."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(original_path(name))
@@ -105,7 +105,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
-    """What adapters keep in buffers, as VeRA does, by all of its names; PEFT calls these by the adapter's name."""
+    """The buffers of adapters (VeRA's, say), by all of their names; PEFT registers them under the adapter's name."""
     copies: dict[int, Tensor] = {}
     state = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -120,7 +120,7 @@ def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tenso
 
 @contextmanager
 def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """Of prompts PEFT saves what their encoder computes, so its parameters must be whole."""
+    """A context in which prompt encoders have whole parameters: PEFT saves the prompts that they compute."""
     sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
     encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
     for path, module in encoders.named_modules():

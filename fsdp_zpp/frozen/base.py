@@ -57,8 +57,8 @@ class FrozenBase:
         """Make units of all weights, by the shape that the model has now. Collective.
 
         Raises:
-            ValueError: If ranks have different weights, those that hold the same part of one different values, or
-                sharding has torn adapters apart that were tied.
+            ValueError: If ranks have different weights, if ranks that hold the same part of a weight have different
+                values, or if adapters were tied and sharding has untied them.
         """
         root = self.root()
         model = type(root).__name__ if root is not None else "the model"
@@ -158,7 +158,7 @@ def parameter_name(path: str, own_name: str) -> str:
 
 
 def _check_agreement(model: str, groups: dict[tuple[str, Placement], list[FrozenWeight]]) -> None:
-    """Raise on every rank if ranks have different weights, or would gather other ones together."""
+    """Raise on every rank if ranks have different weights, or group them into different units."""
     for group in dict.fromkeys(placement.mesh.group for _, placement in groups):
         facts = {
             f"unit {unit}": f"{[(w.name, tuple(w.shape), str(w.codec)) for w in weights]} placed {placement.letter}"

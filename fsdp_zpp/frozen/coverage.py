@@ -1,7 +1,7 @@
-"""Whether files have all that a model needs, tensor for tensor, in exactly its shape; before anything is changed.
+"""Checks that files have every tensor that a model needs, in exactly its shape, before the model changes.
 
-What a checkpoint lacks would stay as the constructor left it, at random or on the meta device, and train on without a
-word. So that is an error, and everything is compared before the first tensor is read.
+A tensor that a checkpoint lacks would stay as the constructor left it, random or on the meta device, and training would
+go on without a warning. So that is an error, and all headers are compared before the first tensor is read.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ..support import DTYPES, model_name
 from .model_tensors import ModelTensor, model_tensors
 from .tensor_files import Header
 
-_TIED = "they are two tensors now, as accelerate's init_empty_weights leaves them: call model.tie_weights() after it"
+_TIED = "accelerate's init_empty_weights has left them as separate tensors; call model.tie_weights() after it"
 
 
 def found_in(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
-    """The tensors of ``model`` that ``keys`` has, and by which of their names.
+    """The tensors of ``model`` that ``keys`` names, each with those of its names that are among ``keys``.
 
     Args:
         model: The model; not sharded.
-        keys: What there is.
-        where: What has them, in errors.
-        remedy: What to do if it lacks some.
+        keys: The names that the files have.
+        where: The files, as errors name them.
+        remedy: What to do if they lack a tensor, for errors.
 
     Raises:
-        ValueError: If the model needs others, or is sharded.
+        ValueError: If the model needs a tensor that is not among them, or is sharded.
     """
     refuse_sharded_tensors(model, where)
     there = frozenset(keys)
@@ -48,7 +48,7 @@ def found_in(model: nn.Module, keys: Collection[str], where: str, remedy: str) -
 
 
 def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
-    """Raise for a buffer of the base on the meta device that no file has, as state dicts don't.
+    """Raise for a non-persistent buffer of the base on the meta device: it is in no state dict, so in no file.
 
     Raises:
         ValueError: Naming it.
@@ -56,9 +56,9 @@ def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
     for tensor in tensors:
         if tensor.names and not tensor.persistent and tensor.tensor.is_meta:
             raise ValueError(
-                f"{tensor.name} is on the meta device and no checkpoint has it, as it is a buffer that "
-                f"{model_name(model)} computes itself; construct the model with accelerate's init_empty_weights, which "
-                "leaves buffers, and call model.tie_weights() after it, or give the buffer its value first"
+                f"{tensor.name} is on the meta device and in no checkpoint: it is a buffer that {model_name(model)} "
+                "computes itself; construct the model with accelerate's init_empty_weights, which gives buffers their "
+                "values, and call model.tie_weights() after it, or give the buffer its value first"
             )
 
 
@@ -72,25 +72,25 @@ def refuse_sharded_tensors(model: nn.Module, where: str) -> None:
         sharded = isinstance(module, (FullyShardedDataParallel, FSDPModule))
         if sharded or any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             name = path or f"this {model_name(model)}"
-            raise ValueError(f"{name} is sharded already; load {where} before you wrap the model")
+            raise ValueError(f"{name} is already sharded; load {where} before you wrap the model")
 
 
 def check_header(tensor: ModelTensor, key: str, header: Header, where: object) -> None:
-    """Raise unless a stored tensor is what the model has: exactly the shape, and a dtype of its kind.
+    """Raise unless a stored tensor has exactly the shape of the model's, and a dtype that casts to its dtype.
 
     Args:
-        tensor: The model's.
-        key: The stored one's name.
-        header: What is stored.
-        where: Its file.
+        tensor: The model's tensor.
+        key: The name of the stored tensor.
+        header: Its shape and dtype.
+        where: Its file, as errors name it.
 
     Raises:
-        ValueError: Naming both.
+        ValueError: If it does not fit; it names both shapes or dtypes.
     """
     shape, ours, theirs = tuple(tensor.tensor.shape), tensor.tensor.dtype, header.dtype
     if header.shape != shape:
         raise ValueError(
-            f"{key} is {shape} in the model and {header.shape} in {where}; give the files of this very architecture"
+            f"{key} is {shape} in the model and {header.shape} in {where}; give files of the same architecture"
         )
     both_float = ours.is_floating_point and theirs in DTYPES
     both_integers = not ours.is_floating_point and isinstance(theirs, torch.dtype) and not theirs.is_floating_point
@@ -99,7 +99,7 @@ def check_header(tensor: ModelTensor, key: str, header: Header, where: object) -
 
 
 def _tie_of(model: nn.Module, missing: Iterable[ModelTensor]) -> str:
-    """What to say of a missing tensor that the model should share with another one."""
+    """The remedy where a missing tensor should be tied to another one; empty where it should not."""
     for target, source in [tie for module in model.modules() for tie in _declared_ties(module)]:
         for name in [name for tensor in missing for name in tensor.names]:
             if any(re.search(f"(^|\\.){end}$", name) for end in (target, source)):
@@ -108,7 +108,7 @@ def _tie_of(model: nn.Module, missing: Iterable[ModelTensor]) -> str:
 
 
 def _declared_ties(module: nn.Module) -> list[tuple[str, str]]:
-    """What a transformers model says of its ties: which weight to which."""
+    """The ties that a transformers model declares, as pairs of a target and its source."""
     ties = getattr(module, "all_tied_weights_keys", None)
     if ties is None:
         config = getattr(module, "config", None)

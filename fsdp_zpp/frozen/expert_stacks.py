@@ -1,8 +1,8 @@
-"""Experts of MoE layers, which checkpoints keep one by one and transformers' models as stacks of matrices.
+"""Experts of MoE layers: checkpoints store their matrices one by one, transformers' models as stacks.
 
-A model's ``mlp.experts.gate_up_proj`` is ``[experts, gate and up, width]``; files have
-``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as they are still saved. Matrices
-of a stack are put together as they are read.
+A model's ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
+``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5 and as transformers still saves them.
+The matrices of a stack are concatenated as they are read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PARTS = {
     "gate_up_proj": (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight")),
     "down_proj": (("down_proj.weight",), ("w2.weight",)),
 }
-"""What the matrices of a stack are made of, top to bottom, by the names that models have for it; also as in Mixtral."""
+"""For each stack, the stored matrices that form one of its matrices, top to bottom; the second way is Mixtral's."""
 
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")
-"""Its MoE layer in files and in models."""
+"""The name of Mixtral's MoE layer in files and in models."""
 
 
 class StackedFiles:
-    """Tensors in files, and the stacks that they make up.
+    """Tensors in files, and the stacks that can be assembled from them.
 
     Args:
         files: The files.
@@ -41,11 +41,11 @@ class StackedFiles:
 
     @property
     def keys(self) -> list[str]:
-        """Names of all tensors, and of all that they make up."""
+        """The names of all tensors, and of all stacks that can be assembled."""
         return list(dict.fromkeys([*self._files, *self._stacks, *self._renamed]))
 
     def parts(self, key: str) -> list[str]:
-        """What the files have of it."""
+        """The names in the files of the tensors that ``key`` is read from."""
         if key in self._files:
             return [key]
         return (
@@ -57,7 +57,7 @@ class StackedFiles:
         return self._files.file_of(self.parts(key)[0])
 
     def header(self, key: str) -> Header:
-        """Shape and dtype of a tensor. Errors as :meth:`TensorFiles.header`, and where parts do not fit together."""
+        """Shape and dtype of a tensor. Errors as :meth:`TensorFiles.header`, and if parts differ in shape or dtype."""
         if key not in self._stacks or key in self._files:
             return self._files.header(self.parts(key)[0])
         matrices = [[self._files.header(part) for part in matrix] for matrix in self._stacks[key]]
@@ -67,7 +67,7 @@ class StackedFiles:
             for part in matrices[0]
         ):
             raise ValueError(
-                f"the experts of {key} are not of one shape and dtype in {self.source}; give a complete checkpoint"
+                f"the experts of {key} differ in shape or dtype in {self.source}; give a complete checkpoint"
             )
         return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
@@ -86,7 +86,7 @@ class StackedFiles:
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """For each stack that files have one by one, what its matrices are made of."""
+    """For each stack that files store one by one, the stored matrices that form each of its matrices."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):

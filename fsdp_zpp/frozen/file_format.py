@@ -8,8 +8,8 @@ not quantized is stored as it is, and so are the buffers that state dicts have. 
 adapters and wrappers. An index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
 
 [Note: A save is all or nothing]
-Each save writes files of new names, then replaces the index, then removes what the older index named. So a folder holds
-the older base until the index is replaced, the newer one afterwards, and never some of both, wherever a save ends.
+Each save writes files under new names, then replaces the index, then removes the files of the older base. So a folder
+holds the older base until the index is replaced and the newer one afterwards, never a mix, wherever a save is cut off.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StoredWeight:
         return getattr(torch, self.dtype)
 
     def headers(self) -> tuple[Header, Header]:
-        """Shape and dtype of its codes and its scales in files."""
+        """The headers that its codes and its scales must have in files."""
         layout = self.make_codec().layout
         blocks = layout.blocks(torch.Size(self.shape).numel())
         codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
@@ -111,16 +111,16 @@ def row_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
 
 
 def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
-    """The index."""
+    """The text of the index."""
     metadata = {"format": FORMAT, "weights": {name: asdict(stored) for name, stored in weights.items()}}
     return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
-    """The files of a quantized base, and each weight's metadata, which its codes and scales fit.
+    """The files of a quantized base, and each weight's metadata; codes and scales are checked against it.
 
     Raises:
-        ValueError: If there is no whole base in ``folder``.
+        ValueError: If ``folder`` holds no complete base.
     """
     path = folder / INDEX
     if not path.exists():
@@ -129,18 +129,19 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
     metadata = index.get("metadata")
     said = metadata.get("weights") if isinstance(metadata, dict) and metadata.get("format") == FORMAT else None
     if not isinstance(said, dict) or not said:
-        raise ValueError(f"{path} is no index of a quantized base; {REMEDY}")
+        raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
     weights = {name: _stored_weight(name, of_it, path) for name, of_it in said.items()}
     files = TensorFiles(where, path, REMEDY)
     for name, stored in weights.items():
         for kind, expected in zip((CODES, SCALES), stored.headers(), strict=True):
             key = f"{name}.{kind}"
             if key not in files:
-                raise ValueError(f"{path} has no {key}, though it has a weight {name}; {REMEDY}")
+                raise ValueError(f"{path} has no {key}, but lists the weight {name}; {REMEDY}")
             if (found := files.header(key)) != expected:
                 raise ValueError(
-                    f"{files.file_of(key)} has {key} as {found.dtype} {found.shape}; {name}, {stored.codec} in blocks "
-                    f"of {stored.block} and of shape {stored.shape}, takes {expected.dtype} {expected.shape}; {REMEDY}"
+                    f"{files.file_of(key)} has {key} as {found.dtype} {found.shape}, but {name}, {stored.codec} in "
+                    f"blocks of {stored.block} and of shape {stored.shape}, needs {expected.dtype} {expected.shape}; "
+                    f"{REMEDY}"
                 )
     return files, weights
 
@@ -149,7 +150,7 @@ def _stored_weight(name: str, said: Any, path: Path) -> StoredWeight:
     """A weight's metadata.
 
     Raises:
-        ValueError: If it makes no sense.
+        ValueError: If it describes no weight that a codec can have encoded.
     """
     try:
         stored = StoredWeight(tuple(said["shape"]), said["dtype"], said["codec"], said["block"])
@@ -158,5 +159,7 @@ def _stored_weight(name: str, said: Any, path: Path) -> StoredWeight:
             raise ValueError(f"a weight of shape {stored.shape} and dtype {stored.dtype}")
         stored.make_codec()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} says of {name} {said!r}, which is no quantized weight ({error}); {REMEDY}") from error
+        raise ValueError(
+            f"{path} describes {name} as {said!r}, which is not a quantized weight ({error}); {REMEDY}"
+        ) from error
     return stored

@@ -32,7 +32,7 @@ def quantize_for(
 ) -> None:
     """Quantize the frozen weights of ``module`` as its strategy says, if it does; logged when the model is complete.
 
-    What was quantized before moves to the strategy's nodes.
+    A base that is already quantized moves to the strategy's nodes.
 
     Args:
         strategy: The strategy; its parameter letter places them.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Frozen(Protocol):
-    """A frozen weight, or a view of one."""
+    """A frozen weight or a view of one."""
 
     dtype: torch.dtype
 

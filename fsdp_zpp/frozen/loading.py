@@ -25,8 +25,8 @@ from .weight import FrozenWeight
 from .wrapped import check_base_agreement
 
 _REMEDY = (
-    "load it into the architecture that it was saved from, in which what was trained then, and is not in the files, is "
-    "trainable and has values"
+    "load it into the architecture that it was saved from; tensors that were trained when it was saved are not in its "
+    "files, so they must be trainable and have values here"
 )
 
 
@@ -54,8 +54,8 @@ def load_frozen_params(
         What is quantized now, and what was left.
 
     Raises:
-        ValueError: If the files are broken or don't fit the model exactly, on any rank, or the model is sharded
-            already; on every rank, and nothing of the model has changed.
+        ValueError: If the files are broken or don't fit the model exactly, on any rank, or the model is already
+            sharded. Every rank raises, and the model is unchanged.
     """
     group = process_group if process_group is not None else dist.group.WORLD
     selection = select(model, 1)
@@ -96,7 +96,7 @@ class _Quantized:
 
 @dataclass(frozen=True)
 class _Read:
-    """All that a base's files have for a model, before any of it is in the model."""
+    """What a base's files hold for a model, read but not yet put into the model."""
 
     index: str
     weights: list[_Quantized]
@@ -104,7 +104,7 @@ class _Read:
 
 
 def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None) -> _Read:
-    """Read a base, having checked that it is this model's, both ways."""
+    """Read a base, after checking that files and model have the same tensors."""
     files, stored = read_base(folder)
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
     found = found_in(model, keys, f"the base in {folder}", _REMEDY)
@@ -132,23 +132,23 @@ def _check_both_ways(
     keys: list[str],
     found: list[tuple[ModelTensor, list[str]]],
 ) -> None:
-    """Raise unless each stored tensor has its place in ``model``, in exactly its shape."""
+    """Raise unless each stored tensor has a place in ``model``, of exactly its shape."""
     name, source = model_name(model), files.source
     by_key = {key: tensor for tensor, those in found for key in those}
     if unknown := [key for key in keys if key not in by_key]:
         quantized = {name for names in frozen_names(model).values() for name in names}
-        why = "which is quantized already" if unknown[0] in quantized else "for which there is no place"
+        why = "which is already quantized" if unknown[0] in quantized else "for which there is no place"
         more = f" ({len(unknown)} tensors in all)" if len(unknown) > 1 else ""
         raise ValueError(
             f"{source} has {unknown[0]}, {why} in this {name}{more}; load the base into the architecture that it was "
-            "saved from, before anything of it is quantized"
+            "saved from, before you quantize any of it"
         )
     reasons = {id(parameter): reason for reason, those in selection.left.items() for _, parameter in those}
     chosen = {id(candidate.parameter) for candidate in selection.chosen}
     for tensor, (key, *others) in found:
         if others:
             raise ValueError(
-                f"this {name} ties {key} and {others[0]}, which {source} has one by one; construct the model with "
+                f"this {name} ties {key} and {others[0]}, but {source} has them untied; construct the model with "
                 "tie_word_embeddings=False"
             )
         if key in stored:
@@ -157,8 +157,8 @@ def _check_both_ways(
             if id(tensor.tensor) not in chosen:
                 reason = "trainable" if tensor.tensor.requires_grad else reasons.get(id(tensor.tensor), "no weight")
                 raise ValueError(
-                    f"{source} has {key}, quantized, which is no frozen weight of this {name}, but {reason}; freeze "
-                    "what was frozen when the base was saved"
+                    f"{source} has {key}, quantized, which is not a frozen weight of this {name}, but {reason}; freeze "
+                    "all weights that were frozen when the base was saved"
                 )
         else:
             check_header(tensor, key, files.header(key), files.file_of(key))

@@ -1,9 +1,9 @@
-"""The parameters and buffers of a model, tied ones once, by the names that the model without adapters has for them.
+"""The parameters and buffers of a model, tied ones once, by their names in the model without adapters.
 
 [Note: Names in files]
-Files are of the base: they have to be readable whether PEFT's adapters, FSDP or activation checkpointing wrap the model
-or not. So a tensor's name is its path without what those insert, found from the modules themselves. Tensors of adapters
-have no name in the base. A tied tensor has several names, of which files have one or more.
+Files hold the base, and must be readable whether or not PEFT's adapters, FSDP or activation checkpointing wrap the
+model. So a tensor's name in files is its FQN without what those insert, which is found from the modules themselves.
+Tensors of adapters have no name in the base. A tied tensor has several names, of which files have one or more.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .module import frozen_sites
 from .weight import FrozenWeight
 
 _PASSED = ("original_module", "token_adapter")
-"""Where PEFT's wrappers of whole modules keep what they wrap."""
+"""The children that hold the wrapped module in PEFT's wrappers of whole modules."""
 
 
 @dataclass(eq=False)
 class ModelTensor:
-    """A parameter or buffer and where it is.
+    """A parameter or buffer, and all places where it is registered.
 
     Attributes:
-        tensor: It.
-        sites: Its modules, and its name in each.
-        paths: Its paths in the model.
-        names: Its names in the base; none if it belongs to adapters alone.
-        persistent: Whether state dicts have it.
+        tensor: The parameter or buffer.
+        sites: The modules on which it is registered, with its name on each.
+        paths: Its FQNs in the model.
+        names: Its FQNs in the base; none if it belongs to adapters alone.
+        persistent: Whether it is in state dicts.
     """
 
     tensor: Tensor
@@ -42,23 +42,23 @@ class ModelTensor:
 
     @property
     def name(self) -> str:
-        """What it is called in errors."""
+        """Its name in errors."""
         return (self.names or self.paths)[0]
 
     @property
     def keys(self) -> list[str]:
-        """What files may call it."""
+        """The names that files may have for it."""
         return list(dict.fromkeys([*self.paths, *self.names]))
 
     @property
     def needs_a_value(self) -> bool:
-        """Whether files of the whole base must have it: all but adapters, and what is trained and has a value."""
+        """Whether files of the base must have it; not if it is an adapter's, or is trainable and has a value."""
         if not self.names or not self.persistent:
             return False
         return self.tensor.is_meta or not self.tensor.requires_grad
 
     def fill(self, value: Tensor, device: torch.device) -> None:
-        """Set it to ``value``, everywhere; on ``device`` if it is on the meta device."""
+        """Set it to ``value`` in all its modules; if it is on the meta device, put it on ``device``."""
         if not self.tensor.is_meta:
             with torch.no_grad():
                 self.tensor.copy_(value)
@@ -99,7 +99,7 @@ def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, str | None, nn.Module]]:
-    """For each module its path, its path in the base, None for adapters', and it; a shared one by each of its paths."""
+    """Each module's FQN, its FQN in the base (None for an adapter's), and the module; shared ones by every FQN."""
     yield from _walk(model, "", "")
 
 
@@ -119,7 +119,7 @@ def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str,
 
 
 def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
-    """The children that stand for ``module`` itself in the base, if PEFT has inserted it; None if it has not."""
+    """The children that take the place of ``module`` in the base if PEFT has inserted it; None if it has not."""
     children = module._modules
     if hasattr(module, "adapter_layer_names"):
         if "base_layer" in children:

@@ -23,13 +23,14 @@ _Self = TypeVar("_Self", bound=nn.Module)
 
 
 class FrozenModule(nn.Module):
-    """Mixed into the class of a module some of whose parameters are :class:`FrozenWeight` now.
+    """Mixed into the class of a module that has a :class:`FrozenWeight` in place of some of its parameters.
 
-    They are no parameters and no buffers, so no FSDP gathers, casts or synchronizes them, and no state dict has them.
+    These are neither parameters nor buffers, so FSDP does not gather, cast or synchronize them, and no state dict has
+    them.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Finds a tensor that stands for a frozen weight; dequantized when something computes with it."""
+        """Return the tensor that stands for a frozen weight; it is dequantized when something computes with it."""
         frozen = frozen_weights_of(self).get(name)
         if frozen is None:
             return super().__getattr__(name)
@@ -54,7 +55,7 @@ class FrozenModule(nn.Module):
         super().__delattr__(name)
 
     def requires_grad_(self: _Self, requires_grad: bool = True) -> _Self:
-        """Refuses to make frozen weights trainable."""
+        """Raise if frozen weights would become trainable."""
         if requires_grad:
             refuse_training(next(iter(frozen_weights_of(self).values())))
         return super().requires_grad_(requires_grad)
@@ -72,7 +73,7 @@ class FrozenModule(nn.Module):
             self._parameters.update(shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy as it was before: with plain weights, which may be trained. Collective."""
+        """A copy with plain, dequantized weights, which may be trained. Collective."""
         plain: nn.Module = nn.Module.__new__(plain_class(self))
         memo[id(self)] = plain
         frozen_weights = frozen_weights_of(self)

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all: files are read by each rank, and may be broken for one of them."""
+"""Makes an error on one rank an error on all: each rank reads files itself, and they may be broken for one rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Calla
     """Run ``act`` on every rank of ``group``, and raise on all of them if it fails on any. Collective.
 
     Args:
-        group: The ranks; None is this process alone.
-        act: What may fail; it must not communicate, and should change nothing that an error would have to undo.
-        summary: What has to be the same on all ranks, of what ``act`` returns.
+        group: The ranks; None means this process alone.
+        act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
+        summary: Returns what must be the same on all ranks, given the result of ``act``.
 
     Returns:
-        What ``act`` returns on this rank.
+        The result of ``act`` on this rank.
 
     Raises:
         ValueError: If ranks differ in ``summary``.
-        Exception: What ``act`` raises on this rank, or, where it succeeds, what it says on the first rank that fails,
-            as a ValueError or TypeError if it is one there, else as a RuntimeError.
+        Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, the message of the first rank that
+            fails, as a ValueError or TypeError if it is one there, otherwise as a RuntimeError.
     """
     if group is None or dist.get_world_size(group) == 1:
         return act()
@@ -38,7 +38,7 @@ def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Calla
     try:
         result = act()
         digest = int.from_bytes(hashlib.sha256(summary(result).encode()).digest()[:7], "big")
-    except Exception as error:  # whatever it is, the other ranks are to hear of it
+    except Exception as error:  # of any kind: the other ranks would hang in the collective below
         failure, said = error, (type(error).__name__, str(error))
     bounds = torch.tensor([failure is not None, digest, -digest], dtype=torch.int64, device=device_for(group))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
@@ -54,4 +54,4 @@ def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Calla
         if kind:
             raise _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {message}")
     others = [rank for rank, (_, _, digest) in zip(ranks, everyone, strict=True) if digest != everyone[0][2]]
-    raise ValueError(f"{named_ranks(others)} read other files than rank {ranks[0]}; give all ranks the same files")
+    raise ValueError(f"{named_ranks(others)} read different files from rank {ranks[0]}; give all ranks the same files")

@@ -109,8 +109,8 @@ def quantize_frozen_params(
         ValueError: If an argument is out of range, weights have no values, or weights are sharded already: in a model
             that had a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel without
             ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
-            ``sync_module_states``, which are for weights that are not. If a checkpoint is broken or not of this model,
-            on any rank: on all of them, and nothing of the model has changed.
+            ``sync_module_states``, which are for weights that are not. If a checkpoint is broken or is not of this
+            model, on any rank; then every rank raises, and the model is unchanged.
 
     Example:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -157,7 +157,7 @@ def quantize_frozen_params(
 
 @dataclass(frozen=True)
 class _Read:
-    """All that a checkpoint has for a model, before any of it is in the model."""
+    """What a checkpoint holds for a model, read and quantized but not yet put into the model."""
 
     encoded: list[Encoded]
     others: list[tuple[ModelTensor, Tensor]]
@@ -165,14 +165,17 @@ class _Read:
 
 
 def _read(model: nn.Module, checkpoint: Source, selection: Selection, options: FrozenOptions) -> _Read:
-    """Read a checkpoint, having checked that it has all of the model, and quantize what is to be."""
+    """Read a checkpoint, after checking that it has all of the model, and quantize the selected weights."""
     source = source_from(checkpoint)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
     encoded = []
     for candidate in selection.chosen:
         tensor = tensors.pop(id(candidate.parameter), None)
         if tensor is None and candidate.parameter.is_meta:
-            raise ValueError(f"{candidate.name} is on the meta device and no part of the base; give it values first")
+            raise ValueError(
+                f"{candidate.name} is on the meta device and is not part of the base, so no checkpoint is read for it; "
+                "give it values first"
+            )
         encoded.append(_encode(candidate, options, None if tensor is None else source.reader(tensor)))
     return _Read(encoded, [(tensor, source.read(tensor)) for tensor in tensors.values()], source.summary())
 
@@ -199,7 +202,7 @@ def quantize_selected(
         model: The model.
         selection: What was chosen of it.
         options: How to quantize.
-        encoded: What was chosen, quantized already. Default: it is taken from the model, one weight at a time.
+        encoded: The selected weights, already quantized. Default: quantize them from the model, one at a time.
     """
     on_meta = [candidate.name for candidate in selection.chosen if candidate.parameter.is_meta]
     if on_meta and encoded is None and options.broadcast is None:
@@ -305,7 +308,7 @@ def dequantize_frozen_params(model: nn.Module) -> int:
 def place_base(
     letter: str, group: dist.ProcessGroup | None, gpus_per_node: int | None, wrapping: ProcessMesh | None = None
 ) -> Placement:
-    """A letter on the mesh of ``group``, or on this process alone; by default on that of strategies around it."""
+    """A placement on ``group``, or on this process alone; without ``gpus_per_node``, on the mesh of ``wrapping``."""
     if group is None:
         return Placement(letter, ProcessMesh(Topology(1, 1), 0, None, None))
     if gpus_per_node is None and wrapping is not None and wrapping.group is group:

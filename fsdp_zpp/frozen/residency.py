@@ -78,7 +78,7 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
+        """Bytes that both buffers take."""
         return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
 
     def forget(self, unit: Gathered) -> None:

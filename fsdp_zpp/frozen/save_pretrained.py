@@ -1,4 +1,4 @@
-"""transformers' ``save_pretrained`` on a model with a quantized base, of which it would write what is left."""
+"""Makes transformers' ``save_pretrained`` raise on a quantized base: it would write the unquantized rest alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _METHOD = "save_pretrained"
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of ``model`` and its parts raise as long as some of their weights are quantized."""
+    """Make ``save_pretrained`` of ``model`` and its submodules raise while any of their weights are quantized."""
     for module in model.modules():
-        # A PeftModel's own writes adapters, which are all there.
+        # PeftModel's own save_pretrained writes only adapters, which are complete.
         if hasattr(type(module), _METHOD) and not hasattr(type(module), "get_base_model"):
             vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
 

@@ -24,10 +24,10 @@ _OURS = re.compile(rf"frozen_base-(?:[0-9a-f]{{16}}-)?[0-9]{{5}}\.safetensors|{r
 def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_file_size: int = 5 * 2**30) -> None:
     """Write the quantized base of ``model``, codes and scales, to safetensors files in a folder. Collective.
 
-    Rank 0 writes, one weight at a time. With the base goes what is frozen but not quantized, and persistent buffers;
-    what is trained and adapters do not. :func:`load_frozen_params` reads it on as many ranks as there are then, without
-    quantizing again. The model in memory stays as it is. A base that is in the folder already is replaced at the very
-    end, when the new one is on disk as a whole; until then there has to be place for both.
+    Rank 0 writes, one weight at a time. It also writes unquantized frozen parameters and persistent buffers,
+    but neither trained parameters nor adapters. :func:`load_frozen_params` reads the files on any number of ranks,
+    without quantizing again. The model in memory does not change. A base that is already in the folder is replaced only
+    when the new one is completely on disk; until then the disk must have space for both.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
@@ -36,7 +36,7 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
 
     Raises:
         ValueError: If nothing of ``model`` is quantized, or by a codec of one's own.
-        RuntimeError: If rank 0 could not write; on every rank. What was in the folder before is still there.
+        RuntimeError: If rank 0 can't write; every rank raises. A base that was in the folder before is still there.
     """
     weights = {weight: names[0] for weight, names in frozen_names(model).items()}
     if not weights:
@@ -60,7 +60,7 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
 
 
 def _not_quantized(model: nn.Module) -> dict[str, Tensor]:
-    """What else is of the base, by its names: frozen parameters and persistent buffers. Collective."""
+    """The rest of the base, by its names: unquantized frozen parameters and persistent buffers. Collective."""
     bases = {original_path(path): base for path, base, _ in walk(model)}
 
     def name_of(path: str) -> str | None:
@@ -76,7 +76,7 @@ def _not_quantized(model: nn.Module) -> dict[str, Tensor]:
 class _Writer:
     """Safetensors files of limited size, and their index. See [Note: A save is all or nothing] in file_format.py.
 
-    What goes wrong is said at the end: other ranks wait in collectives.
+    Errors are reported at the end only, since other ranks wait in collectives.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -129,7 +129,7 @@ class _Writer:
         self._pending = {}
 
     def _remove(self, is_waste: Callable[[str], bool]) -> None:
-        """Remove files of this save or of older ones. What can't be removed does no harm."""
+        """Remove files of this save or of older ones; ignore errors, since leftover files do no harm."""
         with suppress(OSError):
             for file in self._folder.glob("frozen_base*"):
                 if is_waste(file.name):

@@ -1,9 +1,9 @@
 """Which parameters of a model are worth quantizing, and why the others are not.
 
 [Note: What is quantized]
-The weights of nn.Linear and nn.Embedding, and stacks of matrices: parameters with three dimensions, the first of them
-greater than 1, of modules that are none of torch.nn's own. Such is how experts of MoE layers are kept. What is left
-are vectors, the routers of MoE layers, convolutions, and position embeddings of shape [1, positions, width].
+The weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers: parameters of
+three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers of MoE layers,
+convolutions, and position embeddings of shape [1, positions, width] stay as they are.
 """
 
 from __future__ import annotations

@@ -30,23 +30,23 @@ _COMPARED = 2**22
 
 
 class WeightSource(Protocol):
-    """What a model's tensors are read from."""
+    """A source of a model's tensors."""
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        """The tensors that are to be read. Changes nothing.
+        """The tensors to read. Changes nothing.
 
         Raises:
-            ValueError: If ``model`` needs others, or has them in another shape or kind.
+            ValueError: If the source lacks a tensor that ``model`` needs, or has it in another shape or kind of dtype.
         """
 
     def reader(self, tensor: ModelTensor) -> ReadRows:
-        """What reads rows of one of them."""
+        """A function that reads rows of one of them."""
 
     def read(self, tensor: ModelTensor) -> Tensor:
         """One of them, whole; a copy."""
 
     def summary(self) -> str:
-        """What must be the same on all ranks."""
+        """What must be the same on all ranks, as text."""
 
 
 class Checkpoint:
@@ -93,7 +93,7 @@ class Checkpoint:
         return repr(self._headers)
 
     def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
-        """Raise if the model ties what is stored twice and differs."""
+        """Raise if two tensors that the model ties differ in the files."""
         shape = self._files.header(one).shape
         if not shape:
             same = torch.equal(self._files.read(one), self._files.read(other))
@@ -110,7 +110,7 @@ class Checkpoint:
             )
 
     def _warn_of_others(self, model: nn.Module) -> None:
-        """Say what the model has no place for: it may be a smaller one than the checkpoint's."""
+        """Warn of tensors that the model has no place for: the checkpoint may be of a larger model."""
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
@@ -152,7 +152,7 @@ class Generated:
         except KeyError as error:
             raise ValueError(
                 f"the checkpoint function has no {tensor.name} (KeyError: {error}); it is asked for all frozen "
-                "parameters and persistent buffers"
+                "parameters and persistent buffers, and must return each"
             ) from error
         if not isinstance(value, Tensor):
             raise TypeError(f"the checkpoint function must return a tensor, got {value!r} for {tensor.name}")

@@ -1,9 +1,9 @@
 """What a quantized module shows as its ``weight``: a tensor that is dequantized when something computes with it.
 
 [Note: Views of frozen weights]
-Autograd keeps the inputs of an operation for the backward. Of a frozen weight it keeps this tensor, not what it was
-dequantized to, and the backward dequantizes anew. So that this holds for one expert of a stack (``weight[3]``) and for
-``weight.transpose(1, 2)``, too, views are noted and applied to what is dequantized later.
+Autograd saves the inputs of an operation for the backward. Of a frozen weight it saves this tensor, not the dequantized
+values, and the backward dequantizes again. To make this hold for one expert of a stack (``weight[3]``) and for
+``weight.transpose(1, 2)``, too, views are recorded and applied to the values that are dequantized later.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch.utils._pytree import tree_map_only
 class FrozenTensor(Tensor):
     """A frozen weight's shape, dtype and device; every operation on it dequantizes it first, which is collective.
 
-    Nothing of what is dequantized is saved for the backward. See [Note: Views of frozen weights].
+    No dequantized values are saved for the backward. See [Note: Views of frozen weights].
 
     Args:
         frozen: The weight.
-        views: What makes a view of it, one after the other; each takes a tensor.
-        like: A tensor of the view's shape and strides.
+        views: The views to apply to its dequantized values, in order.
+        like: A tensor with the view's shape and strides.
 
     Attributes:
         frozen: The weight.
@@ -50,7 +50,7 @@ class FrozenTensor(Tensor):
     frozen: FrozenWeight
     views: tuple[View, ...]
     _is_param = True
-    """For ``isinstance(tensor, nn.Parameter)``: who ties weights takes only these."""
+    """Makes ``isinstance(tensor, nn.Parameter)`` true: code that ties weights accepts only parameters."""
 
     @staticmethod
     def __new__(cls, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> FrozenTensor:
@@ -73,7 +73,7 @@ class FrozenTensor(Tensor):
         return self.dense(self.dtype, self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """:meth:`dequantize` where autograd does not look, as :meth:`FrozenWeight.dense`."""
+        """:meth:`dequantize` without autograd; see :meth:`FrozenWeight.dense`."""
         first, *others = self.views or (None,)
         if isinstance(first, _Row):
             dense = self.frozen.dense_row(first.index, dtype, device)
@@ -140,7 +140,7 @@ class FrozenTensor(Tensor):
 
 @dataclass(frozen=True)
 class View:
-    """A view of what it is called with."""
+    """An operation that makes a view of its argument."""
 
     func: Any
     args: tuple[Any, ...]
@@ -151,7 +151,7 @@ class View:
 
 
 class _Row(View):
-    """A matrix of a stack, which can be dequantized alone."""
+    """Selects one matrix of a stack, which can be dequantized alone."""
 
     @property
     def index(self) -> int:
@@ -169,11 +169,11 @@ _VIEWS = (
     torch.ops.aten.expand.default,
     torch.ops.aten.slice.Tensor,
 )
-"""Those that modules of experts make. Other views are of what is dequantized for them."""
+"""The views that modules of experts make. Any other view dequantizes first."""
 
 
 def _view(func: Any, tensor: FrozenTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrozenTensor | None:
-    """The view that ``func`` makes of ``tensor``, if it makes one that is noted."""
+    """The view that ``func`` makes of ``tensor``; None if it is not among :data:`_VIEWS`."""
     if func not in _VIEWS:
         return None
     like = func(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"), *args, **kwargs)

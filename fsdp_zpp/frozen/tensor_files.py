@@ -1,4 +1,4 @@
-"""Safetensors files and their indexes, of which nothing is taken on trust: each error names the file and the remedy."""
+"""Safetensors files and their indexes. Everything read is validated; each error names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by the names that files have for them; of others, such as fp8, values alone don't say what is meant."""
+"""Dtypes by their names in files. Others, such as fp8, are left out: they need scales that are stored elsewhere."""
 
 _INDEX = ".safetensors.index.json"
 _MODEL = ("model.safetensors", f"model{_INDEX}")
-"""What transformers looks for, in its order."""
+"""The files that transformers looks for, in its order."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of a tensor.
+    """The shape and dtype of a stored tensor.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype; the file's word for it where torch's is not known.
+        shape: The shape.
+        dtype: The dtype, or its name in the file if that is not in :data:`DTYPES`.
     """
 
     shape: tuple[int, ...]
@@ -48,9 +48,9 @@ class TensorFiles:
     """Tensors in safetensors files, read slice by slice.
 
     Args:
-        files: For each tensor its file.
-        source: Where that is known from, an index or the file itself; named in errors.
-        remedy: What to do about a broken file.
+        files: The file of each tensor.
+        source: The index, or the one file, that lists the tensors; named in errors.
+        remedy: What to do about a broken file, for errors.
     """
 
     def __init__(self, files: dict[str, Path], source: Path, remedy: str) -> None:
@@ -79,10 +79,10 @@ class TensorFiles:
         return Header(tuple(part.get_shape()), DTYPES.get(dtype, dtype))
 
     def slice(self, key: str) -> Any:
-        """A tensor, of which parts can be read; they alias the file. Errors as :meth:`header`."""
+        """A tensor that reads its parts when it is indexed; they alias the file. Errors as :meth:`header`."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
-            raise ValueError(f"{self._files[key]} has no {key}, which {self.source} says it has; {self._remedy}")
+            raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
         return file.get_slice(key)
 
     def rows(self, key: str, first: int, last: int) -> Tensor:
@@ -91,7 +91,7 @@ class TensorFiles:
         return rows.clone()
 
     def read(self, key: str) -> Tensor:
-        """A copy of a tensor: what is read is mapped memory, which changes with the file."""
+        """A copy of a tensor; without one, it would be mapped memory that changes with the file."""
         self.slice(key)
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
         return whole.clone()
@@ -107,29 +107,29 @@ def open_file(path: Path, remedy: str, named_by: str = "") -> Any:
     """Open a safetensors file.
 
     Raises:
-        ValueError: If it is missing, or no whole safetensors file.
+        ValueError: If it is missing, truncated, or not a safetensors file.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}{named_by}; {remedy}")
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); {remedy}") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); {remedy}") from error
 
 
 def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]]:
-    """For each tensor its file, and all that an index says.
+    """The file of each tensor, and the whole content of the index.
 
     Raises:
-        ValueError: If it is no index, or names files outside of its folder.
+        ValueError: If it is not an index, or names files outside of its folder.
     """
     try:
         index = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no index of safetensors files ({error}); {remedy}") from error
+        raise ValueError(f"{path} is not an index of safetensors files ({error}); {remedy}") from error
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict):
-        raise ValueError(f"{path} is no index of safetensors files: it has no weight_map; {remedy}")
+        raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map; {remedy}")
     for key, file in where.items():
         if not isinstance(file, str) or not _is_inside(file):
             raise ValueError(f"{path} names {file!r} as the file of {key}, which is not in its folder; {remedy}")
@@ -137,23 +137,23 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]
 
 
 def _is_inside(file: str) -> bool:
-    """Whether a path stays in the folder that it starts from, on any system."""
+    """Whether a relative path stays inside its folder, by the rules of both POSIX and Windows."""
     kinds = (PurePosixPath(file), PureWindowsPath(file))
     return bool(file) and all(not path.anchor and ".." not in path.parts for path in kinds)
 
 
 def find_checkpoint(path: Path, base_index: str) -> Path:
-    """The safetensors file or index that ``path``, a folder or a file, stands for.
+    """The safetensors file or index to read for ``path``, a folder or a file.
 
-    Of a folder that is ``model.safetensors`` or its index, which transformers writes and reads, or else the only index
-    or the only file there, adapters aside.
+    In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
+    index, or the only safetensors file, that is not an adapter's.
 
     Args:
         path: The folder or file.
-        base_index: The name of the index of a quantized base, which is no checkpoint.
+        base_index: The file name of a quantized base's index, which is not a checkpoint.
 
     Raises:
-        ValueError: If it is missing, or not clear which it is.
+        ValueError: If there is none, or more than one candidate.
     """
     if not path.is_dir():
         if not path.exists():
@@ -171,7 +171,7 @@ def find_checkpoint(path: Path, base_index: str) -> Path:
         several = ", ".join(choice[:4])
         raise ValueError(f"{path} has no {' or '.join(_MODEL)}, but {several}, ...; give the path of one of them")
     if base_index in names:
-        raise ValueError(f"{path} holds a base that is quantized already; load it with load_frozen_params")
+        raise ValueError(f"{path} holds a base that is already quantized; load it with load_frozen_params")
     adapter = next((name for name in names if name.endswith(".safetensors")), None)
     said = "" if adapter is None else f", but for {adapter}, which is an adapter's"
     raise ValueError(f"{path} holds neither *.safetensors nor *{_INDEX}{said}; give the folder of the base")

@@ -30,7 +30,7 @@ The rows of a stack of matrices are its matrices.
 
 @contextmanager
 def out_of_inference_mode() -> Iterator[None]:
-    """A context for making what stays: what is made in inference mode can't be written to, nor saved for a backward."""
+    """A context for tensors that outlive a forward: inference tensors can't be written to or saved for a backward."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -77,7 +77,7 @@ class FrozenWeight:
         self._layout = codec.layout if isinstance(codec, Blockwise) else None
 
     def place(self, placement: Placement) -> None:
-        """Say where its chunks are; whoever does it later on has them cut anew."""
+        """Set the placement and the chunk sizes that follow from it; existing chunks must be re-cut by the caller."""
         self.placement = placement
         self.chunk_numel = placement.chunk_numel(self.shape.numel(), self.codec)
         self.row_nbytes = self.codec.nbytes(self.chunk_numel)

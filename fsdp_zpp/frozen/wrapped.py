@@ -1,10 +1,10 @@
-"""The nodes on which a frozen base lies, where the strategy that wraps its model says how large they are.
+"""Places a frozen base on the nodes of the strategy that wraps its model.
 
 [Note: Who says how large a node is]
-A base may be quantized before its model is wrapped, and by default lies on the nodes that the launcher has started.
-The strategy may know better (``gpus_per_node``), and a base that is sharded over what it takes for several nodes would
-be gathered between them for ever. So the strategy decides: what was placed by default moves to its nodes as it is
-wrapped, which is exact, since chunks are whole blocks however many there are. What was placed by name stays there.
+A base may be quantized before its model is wrapped, and is then sharded by default over a node of the launcher's size.
+The strategy may give another size (``gpus_per_node``); a base that spans several of its nodes would be gathered between
+them in every step. So the strategy decides: a base that was placed by default is re-sharded as it is wrapped, without
+decoding, since chunks consist of whole blocks. A base whose ``gpus_per_node`` was given explicitly stays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_base_agreement(
     selection: Selection,
     facts: dict[str, object],
 ) -> None:
-    """Raise on every rank of ``group`` unless all are about to put the same base into ``model``. Collective."""
+    """Raise on every rank of ``group`` unless all ranks pass the same arguments and the same weights. Collective."""
     if group is None:
         return
     nodes = gpus_per_node or f"{launched_node_size(group)} (LOCAL_WORLD_SIZE)"
@@ -47,30 +47,30 @@ def check_base_agreement(
 
 
 def wrapping_mesh(model: nn.Module, group: dist.ProcessGroup | None) -> ProcessMesh | None:
-    """``group`` as the strategies lay it out that ``model`` is wrapped with; None if it is not.
+    """The mesh on ``group`` of the strategies that wrap parts of ``model``; None if there are none.
 
     Raises:
-        ValueError: If they take nodes to be of different sizes.
+        ValueError: If their node sizes differ.
     """
     meshes = {unit.mesh for unit in map(unit_of, model.modules()) if unit is not None and unit.mesh.group is group}
     if len(meshes) > 1:
         raise ValueError(
-            f"parts of this {model_name(model)} are wrapped with strategies on different nodes "
-            f"({', '.join(sorted(str(mesh.topology) for mesh in meshes))}); pass gpus_per_node to say on which the "
-            "frozen base lies"
+            f"the strategies that wrap parts of this {model_name(model)} have different node sizes "
+            f"({', '.join(sorted(str(mesh.topology) for mesh in meshes))}); pass the one of the frozen base as "
+            "gpus_per_node"
         )
     return next(iter(meshes), None)
 
 
 def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
-    """Place the base of what is about to be wrapped on ``mesh``. Collective. See [Note: Who says how large a node is].
+    """Place the frozen base of ``module`` on ``mesh``. Collective. See [Note: Who says how large a node is].
 
     Args:
-        module: What is about to be wrapped; parts of it that are wrapped already stay where their strategies are.
-        mesh: The strategy's ranks.
+        module: The module that is about to be wrapped; parts that are already wrapped stay as their strategies say.
+        mesh: The ranks of the strategy.
 
     Raises:
-        ValueError: If a weight has to move that was encoded by a codec of one's own, whose chunks can't be cut anew.
+        ValueError: If a weight would have to move whose codec is user-defined, so that its chunks can't be re-cut.
     """
     wrapped = [m for m in module.modules() if m is not module and unit_of(m) is not None]
     placed = {weight for part in wrapped for _, _, weight in frozen_modules(part)}
@@ -100,14 +100,14 @@ def _lies_elsewhere(placement: Placement, mesh: ProcessMesh) -> bool:
 def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
     if not isinstance(weight.codec, Storable):
         raise ValueError(
-            f"{weight.name} lies on {weight.placement.mesh.topology}, the strategy that wraps it is on "
-            f"{mesh.topology}, and what {weight.codec} has encoded can't be cut anew; pass gpus_per_node="
+            f"{weight.name} is placed on {weight.placement.mesh.topology}, but the strategy that wraps it has "
+            f"{mesh.topology}, and chunks encoded by {weight.codec} can't be re-cut; pass gpus_per_node="
             f"{mesh.topology.gpus_per_node} to quantize_frozen_params"
         )
 
 
 def _move(weight: FrozenWeight, placement: Placement) -> None:
-    """Cut the codes of a weight anew, for another placement."""
+    """Re-cut the codes of a weight for another placement."""
     device = weight.device
     codes, scales = codes_in(weight, _all_rows(weight))
     weight.place(placement)
@@ -115,7 +115,7 @@ def _move(weight: FrozenWeight, placement: Placement) -> None:
 
 
 def _all_rows(weight: FrozenWeight) -> Tensor:
-    """All chunks of a weight, gathered by itself: to gather its unit would put the base together too early."""
+    """All chunks of a weight, gathered alone: gathering its unit would settle the base before it is complete."""
     mesh, letter = weight.placement.mesh, weight.placement.letter
     row = weight.held.row_of(weight).view(1, -1)
     hops = (

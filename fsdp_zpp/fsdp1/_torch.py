@@ -2,7 +2,7 @@
 
 With ``_torch_handle.py``, ``_torch_flat.py`` and ``_torch_backward.py``, which hold those of flat parameters and of
 backwards, this is all that the adapter touches of torch's internals, and these files do nothing else. Each has a table
-of what it needs, which is checked before anything is imported from there.
+of the names it needs, which is checked before they are imported.
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ def after_root_is_known(callback: Callable[[nn.Module], None]) -> None:
 def around_moves(
     before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
 ) -> None:
-    """Have both run with an instance before and after its flat parameter is moved or cast: ``to()``, ``half()``.
+    """Call ``before(instance)`` and ``after(instance)`` around each move or cast of an instance: ``to()``, ``half()``.
 
-    Whatever moves a model goes through ``_apply``, module by module.
+    All of these go through ``_apply``, module by module.
     """
     original = FullyShardedDataParallel._apply
 
@@ -258,9 +258,9 @@ def around_moves(
 
 
 def save_optimizer_states_in_any_group() -> None:
-    """Have ranks agree on the keys of optimizer states by a gather where FSDP would ask a rank that is not theirs.
+    """Make FSDP gather the keys of optimizer states where it would broadcast them from a rank outside of the group.
 
-    For flat parameters FSDP asks global rank 0, which among those that a model is sharded over is in one node only.
+    FSDP broadcasts them from global rank 0, which only one node's group has if a model is sharded inside each node.
     """
     original: Any = _optim_utils._map_param_key_to_optim_keys
 

@@ -65,7 +65,7 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
 
 
 def _order_of(root_state: Any) -> ReductionOrder[StrategyHandle]:
-    """The one order in which the units below a root reduce."""
+    """The order in which the units below a root reduce; made at the first call."""
     order: ReductionOrder[StrategyHandle] | None = getattr(root_state, _ORDER, None)
     if order is None:
         handles = [each._handle for each in root_state._all_fsdp_states if isinstance(each._handle, StrategyHandle)]
@@ -143,7 +143,7 @@ def reduce_in_every_backward() -> None:
 
 
 def _accumulate(state: Any, handle: StrategyHandle) -> None:
-    """Take the gradient that FSDP has left unsharded, zeros if there is none, as far as the gradient letter says."""
+    """Reduce the gradient that FSDP has left unsharded, or zeros if there is none, as far as its scope says."""
     flat_param: Any = handle.flat_param
     unsharded, flat_param.grad = flat_param.grad, None
     handle.hide_gradients()
@@ -208,7 +208,7 @@ def _reduce_what_waits(handles: dict[StrategyHandle, Any]) -> None:
 
 
 def _drop_unused(handles: list[StrategyHandle]) -> None:
-    """Have no gradients of units that micro-batches have gathered, but no rank has used. Collective."""
+    """Drop the gradients of units that micro-batches have gathered but no rank has used. Collective."""
     for mesh in dict.fromkeys(handle._mesh for handle in handles):
         asked = [handle for handle in handles if handle._mesh == mesh and handle._took_part]
         if not asked:

@@ -96,7 +96,7 @@ class StrategyHandle(FlatParamHandle):
 
     def pre_unshard(self) -> bool:
         unsharding = super().pre_unshard()
-        # Not before, for this has written to the shard what parameters were replaced by.
+        # Only now: super() has copied replaced parameters to the shard, which counts as a write.
         if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
             self._version_at_summon = self._shard_version()
         return unsharding
@@ -169,7 +169,7 @@ class StrategyHandle(FlatParamHandle):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What gradients are reduced in."""
+        """The dtype in which gradients are reduced."""
         dtype = self._orig_param_dtype if self._force_full_precision else self._reduce_dtype
         assert dtype is not None
         return dtype
@@ -189,8 +189,8 @@ class StrategyHandle(FlatParamHandle):
             self._free_unsharded_flat_param()
 
     def hide_gradients(self) -> None:
-        """Before the last micro-batch, what is reduced waits where FSDP and optimizers do not see it."""
-        # FSDP would take it for a user's, and copy it in a stream that does not wait for the reduction.
+        """Before the last micro-batch, hide accumulated gradients from FSDP and from optimizers."""
+        # FSDP would take them for gradients that a user has set, and copy them without waiting for the reduction.
         for param in (*(self.flat_param._params or ()), *(self.flat_param._shared_params or ())):
             param.grad = None
 
@@ -200,7 +200,7 @@ class StrategyHandle(FlatParamHandle):
             del self.flat_param._saved_grad_shard
 
     def forget_cleared_gradients(self) -> None:
-        """Drop the gradient if all original parameters' are cleared; to register them anew would show it again."""
+        """Drop the flat gradient if those of all original parameters are cleared; a move would restore them from it."""
         self._reset_flat_param_grad_info_if_needed()
 
     def write_back(self) -> None:
@@ -220,16 +220,16 @@ class StrategyHandle(FlatParamHandle):
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         super().flat_param_to(*args, **kwargs)
-        # Between forwards it is a user who moves it, but for what FSDP offloads.
+        # While the unit is idle, a user moves it, unless FSDP offloads parameters.
         if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
             self.moved()
 
     def moved(self) -> None:
-        """The flat parameter was moved, cast, or both."""
+        """Handle a move or cast of the flat parameter by a user."""
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
-        # FSDP would go back to the old memory after the next forward, and lose what is written to the new one before.
-        # Not so if the dtype has changed, which FSDP refuses to gather.
+        # FSDP would return to the old memory after the next forward, and lose what was written to the new memory.
+        # A changed dtype is left alone: the next gather raises.
         same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
         if same_kind and not self._offload_params:
             flat_param._local_shard = flat_param.data
@@ -246,7 +246,7 @@ class StrategyHandle(FlatParamHandle):
             start = end
 
     def _shard_version(self) -> Hashable:
-        """Changes with every write to the shard that torch can see from here, and when it is moved."""
+        """A value that changes with every write to the shard that torch counts, and when it is moved."""
         flat_param = self.flat_param
         writes = (tensor._version for tensor in (flat_param, *(flat_param._params or ())))
         return version_of(flat_param._local_shard), *writes
@@ -269,7 +269,7 @@ def adopt_handle(
         lossy: Whether what it gathers differs from the weights.
         keep_unsharded: Whether what it gathered is kept until the weights change.
         reduce: Reduces the gradients; None leaves it to torch.
-        mesh: Over which ranks.
+        mesh: The ranks over which the model is sharded.
         written_back: Called after summoned or loaded parameters were written to the shard.
 
     Returns:
@@ -307,7 +307,7 @@ def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
 
 
 def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
-    """The handle of ``module``'s flat parameter, if it was adopted: where the weights are to be had from."""
+    """The handle of ``module``'s flat parameter, if a strategy has adopted it; it reads weights ahead of a gather."""
     handle = module._handle
     return handle if isinstance(handle, StrategyHandle) else None
 

@@ -224,7 +224,7 @@ class StrategyGroup(ReducingGroup):
         return None
 
     def shard_version(self) -> Hashable:
-        """Changes with every write to the shards that torch can see from here, and when they are moved."""
+        """A value that changes with every write to the shards that torch counts, and when they are moved."""
         return tuple(
             version_of(tensor)
             for param in self.fsdp_params
@@ -245,7 +245,7 @@ class WatchedState(FSDPState):
     _agree_on_use: Callable[[], None]
 
     def _root_post_backward_final_callback(self) -> None:
-        # A user may end a step with a call of finalize_backward instead, from torch 2.15 on.
+        # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
         ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
         synchronized = ends_step and self._synchronizes()
         # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
@@ -256,13 +256,13 @@ class WatchedState(FSDPState):
         self._end_backward(synchronized)
 
     def finalize_backward(self, **arguments: Any) -> None:
-        """The end of a step by a user's call, which torch has from 2.15 on."""
+        """Ends a step at a user's request; from torch 2.15 on."""
         torchs: Any = super()
         torchs.finalize_backward(**arguments)
         synchronized = self._synchronizes()
         if synchronized:
             with ExitStack() as stack:
-                for group in self._groups():  # which are not idle while a backward ends
+                for group in self._groups():  # as at the end of a backward, where they are not idle
                     stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
                 self._gradients_synchronized()
         self._end_backward(synchronized)
@@ -271,7 +271,7 @@ class WatchedState(FSDPState):
         torchs: Any = super()
         torchs._reset_iter_state()  # from torch 2.13 on
         ours = self._strategy_groups()
-        # Ranks may have failed at different places, so none keeps the order in which it has reduced this time.
+        # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
         order: ReductionOrder[ReducingGroup] = ReductionOrder(ours)
         for group in ours:
             group.forget()
@@ -335,7 +335,7 @@ def watch_backwards(
     Args:
         root: The root.
         gradients_synchronized: Called in every backward that synchronizes gradients.
-        agree_on_use: Called at the end of such a backward, when all of its gradients are there or under way.
+        agree_on_use: Called at the end of such a backward, when all of its reductions have been started.
     """
     states = state_of(root)._state_ctx.all_states
     groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
@@ -361,7 +361,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
         groups = groups_of(self._get_fsdp_state())
         before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
         moved = original(self, *args, **kwargs)
-        for parameter, attributes in before:  # torch swaps a DTensor with a new one, and its attributes with it
+        for parameter, attributes in before:  # torch swaps a DTensor with a new one, which loses its attributes
             ours = {name: value for name, value in attributes.items() if name.startswith("_fsdp_zpp")}
             vars(parameter).update(ours)
         callback(cast(nn.Module, self))

@@ -1,4 +1,4 @@
-"""The private names of torch's fully_shard by which a group's gradients are reduced, beside those in _torch.py."""
+"""The reduction of a parameter group's gradients: a subclass of fully_shard's group that uses its private names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 class Reduction(Protocol):
-    """Reduces gradients of one micro-batch or several; see gradient_reduce.py."""
+    """Reduces the gradients of one or several micro-batches; see gradient_reduce.py."""
 
     @property
     def defers_hops(self) -> bool: ...
@@ -70,15 +70,15 @@ class Completion(Protocol):
 class ReducingGroup(FSDPParamGroup):
     """A parameter group whose gradients a strategy reduces.
 
-    Which parameters a micro-batch uses is each rank's own business, but ranks must reduce the same ones. So a
-    micro-batch that is not the last of its step reduces all parameters of a group, and so does the last one after it;
-    what no rank has used gets no gradient in the end, as under torch's own (:meth:`spare_unused`).
+    Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
+    last of its step reduces all parameters of a group, and so does the last one of that step. Parameters that no rank
+    has used get no gradient in the end, as with torch's own reduction (:meth:`spare_unused`).
 
     Attributes:
-        reduction: What reduces the gradients; None where torch does.
-        order: Whose turn it is to reduce; set before the first forward.
-        own_all_reduce: What must be the all-reduce hook; None if that is free for users.
-        completion: What runs as the all-reduce hook before a user's; None if nothing does.
+        reduction: Reduces the gradients; None where torch does.
+        order: The order in which groups reduce; set before the first forward.
+        own_all_reduce: The function that must be the all-reduce hook; None if users may set one.
+        completion: Runs as the all-reduce hook, before a user's; None if there is nothing to complete.
     """
 
     reduction: Reduction | None
@@ -91,7 +91,7 @@ class ReducingGroup(FSDPParamGroup):
     _spared: dict[int, tuple[FSDPParam, Any, Any]]
 
     def adopt(self) -> None:
-        """Have torch reduce until a strategy is set."""
+        """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
         self.reduction, self.own_all_reduce, self.completion = None, None, None
         self.order = ReductionOrder([self])
         self._was_gathered, self._took_part = False, False
@@ -99,9 +99,9 @@ class ReducingGroup(FSDPParamGroup):
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether a backward leaves the gradients of its step, as FSDPModule's setters say."""
+        """Whether a backward completes the gradients of its step, as FSDPModule's setters say."""
         defers_hops = self.reduction is not None and self.reduction.defers_hops
-        # Without replicas that torch knows of, its all-reduce is ours, for letters that leave something to be reduced.
+        # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs our deferred hops.
         return self.reduce_grads and (self.all_reduce_grads or not defers_hops)
 
     @property
@@ -111,7 +111,7 @@ class ReducingGroup(FSDPParamGroup):
         return early and (self._was_gathered or self.is_unsharded) and bool(self._trainable())
 
     def note_gather(self) -> None:
-        """Ranks are about to gather the group, which all of them do if one does."""
+        """Note that all ranks are about to gather the group; if one does, all do."""
         self._was_gathered = True
 
     def post_backward(self, *unused: Any) -> None:
@@ -121,8 +121,8 @@ class ReducingGroup(FSDPParamGroup):
         if self.reduction is None or self.is_last_micro_batch:
             self._reduce_step(*unused)
             return
-        # It is True only if set_requires_all_reduce(False) is what says that more micro-batches follow. torch is to
-        # keep the gradients until it is their turn, all the same.
+        # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
+        # Even then, torch must keep the gradients unreduced until the group's turn.
         reduce_grads, self.reduce_grads = self.reduce_grads, False
         try:
             super().post_backward(*unused)
@@ -148,7 +148,7 @@ class ReducingGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def reduce_micro_batch(self) -> None:
-        """Reduce what torch has kept of the gradients, zeros for those that it has none of, as far as they go."""
+        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
         assert self.reduction is not None
         self._forget_prefetch()
         params = self._trainable()
@@ -165,7 +165,7 @@ class ReducingGroup(FSDPParamGroup):
             finish = self.reduction.accumulate(flat)
             if flat.is_cuda:
                 flat.record_stream(reduce_stream)
-        # The sums of G are those of the hop between nodes, which has the stream of torch's all-reduce.
+        # Under scope G the inter-node hop completes the sum, and runs in the stream of torch's all-reduce.
         stream = between if self.completion is not None else reduce_stream
         if stream is not reduce_stream:
             stream.wait_stream(reduce_stream)
@@ -173,13 +173,13 @@ class ReducingGroup(FSDPParamGroup):
             finish()
 
     def _forget_prefetch(self) -> None:
-        """A group that was gathered ahead for the first time and then not used has parameters only after the gather."""
+        """Finish a first gather that was prefetched and not used: only then has the group unsharded parameters."""
         if self._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
             self.wait_for_unshard()
             self._to_sharded()
 
     def _trainable(self) -> list[FSDPParam]:
-        """The parameters that have gradients, in the order in which torch reduces them."""
+        """The parameters that require gradients, in the order in which torch reduces them."""
         order = getattr(self, "_reduce_scatter_param_indices", range(len(self.fsdp_params)))  # from torch 2.14 on
         params = [self.fsdp_params[index] for index in order]
         return [param for param in params if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")]
@@ -198,7 +198,7 @@ class ReducingGroup(FSDPParamGroup):
         return gradient
 
     def _flatten(self, params: list[FSDPParam], gradients: list[Tensor | None]) -> Tensor:
-        """The gradients in one tensor, in the layout and dtype in which torch reduces them."""
+        """The gradients in one flat tensor, in the layout and dtype in which torch reduces them."""
         world = self._reduce_scatter_process_group.size()
         dtype = self._gradient_dtype(params)
         parts: list[Tensor] = []
@@ -214,17 +214,17 @@ class ReducingGroup(FSDPParamGroup):
         return flat
 
     def _gradient_dtype(self, params: list[FSDPParam]) -> torch.dtype:
-        """What torch reduces in; the same on all ranks, whatever gradients there are."""
+        """The dtype in which torch reduces; the same on all ranks, whichever gradients they have."""
         if self._reduce_dtype is not None:
             return self._reduce_dtype
-        # From torch 2.14 on, gradients may have other dtypes than what they are computed in.
+        # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
         dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
         return functools.reduce(torch.promote_types, dtypes)
 
     # ---- the last micro-batch
 
     def _reduce_step(self, *unused: Any) -> None:
-        """Reduce what a step leaves, by torch's own post_backward."""
+        """Reduce in the last micro-batch of a step, by torch's own post_backward."""
         params = self._trainable()
         has_gradient = [self._has_gradient(param) for param in params]
         if self.reduction is not None:
@@ -236,9 +236,9 @@ class ReducingGroup(FSDPParamGroup):
             super().post_backward(*unused)
 
     def _fill_missing(self, params: list[FSDPParam], has_gradient: list[bool]) -> None:
-        """Add zeros for what this micro-batch has not used, where others of its step or other ranks may have."""
+        """Add zero gradients where this micro-batch has none, but earlier ones or other ranks may have some."""
         assert self.reduction is not None
-        # Errors that are fed back have a place in the gradient of the whole group.
+        # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
         if not self._took_part and not (self.reduction.errors is not None and any(has_gradient)):
             return
         for param, has in zip(params, has_gradient, strict=True):
@@ -247,7 +247,7 @@ class ReducingGroup(FSDPParamGroup):
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
                 param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
-        # Until torch 2.14, gradients that were kept are of another dtype, and torch reduces gradients of one.
+        # Until torch 2.14, accumulated gradients have another dtype, and torch reduces gradients of a single dtype.
         kept = any(param.unsharded_accumulated_grad is not None for param in params)
         if kept and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
             for param in params:
@@ -263,7 +263,10 @@ class ReducingGroup(FSDPParamGroup):
 
     @property
     def _must_agree(self) -> bool:
-        """Whether parameters that no rank uses get no gradients: errors have to go on, and torch can be told to."""
+        """Whether parameters that no rank uses are to get no gradient, so that ranks exchange what they have used.
+
+        Not with error feedback, whose errors must be sent on, nor if set_reduce_scatter_unused_params asks for zeros.
+        """
         assert self.reduction is not None
         return self.reduction.errors is None and not self._reduces_unused
 
@@ -274,7 +277,7 @@ class ReducingGroup(FSDPParamGroup):
 
     @contextmanager
     def _hooks_set_aside(self) -> Iterator[None]:
-        """No optimizer in the backward may step with what perhaps no rank has used."""
+        """Keep optimizers in the backward from stepping on gradients that perhaps no rank has used."""
         for param, _, _ in self._spared.values():
             param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         try:
@@ -284,7 +287,7 @@ class ReducingGroup(FSDPParamGroup):
                 param.sharded_param._post_accumulate_grad_hooks = hooks
 
     def layout(self) -> Hashable:
-        """Of which parameters a gradient consists that is reduced with errors fed back."""
+        """The parameters that a gradient consists of, where it is reduced with error feedback; otherwise None."""
         if self.reduction is None or self.reduction.errors is None:
             return None
         return tuple(param._param_fqn for param in self._trainable())
@@ -292,8 +295,8 @@ class ReducingGroup(FSDPParamGroup):
     def _set_separate_reduce_scatter_group(self, enable: bool, *groups: Any) -> None:
         if enable and self.reduction is not None:
             raise NotImplementedError(
-                f"set_separate_reduce_scatter_group(True) is for torch's own reduction, but a Strategy reduces "
-                f"{self._module_fqn or 'root'}, over process groups of its own; leave the call out"
+                f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
+                f"gradients of {self._module_fqn or 'root'} over process groups of its own; leave the call out"
             )
         torchs: Any = super()
         torchs._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on
@@ -301,7 +304,7 @@ class ReducingGroup(FSDPParamGroup):
     # ---- gradients that are dropped
 
     def forget_gradients(self) -> None:
-        """Between backwards, drop what torch has kept of gradients, too, and forget what they were of."""
+        """Outside of a backward, drop the gradients that torch has kept, and forget which parameters they were of."""
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
         self._used = set()
@@ -312,13 +315,13 @@ class ReducingGroup(FSDPParamGroup):
     # ---- after the backward
 
     def used_in_step(self) -> list[bool]:
-        """For each parameter that ranks have to agree on, whether this rank has used it; none if there are no such."""
+        """For each parameter, whether this rank has used it in the step; empty if ranks need not agree on that."""
         if not self._took_part or not self._must_agree:
             return []
         return [id(param) in self._used for param in self._trainable()]
 
     def spare_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
-        """Have no gradients of what no rank has used in the step; run the hooks of what others have used."""
+        """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
         if not self._spared:
             return
         by_id = dict(zip(map(id, self._trainable()), used_by_any(), strict=True))

@@ -207,7 +207,7 @@ def _watch(root: nn.Module) -> None:
 
 
 def _agree_on_use(groups: list[tuple[_torch.StrategyGroup, ProcessMesh]]) -> None:
-    """Have ranks agree on what none of them has used in the step that ends. Collective."""
+    """Remove the gradients of parameters that no rank has used in the step that ends. Collective."""
     for mesh in dict.fromkeys(mesh for _, mesh in groups):
         used = {group: group.used_in_step() for group, its_mesh in groups if its_mesh == mesh}
         flags = [flag for of_group in used.values() for flag in of_group]

@@ -110,8 +110,8 @@ def _check_offload(policy: object) -> None:
 def _check_precision(strategy: Strategy, policy: object) -> None:
     if strategy.frozen is not None and getattr(policy, "param_dtype_override_fn", None) is not None:
         raise ValueError(
-            f"param_dtype_override_fn chooses dtypes for single parameters, which frozen={strategy.frozen} can't have; "
-            "leave it out of mp_policy, or give no frozen= and call quantize_frozen_params(model, dtype=...) yourself"
+            f"mp_policy has a param_dtype_override_fn, but frozen={strategy.frozen} gives all weights one dtype; leave "
+            "the function out, or leave out frozen= and call quantize_frozen_params(model, dtype=...) yourself"
         )
 
 

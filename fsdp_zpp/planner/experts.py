@@ -1,7 +1,7 @@
-"""Mixtures of experts: which elements of a model a token does not compute with.
+"""Mixtures of experts: how many elements of a model a token does not compute with.
 
-Memory and traffic are of all experts, for some token of a batch goes to each; computation is of those that a token is
-routed to, and of what all tokens share.
+Memory and traffic count all experts, since some token of a batch goes to each. Computation counts the experts that a
+token is routed to, and the parameters that all tokens share.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe
 def idle_elements(model: nn.Module) -> tuple[int, int]:
     """Trainable and frozen elements of the experts that a token is not routed to, on average.
 
-    ``model.config``, Hugging Face's, says how many experts there are and how many a token is routed to. Its experts are
-    what is below a module called ``experts``, and elsewhere 3-D parameters with a slice for each.
+    Hugging Face's ``model.config`` says how many experts there are and how many a token is routed to. Experts are the
+    parameters below a module called ``experts``, and any other 3-D parameters with one slice for each expert.
     """
     found = _routing(model)
     if found is None:

@@ -1,12 +1,13 @@
-"""A frozen base that is quantized once: what a rank keeps and gathers of it.
+"""What a rank keeps and gathers of a frozen base that is quantized once.
 
 [Note: A quantized base in a plan]
-A quantized base is no FSDP's: it lies where its placement says and is gathered when its residency says, whatever the
-optimizer's scope is and whatever FSDP reshards. So the plan asks these themselves: under parameter scope G a node
-keeps a copy from the first gather on, and a unit that is still in one of the two buffers is not gathered again.
+FSDP does not manage a quantized base: its placement says where it is kept and its residency when it is gathered,
+whatever the optimizer scope and whatever FSDP reshards. So the plan runs these classes themselves: under parameter
+scope G each node keeps a copy from the first gather on, and a unit that is still in one of the two buffers is not
+gathered again.
 
-Of a unit only its size is known, so it is taken as one weight. What a root holds is half before the layers (an
-embedding) and half after them (a head).
+Only the size of a unit is known, so the plan treats it as one weight. It assumes that the root's parameters are half
+before the layers (an embedding) and half after them (a head).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..topology import ProcessMesh, Topology
 from .model_size import ModelSize
 
 _SIMULATED = 6
-"""Of as many equal units as this, those in the middle are all alike: gathered in each forward and each backward."""
+"""How many equal units are simulated; each further one is gathered once in the forward and once in the backward."""
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: Strategy, topology: Topology) -> int:
@@ -37,10 +38,10 @@ def kept_nbytes(numel: int, codec: Codec, strategy: Strategy, topology: Topology
 
 @dataclass(frozen=True)
 class Gathers:
-    """What the gathers of a base come to.
+    """The cost of gathering a base.
 
     Attributes:
-        sent: Bytes that a rank sends inside its node for a forward and a backward, in the long run. Nothing goes
+        sent: Bytes that a rank sends inside its node for a forward and a backward, in steady state. Nothing goes
             between nodes.
         buffers: Bytes of the buffers that units are gathered into.
     """
@@ -50,7 +51,7 @@ class Gathers:
 
 
 def gathers_of(size: ModelSize, codec: Codec, strategy: Strategy, topology: Topology) -> Gathers:
-    """What the gathers of the base of a model come to. See [Note: A quantized base in a plan]."""
+    """The cost of gathering the base of a model. See [Note: A quantized base in a plan]."""
     gpus = topology.gpus_per_node
 
     def gathered(numel: int) -> int:
@@ -58,7 +59,7 @@ def gathers_of(size: ModelSize, codec: Codec, strategy: Strategy, topology: Topo
 
     units = [(_Unit(nbytes), again) for numel, again in _sizes_in_order(size) if (nbytes := gathered(numel))]
     residency = Residency()
-    for _ in range(3):  # the third goes by what the first two have taught
+    for _ in range(3):  # by the third, the residency has learned the order, and gathers as in every later step
         for unit, _ in units:
             unit.gathers = 0
         for unit, _ in units:
@@ -69,7 +70,7 @@ def gathers_of(size: ModelSize, codec: Codec, strategy: Strategy, topology: Topo
     layers = [unit for unit in size.units if unit.reshard_after_forward]
     total = sum(unit.gathers * unit.nbytes for unit, _ in units)
     total += sum(2 * max(unit.count - _SIMULATED, 0) * gathered(unit.frozen) for unit in layers)
-    if not layers:  # then each module is a unit, of which nothing is known: taken as gathered in both directions
+    if not layers:  # the order of units is unknown: assume that each is gathered in forward and backward
         total = 2 * sum(unit.nbytes for unit, _ in units)
     return Gathers(total // gpus * (gpus - 1), residency.nbytes)
 
@@ -84,11 +85,11 @@ class _Unit:
 
     @property
     def gathered_shape(self) -> tuple[int, int]:
-        """Of so many bytes."""
+        """One row of all bytes."""
         return 1, self.nbytes
 
     def gather(self, out: Tensor) -> None:
-        """Count."""
+        """Count a gather."""
         self.gathers += 1
 
 

@@ -51,11 +51,11 @@ class ModelSize:
 
     Args:
         units: The units.
-        idle_trainable: Trainable elements that a token does not compute with: those of experts it is not routed to.
-        idle_frozen: Frozen ones.
+        idle_trainable: Trainable elements of the experts that a token is not routed to.
+        idle_frozen: Frozen elements of these experts.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If a number is not an int.
         ValueError: If nothing is trainable, or more is idle than there is.
     """
 
