@@ -52,10 +52,10 @@ class Training:
         self.steps = 0
 
     def make(self) -> Any:
-        """The sharded net."""
+        """The sharded net; with a row of each weight for each of four ranks, or FSDP1 can't load its checkpoints."""
         net = models.make_net(blocks=2, width=66, hidden=91)
         for name in ("up", "down"):
-            detour = lora.LowRank(getattr(net.blocks[0], name).requires_grad_(False))
+            detour = lora.LowRank(getattr(net.blocks[0], name).requires_grad_(False), rank=4)
             setattr(net.blocks[0], name, detour.to(models.device()))
         return self.adapter.shard(net, Case(), self.strategy)
 
@@ -295,9 +295,7 @@ def _resident_bytes() -> int:
 def soak(adapter: Adapter, strategy: Strategy, steps: int, every: int, seed: int = 0) -> list[dict[str, int]]:
     """In a worker: what is left behind after each ``every`` of ``steps`` steps, with an event before each of them."""
     training = Training(adapter, strategy, seed)
-    for event in (*OFTEN, *SELDOM):
-        event(training)
-        training.step()
+    each_event_once(training)
     found = []
     for step in range(1, steps + 1):
         seldom = step % 50 == 0
@@ -306,3 +304,20 @@ def soak(adapter: Adapter, strategy: Strategy, steps: int, every: int, seed: int
         if step % every == 0:
             found.append(left_behind(training))
     return found
+
+
+def rounds(adapter: Adapter, strategy: Strategy, n: int) -> list[dict[str, int]]:
+    """In a worker: what is left behind after each of ``n`` rounds through all events."""
+    training = Training(adapter, strategy, 0)
+    found = []
+    for _ in range(n):
+        each_event_once(training)
+        found.append(left_behind(training))
+    return found
+
+
+def each_event_once(training: Training) -> None:
+    """With a step after each."""
+    for event in (*OFTEN, *SELDOM):
+        event(training)
+        training.step()
