@@ -150,7 +150,11 @@ class GradientReduce:
         return torch.no_grad()(finish)
 
     def _add(self, part: Tensor) -> None:
-        self._waiting = part if self._waiting is None else self._waiting.add_(part)
+        if self._waiting is None:
+            self._waiting = part
+        else:
+            # Sums over nodes are added in the stream of that hop, which is not the one that has made their memory.
+            _handed_over(self._waiting).add_(_handed_over(part))
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
         """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.

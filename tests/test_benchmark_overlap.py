@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from overlap import Interval, exposed, overlap, union
 
+sys.path.pop(0)  # or benchmarks/kernels.py would be taken for Hugging Face's package of that name
+
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], sum(pair))))
 
 

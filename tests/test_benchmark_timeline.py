@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from interleaved import paired
 from timeline import BETWEEN, COMPUTATION, INSIDE, draw, lanes, last_step, summary
 
+sys.path.pop(0)  # or benchmarks/kernels.py would be taken for Hugging Face's package of that name
+
 
 def kernel(name: str, start: float, duration: float, ranks: str | None = None) -> dict[str, Any]:
     """A kernel's event in a trace, times in ms."""

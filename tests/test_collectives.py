@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness.covering import over_each
 from harness.models import device
-from harness.pool import Pool, device_type
+from harness.pool import SHARE_GPUS, Pool, device_type
 from harness.wiretap import wiretap
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -29,7 +30,7 @@ LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, of a value rounded to a dtype.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-WORLD = min(8, torch.cuda.device_count()) if device_type() == "cuda" else 8
+WORLD = 8 if device_type() == "cpu" or SHARE_GPUS in os.environ else min(8, torch.cuda.device_count())
 
 
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float | None) -> torch.Tensor:

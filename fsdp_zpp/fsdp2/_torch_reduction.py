@@ -156,17 +156,20 @@ class ReducingGroup(FSDPParamGroup):
         if not params or not (used or self.reduction.communicates_early):
             return
         flat = self._flatten(params, gradients)
-        reduce_stream, between = self.comm_ctx.reduce_scatter_stream, self.comm_ctx.all_reduce_stream
-        reduce_stream.wait_stream(self.device_handle.current_stream())
-        with self.device_handle.stream(reduce_stream):
+        inside, between = self.comm_ctx.reduce_scatter_stream, self.comm_ctx.all_reduce_stream
+        if self.own_all_reduce is not None:
+            inside = between  # in which the last micro-batch adds to what waits
+        inside.wait_stream(self.device_handle.current_stream())
+        with self.device_handle.stream(inside):
             finish = self.reduction.accumulate(flat)
             if flat.is_cuda:
-                flat.record_stream(reduce_stream)
+                flat.record_stream(inside)
         # Under scope G the inter-node hop completes the sum, and runs in the stream of torch's all-reduce.
-        stream = between if self.completion is not None else reduce_stream
-        if stream is not reduce_stream:
-            stream.wait_stream(reduce_stream)
-        with self.device_handle.stream(stream):
+        if self.completion is None:
+            between = inside
+        elif between is not inside:
+            between.wait_stream(inside)
+        with self.device_handle.stream(between):
             finish()
 
     def _forget_prefetch(self) -> None:

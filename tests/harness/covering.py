@@ -45,7 +45,7 @@ def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.Ma
     chosen = {
         tuple((k + (size < max(sizes)) * (turn + turn // 2 * n)) % size for size, n in zip(sizes, same, strict=True))
         for turn in range(times)
-        for k in range(max(sizes))
+        for k in range(max(sizes) if all(sizes) else 0)
     }
     return _parametrize(list(factors), named, _product(named) if rest else sorted(chosen), chosen)
 
