@@ -135,7 +135,7 @@ def refused_ties(adapter: Adapter) -> str:
 # fully_shard itself refuses parameters that are not contiguous.
 def test_ties_that_sharding_loses_are_refused(pool: Callable[[int], Pool]) -> None:
     for said in pool(4).run(refused_ties, Fsdp1()):
-        assert said.startswith("the adapter 'default' has ensure_weight_tying=True and targets an embedding")
+        assert said.startswith("the adapter 'default' has ensure_weight_tying=True and targets a tied embedding")
 
 
 # ---- other methods of PEFT's

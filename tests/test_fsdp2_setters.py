@@ -124,7 +124,7 @@ def test_unsharded_storage_is_kept(pool: Callable[[int], Pool]) -> None:
 def separate_group() -> None:
     """In a worker: it would be made and not be used."""
     model: Any = Fsdp2().make(Case(), ZEROPP)
-    with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\) is for torch's own"):
+    with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\) applies to torch's own"):
         model.set_separate_reduce_scatter_group(True)
     model.set_separate_reduce_scatter_group(False)
 
