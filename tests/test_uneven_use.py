@@ -25,7 +25,7 @@ HEADS = {"a": 3, "b": 5, "c": 3, "d": 4}
 
 
 class Heads(nn.Module):
-    """A trunk and some heads, of which a forward runs what ``uses`` says, in that order."""
+    """A trunk and some heads, of which a forward uses what ``uses`` says, in that order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +33,12 @@ class Heads(nn.Module):
         self.trunk = nn.Linear(WIDTH, WIDTH)
         self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, size) for name, size in HEADS.items()})
         self.uses: str = "abcd"
+        self.runs_all = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.trunk(x)
-        return sum((self.heads[name](x).square().mean() for name in self.uses), start=x.square().mean())
+        losses = {name: self.heads[name](x).square().mean() for name in (HEADS if self.runs_all else self.uses)}
+        return sum((losses[name] for name in self.uses), start=x.square().mean())
 
 
 Uses = list[list[str]]
@@ -77,7 +79,13 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def distance_from_unsharded(
-    adapter: Adapter, levels: str, uses: Uses, apart: bool, keep: bool = False, unused: bool = False
+    adapter: Adapter,
+    levels: str,
+    uses: Uses,
+    apart: bool,
+    keep: bool = False,
+    unused: bool = False,
+    run_all: bool = False,
 ) -> float:
     """In a worker: how far two steps of AdamW get from those of a model that is not sharded.
 
@@ -88,10 +96,12 @@ def distance_from_unsharded(
         apart: Whether every head is a unit.
         keep: Whether what is gathered stays gathered in a step.
         unused: Whether fully_shard is told to reduce what is not used.
+        run_all: Whether ranks run the heads that they don't use, too.
     """
     arguments = {"reshard_after_forward": False} if keep and levels[0] != "N" else {}
     model, net = shard_heads(adapter, Strategy(levels, gpus_per_node=2), apart, **arguments)
     plain = Heads().to(models.device())
+    net.runs_all = run_all
     if unused:
         model.set_reduce_scatter_unused_params(True)
     # FSDP1 has one gradient for all parameters of a unit, so that AdamW decays what nobody uses.
@@ -126,6 +136,19 @@ def test_what_is_not_used_may_be_reduced(pool: Callable[[int], Pool], levels: st
         pytest.skip("torch 2.13 has set_reduce_scatter_unused_params")
     for uses in WITHIN_A_UNIT.values():
         assert max(pool(4).run(distance_from_unsharded, Fsdp2(), levels, uses, False, False, True)) <= 1e-6
+
+
+BETWEEN_UNITS: Uses = [["a", "b", "abd", ""], ["abcd"] * 4]
+
+
+@pytest.mark.parametrize("levels", ["NGG", "NIG", "NNG", "NII", "NNI"])
+@over_adapters
+def test_units_that_only_some_ranks_use(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
+    """All ranks run all units; what a rank does not use is no part of its loss.
+
+    What is gathered again for the backward must be used on all ranks, as with torch's own sharding.
+    """
+    assert max(pool(4).run(distance_from_unsharded, adapter, levels, BETWEEN_UNITS, True, False, False, True)) <= 1e-6
 
 
 ORDERS: Uses = [["abcd"] * 4, ["ad", "da", "bc", "dcba"], ["b", "", "a", "cab"], ["abcd"] * 4]

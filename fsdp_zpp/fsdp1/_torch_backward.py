@@ -33,6 +33,7 @@ _NEEDED = (
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
+    Needed(_RUNTIME, "_catch_all_reshard", "units that were run and not used"),
     Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
@@ -51,6 +52,8 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
         else:
             for handle in _order_of(state).remaining():
                 _accumulate(handles[handle], handle)
+            for handle in handles:
+                handle._took_part |= handle.is_of_micro_batch
         original(state, module)
         for handle in handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
@@ -183,22 +186,24 @@ def shard_gradients_in_constant_time() -> None:
 
 def _reduce_what_waits(handles: dict[StrategyHandle, Any]) -> None:
     """Reduce gradients of earlier micro-batches for units that took no part in the last one."""
-    _drop_unused(list(handles))
+    used_elsewhere = _agree_on_use(list(handles))
     for handle, state in handles.items():
         if handle._reduce is None:
             continue
         flat_param: Any = handle.flat_param
         unreduced, handle._unreduced = handle._unreduced and flat_param.grad is not None, False
-        if not unreduced and not handle._reduce.waiting:
+        waits = handle._reduce.waiting or handle in used_elsewhere
+        if not unreduced and not waits:
             continue
+        runtime_utils._catch_all_reshard(state)  # a unit that was run but got no gradient may still be unsharded
         # As after a backward of its own, until FSDP's callback.
         state.training_state = TrainingState.FORWARD_BACKWARD
-        handle._training_state = HandleTrainingState.BACKWARD_POST
+        handle._training_state, flat_param._post_backward_called = HandleTrainingState.BACKWARD_POST, True
         state._post_backward_stream.wait_stream(state._device_handle.current_stream())
         with state._device_handle.stream(state._post_backward_stream):
             if unreduced:
                 runtime_utils._reduce_grad_no_shard(state, handle)
-            if handle._reduce.waiting:
+            if waits:
                 size, dtype = flat_param._unpadded_unsharded_size, handle.gradient_dtype
                 nothing = torch.zeros(size, dtype=dtype, device=handle.device)
                 gradient, shard = runtime_utils._get_reduce_scatter_tensors(state, nothing)
@@ -207,8 +212,13 @@ def _reduce_what_waits(handles: dict[StrategyHandle, Any]) -> None:
                 runtime_utils._post_reduce_grad_callback(state, handle, shard)
 
 
-def _drop_unused(handles: list[StrategyHandle]) -> None:
-    """Drop the gradients of units that micro-batches have gathered but no rank has used. Collective."""
+def _agree_on_use(handles: list[StrategyHandle]) -> set[StrategyHandle]:
+    """Drop the gradients of units that micro-batches have gathered but no rank has used. Collective.
+
+    Returns:
+        The units that other ranks have used in the step, and this one has not.
+    """
+    used_elsewhere: set[StrategyHandle] = set()
     for mesh in dict.fromkeys(handle._mesh for handle in handles):
         asked = [handle for handle in handles if handle._mesh == mesh and handle._took_part]
         if not asked:
@@ -217,7 +227,10 @@ def _drop_unused(handles: list[StrategyHandle]) -> None:
         if all(handle._used_in_step for handle in asked):
             continue
         for handle, used in zip(asked, answer(), strict=True):
-            if not used and handle._reduce is not None:
+            if used and not handle._used_in_step:
+                used_elsewhere.add(handle)
+            elif not used and handle._reduce is not None:
                 handle._reduce.discard()
                 flat_param: Any = handle.flat_param
                 flat_param._post_backward_called = False
+    return used_elsewhere

@@ -158,12 +158,15 @@ class StrategyHandle(FlatParamHandle):
         return self.uses_sharded_strategy and self._reduce is not None
 
     @property
-    def takes_part(self) -> bool:
-        """Whether ranks have gathered it for this micro-batch, and it has hops to make before the last one."""
-        if self._reduce is None or not (self.reduces_early and self._reduce.communicates_early):
-            return False
+    def is_of_micro_batch(self) -> bool:
+        """Whether ranks have gathered it for this micro-batch, used or not; the same on all of them."""
         kept = self._keep_unsharded and not super().needs_unshard()
-        return self.flat_param.requires_grad and (self._was_gathered or kept)
+        return self.reduces_early and self.flat_param.requires_grad and (self._was_gathered or kept)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is of this micro-batch, and has hops to make before the last one."""
+        return self._reduce is not None and self._reduce.communicates_early and self.is_of_micro_batch
 
     @property
     def gradient_dtype(self) -> torch.dtype:
