@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.adapters import over_adapters
+from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_each
 from harness.pool import Pool
 from harness.training import train, trained_weights
 from torch import Tensor
@@ -29,8 +29,7 @@ def compiled(adapter: Adapter, case: Case, strategy: Strategy | None) -> tuple[d
     return adapter.full_weights(model), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("levels", ["IGG", "IIG", "NNG"])
-@over_adapters
+@over_each(adapter=ADAPTERS, levels=["IGG", "IIG", "NNG"])
 def test_compiled_blocks(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     case = Case(steps=3, micro_batches=2)
     strategy = Strategy(levels, gpus_per_node=2)

@@ -46,7 +46,7 @@ def with_and_without_resets(adapter: Adapter, case: Case, strategy: Strategy, ho
     return [trained_weights(adapter, case, each) for each in strategies]
 
 
-@over_pairs(adapter=ADAPTERS, levels=LEVELS, hops=["inter", "both"])
+@over_each(adapter=ADAPTERS, levels=LEVELS, hops=["inter", "both"])
 def test_resets_count_steps(pool: Callable[[int], Pool], adapter: Adapter, levels: str, hops: Any) -> None:
     """Errors that are forgotten after every step of several micro-batches have never been there."""
     strategy = replace(COARSE, levels=levels)

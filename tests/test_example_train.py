@@ -48,12 +48,12 @@ def test_compares_with_full_shard(tmp_path: Path, text: Path) -> None:
 
 @pytest.mark.parametrize("adapter", [[], ["--fsdp2"]], ids=["fsdp1", "fsdp2"])
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path, text: Path, adapter: list[str]) -> None:
-    common = ["--data", str(text), "--steps", "8", "--log-every", "4", "--micro-batches", "2", *adapter]
+    common = ["--data", str(text), "--steps", "4", "--log-every", "2", "--micro-batches", "2", *adapter]
     train(tmp_path / "whole", *common)
-    train(tmp_path / "half", *common, "--stop-at", "4")
+    train(tmp_path / "half", *common, "--stop-at", "2")
     train(tmp_path / "rest", *common, "--resume", str(tmp_path / "half" / "checkpoint"))
     (whole,), (rest,) = report(tmp_path / "whole")["runs"], report(tmp_path / "rest")["runs"]
-    assert len(whole["losses"]) == 8
+    assert len(whole["losses"]) == 4
     assert rest["losses"] == pytest.approx(whole["losses"], abs=1e-6)
     assert rest["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-6)
 

@@ -9,6 +9,7 @@ import torch
 from harness import models
 from harness.adapter import STOCK, Case
 from harness.adapters import LEVELS
+from harness.covering import over_each
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import logits, train
@@ -86,8 +87,7 @@ def steps_in_backward(strategy: Strategy | None, micro_batches: int) -> dict[str
     return adapter.full_weights(model)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("levels", LEVELS)
+@over_each(levels=LEVELS, micro_batches=[1, 2])
 def test_optimizer_in_backward(pool: Callable[[int], Pool], levels: str, micro_batches: int) -> None:
     ours = pool(4).run(steps_in_backward, Strategy(levels, gpus_per_node=2), micro_batches)
     assert max(map(models.distance, ours, pool(4).run(steps_in_backward, STOCK, micro_batches))) <= 1e-6

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Case
+from harness.covering import over_each
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import train
@@ -120,8 +121,7 @@ def trained(strategy: Strategy, way: Callable[[Any], None]) -> tuple[dict[str, T
     return adapter.full_weights(model), traffic(model)["gather"]
 
 
-@pytest.mark.parametrize("way", [ahead, by_hand])
-@pytest.mark.parametrize("strategy", ENCODED, ids=str)
+@over_each(strategy=ENCODED, way=[ahead, by_hand])
 def test_when_makes_no_difference(pool: Callable[[int], Pool], strategy: Strategy, way: Callable[[Any], None]) -> None:
     plain = pool(4).run(trained, strategy, plainly)
     for (ours, sent), (expected, sent_plainly) in zip(pool(4).run(trained, strategy, way), plain, strict=True):

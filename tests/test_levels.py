@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.adapters import ADAPTERS, over_adapters
+from harness.adapters import ADAPTERS, LEVELS, over_adapters
 from harness.covering import over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
@@ -188,7 +188,7 @@ def gradient_of(adapter: Adapter, case: Case, levels: str, micro_batches: list[i
     return adapter.full_gradients(model)
 
 
-@over_each(adapter=ADAPTERS, levels=[levels for levels in LEGAL_LEVELS if levels != "NNN"])
+@over_each(adapter=ADAPTERS, levels=[levels for levels in LEVELS if levels != "NNN"])
 def test_micro_batches_are_summed_in_fp32(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     for together, one in pool(4).run(accumulated_in_bf16, adapter, levels):
         assert together <= 1e-6

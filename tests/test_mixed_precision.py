@@ -98,8 +98,7 @@ def compare_reduced_dtypes(adapter: Adapter, precision: Precision) -> None:
         assert ours == stock, levels
 
 
-@pytest.mark.parametrize("precision", [Precision(BF16), Precision(BF16, FP32), Precision(BF16, BF16)], ids=str)
-@over_adapters
+@over_each(adapter=ADAPTERS, precision=[Precision(BF16), Precision(BF16, FP32), Precision(BF16, BF16)])
 def test_gradients_are_reduced_in_the_dtype_that_torch_reduces_in(
     pool: Callable[[int], Pool], adapter: Adapter, precision: Precision
 ) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.adapters import LEVELS, over_adapters, over_adapters_and_flat
+from harness.adapters import LEVELS, WITH_FLAT, over_adapters, over_adapters_and_flat
+from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
@@ -79,8 +80,7 @@ def after_each_move(adapter: Adapter, strategy: Strategy) -> None:
         assert models.distance(adapter.full_weights(model), expected) > 0.01
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-@over_adapters_and_flat
+@over_each(2, adapter=WITH_FLAT, levels=LEVELS)
 def test_weights_come_along(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     pool(4).run(after_each_move, adapter, Strategy(levels, gpus_per_node=2))
 

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.covering import over_each
 from harness.launch import launch
 from harness.pool import Pool, WorkerError, device_type
 from harness.wiretap import wiretap
@@ -141,15 +142,19 @@ def _wrap_policy(blocks: nn.Module) -> Any:
 # ---- tests
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize(
-    ("gpus_per_node", "codecs"),
-    [(2, {}), (2, ENCODED), (4, ENCODED), (4, ENCODED | {"intra_gradients": Int8(64)})],
-    ids=["plain", "encoded", "one node", "one node encoded inside"],
-)
+LAYOUTS = {
+    "plain": (2, {}),
+    "encoded": (2, ENCODED),
+    "one node": (4, ENCODED),
+    "one node encoded inside": (4, ENCODED | {"intra_gradients": Int8(64)}),
+}
+
+
+@over_each(layout=LAYOUTS, micro_batches=[1, 3])
 def test_planned_bytes_are_those_that_are_sent(
-    gpus_per_node: int, codecs: dict[str, Any], micro_batches: int, pool: Callable[[int], Pool]
+    layout: tuple[int, dict[str, Any]], micro_batches: int, pool: Callable[[int], Pool]
 ) -> None:
+    gpus_per_node, codecs = layout
     for found in pool(4).run(_sent_and_planned, gpus_per_node, codecs, micro_batches):
         assert len(found) == 14
         assert {levels: counted for levels, (counted, _) in found.items()} == {

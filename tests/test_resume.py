@@ -16,12 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import lora, models
 from harness.adapter import Adapter, Case
-from harness.adapters import over_adapters
+from harness.adapters import ADAPTERS, over_adapters
+from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.launch import launch
 from harness.pool import Pool
-from harness.resumable import STRATEGIES, Job, uninterrupted
+from harness.resumable import STRATEGIES, Job
 from harness.training import train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -35,43 +36,51 @@ def losses_of(job: Job, world: int) -> list[dict[int, set[str]]]:
     by_rank = []
     for rank in range(world):
         losses = defaultdict(set)
-        for line in (job.path / f"losses-{rank}").read_text().splitlines():
+        for line in (job.folder / f"losses-{rank}").read_text().splitlines():
             step, loss = line.split()
             losses[int(step)].add(loss)
         by_rank.append(dict(losses))
     return by_rank
 
 
-def check(job: Job, pool: Pool) -> None:
+def check(job: Job, world: int) -> None:
     """Fail unless ranks were killed as often as they should, and losses and weights are as if they had not been."""
-    assert len(list(job.path.glob("killed-*"))) == job.kills
-    references = pool.run(uninterrupted, job)
-    for losses, (expected, _) in zip(losses_of(job, pool.world), references, strict=True):
-        assert losses == {step: {loss.hex()} for step, loss in enumerate(expected)}
-    weights = torch.load(job.path / "weights")
-    assert all(torch.equal(weights[name], value) for name, value in references[0][1].items())
-    assert weights.keys() == references[0][1].keys()
+    assert len(list(job.folder.glob("killed-*"))) == job.kills
+    uninterrupted = replace(job, folder=job.folder / "uninterrupted", save_every=job.steps, kills=0)
+    uninterrupted.folder.mkdir()
+    ended = launch(world, "-m", *arguments(uninterrupted))
+    assert ended.returncode == 0, ended.stderr
+    losses = losses_of(job, world)
+    assert [sorted(each) for each in losses] == [list(range(job.steps))] * world
+    assert losses == losses_of(uninterrupted, world)
+    weights, expected = (torch.load(each.folder / "weights") for each in (job, uninterrupted))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def arguments(job: Job) -> list[str]:
     """Its command line."""
-    return ["harness.resumable", job.adapter, job.strategy, str(job.folder), str(job.steps), str(job.kills)]
+    return [
+        "harness.resumable",
+        job.adapter,
+        job.strategy,
+        *map(str, (job.folder, job.steps, job.save_every, job.kills)),
+    ]
 
 
-@pytest.mark.parametrize("strategy", ["frozen", "LoCo and Int4Delta"])
-@over_adapters
-def test_a_killed_rank(pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: str) -> None:
-    job = Job(str(adapter), strategy, str(tmp_path), steps=6, kills=1)
+@over_each(adapter=ADAPTERS, strategy=["frozen", "LoCo and Int4Delta"])
+def test_a_killed_rank(tmp_path: Path, adapter: Adapter, strategy: str) -> None:
+    job = Job(str(adapter), strategy, tmp_path, steps=6, kills=1)
     ended = [launch(2, "-m", *arguments(job)) for _ in range(2)]
     assert [each.returncode for each in ended] == [-signal.SIGKILL, 0], ended[-1].stderr
-    check(job, pool(2))
+    check(job, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zeropp", "LoCo", "Int4Delta", "frozen"])
 @over_adapters
-def test_ten_killed_ranks(pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: str) -> None:
-    job = Job(str(adapter), strategy, str(tmp_path), steps=24, kills=10)
+def test_ten_killed_ranks(tmp_path: Path, adapter: Adapter, strategy: str) -> None:
+    job = Job(str(adapter), strategy, tmp_path, steps=24, kills=10)
     agent = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=4", "--max-restarts=10"]
     # Or processes that are started again find in torchrun's store the addresses of those that are gone, and gloo fails.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
@@ -79,7 +88,7 @@ def test_ten_killed_ranks(pool: Callable[[int], Pool], tmp_path: Path, adapter: 
         [*agent, "-m", *arguments(job)], cwd=TESTS, env=environment, capture_output=True, text=True, timeout=1800
     )
     assert ended.returncode == 0, ended.stderr
-    check(job, pool(4))
+    check(job, 4)
 
 
 def resumed_from_one_checkpoint(adapter: Adapter, folder: str) -> None:
@@ -104,13 +113,10 @@ def test_ranks_without_a_row(pool: Callable[[int], Pool], tmp_path: Path, adapte
     pool(4).run(resumed_from_one_checkpoint, adapter, str(tmp_path))
 
 
-@pytest.mark.parametrize("strategy", ["frozen", "LoCo and Int4Delta"])
-@over_adapters
-def test_on_another_number_of_ranks(
-    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: str
-) -> None:
+@over_each(adapter=ADAPTERS, strategy=["LoCo and Int4Delta", "frozen"])
+def test_on_another_number_of_ranks(tmp_path: Path, adapter: Adapter, strategy: str) -> None:
     """It says that codecs start anew, and trains on the same samples in the same order."""
-    job = Job(str(adapter), strategy, str(tmp_path), steps=5)
+    job = Job(str(adapter), strategy, tmp_path, steps=5)
     assert launch(4, "-m", *arguments(job)).returncode == 0
     losses = losses_of(job, 4)
     [path.unlink() for path in tmp_path.glob("losses-*")]

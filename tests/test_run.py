@@ -1,4 +1,4 @@
-"""Which torch ``./run`` installs: its commands are watched, with stand-ins for python, pip and nvidia-smi."""
+"""Which torch ``./run`` installs, and how it tests: its commands are watched, with stand-ins for python, pip and nvidia-smi."""
 
 from __future__ import annotations
 
@@ -52,3 +52,8 @@ def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
     called = commands(tmp_path, gpu=gpu, torch=True)
     assert "python -m venv --system-site-packages .venv" in called
     assert not any("torch==" in call for call in called)
+
+
+@pytest.mark.parametrize(("gpu", "call"), [(True, "pytest "), (False, "pytest -n 2 --dist worksteal")], ids=str)
+def test_two_tests_at_once_without_a_gpu(tmp_path: Path, gpu: bool, call: str) -> None:
+    assert commands(tmp_path, gpu=gpu, torch=True)[-1] == call

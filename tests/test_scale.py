@@ -21,6 +21,7 @@ from harness.wiretap import wiretap
 
 import fsdp_zpp
 from fsdp_zpp import Strategy, plan
+from fsdp_zpp.staleness import ModelEvents
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 KERNELS = str(PACKAGE / "kernels")  # where the CPU's reference decodes one peer at a time
@@ -52,9 +53,18 @@ def calls_in(function: Callable[[], object], folder: Path = PACKAGE) -> Counter[
     return calls
 
 
+def wait_for_earlier_models() -> None:
+    """Until they are gone, for they would hear of this one's events; a GPU's autograd thread may still hold one."""
+    for _ in range(100):
+        gc.collect()
+        if not any(type(each) is ModelEvents for each in gc.get_objects()):
+            return
+    raise AssertionError("an earlier model is still there")
+
+
 def step_counts(adapter: Adapter, strategy: Strategy) -> tuple[Any, ...]:
     """In a fake world: this rank's collectives in a warm step, the calls within fsdp_zpp, and new process groups."""
-    gc.collect()  # earlier models, which would hear of this one's events
+    wait_for_earlier_models()
     before = groups_of_this_rank()
     model = adapter.make(CASE, strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())

@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.adapters import WITH_FLAT, over_adapters, over_adapters_and_flat
+from harness.adapters import ADAPTERS, WITH_FLAT, over_adapters, over_adapters_and_flat
+from harness.covering import over_each
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
@@ -29,11 +30,7 @@ from fsdp_zpp import Strategy
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 FULL = StateDictOptions(full_state_dict=True)
 
-over_pairs = pytest.mark.parametrize(
-    ("source", "target"),
-    [(ZEROPP, ZEROPP), (ZEROPP, STOCK), (STOCK, ZEROPP)],
-    ids=["ours to ours", "ours to stock", "stock to ours"],
-)
+DIRECTIONS = {"ours to ours": (ZEROPP, ZEROPP), "ours to stock": (ZEROPP, STOCK), "stock to ours": (STOCK, ZEROPP)}
 
 
 def true_at_every_moment(adapter: Adapter) -> None:
@@ -89,12 +86,12 @@ KINDS = [
 ]
 
 
-@over_pairs
+@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize(("adapter", "kind"), KINDS, ids=str)
 def test_state_dicts(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, source: Strategy | None, target: Strategy | None
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str, direction: tuple[Strategy | None, Strategy | None]
 ) -> None:
-    pool(4).run(load, adapter, kind, source, target)
+    pool(4).run(load, adapter, kind, *direction)
 
 
 def checkpoint(adapter: Adapter, source: Strategy | None, target: Strategy | None, path: str) -> None:
@@ -120,16 +117,14 @@ def checkpoint(adapter: Adapter, source: Strategy | None, target: Strategy | Non
         assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
 
 
-@over_pairs
-@over_adapters
+@over_each(adapter=ADAPTERS, direction=DIRECTIONS)
 def test_distributed_checkpoint(
     pool: Callable[[int], Pool],
     tmp_path: Path,
     adapter: Adapter,
-    source: Strategy | None,
-    target: Strategy | None,
+    direction: tuple[Strategy | None, Strategy | None],
 ) -> None:
-    pool(4).run(checkpoint, adapter, source, target, str(tmp_path / "checkpoint"))
+    pool(4).run(checkpoint, adapter, *direction, str(tmp_path / "checkpoint"))
 
 
 BETWEEN_LETTERS = [
@@ -143,8 +138,7 @@ BETWEEN_LETTERS = [
 ]
 
 
-@pytest.mark.parametrize("letters", BETWEEN_LETTERS, ids=str)
-@pytest.mark.parametrize("adapter", [Fsdp1(mesh=True), Fsdp2()], ids=str)
+@over_each(adapter=[Fsdp1(mesh=True), Fsdp2()], letters=BETWEEN_LETTERS)
 def test_checkpoints_pass_between_letters(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, letters: tuple[str | None, str | None]
 ) -> None:

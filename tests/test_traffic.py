@@ -12,7 +12,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.adapters import ADAPTERS, LEVELS, over_adapters
 from harness.bytes_on_the_wire import Sent, sent_in
-from harness.covering import over_pairs
+from harness.covering import over_each
 from harness.pool import Pool
 from harness.training import train
 from harness.wiretap import Wiretap, wiretap
@@ -59,7 +59,7 @@ def test_adapters_send_the_same(pool: Callable[[int], Pool], strategy: Strategy)
             assert sent[kind] == pytest.approx(expected[kind], rel=2e-3)
 
 
-@over_pairs(adapter=ADAPTERS, strategy=STRATEGIES, layout=[(4, 2), (4, 1), (4, 4), (2, 1)])
+@over_each(2, adapter=ADAPTERS, strategy=STRATEGIES, layout=[(4, 2), (4, 1), (4, 4), (2, 1)])
 def test_traffic_agrees_with_the_wire(
     pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, layout: tuple[int, int]
 ) -> None:

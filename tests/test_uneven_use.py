@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, on_cpu
 from harness.adapters import ADAPTERS, LEVELS, over_adapters
-from harness.covering import over_pairs
+from harness.covering import over_each, over_pairs
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
@@ -178,7 +178,7 @@ def gradient_of_accumulation(adapter: Adapter, strategy: Any, micro_batches: int
     return next(g for name, g in adapter.full_gradients(model).items() if name.endswith("trunk.weight")).double()
 
 
-@over_pairs(adapter=ADAPTERS, levels=["GGG", "IGG", "IIG"], gpus_per_node=[2, 4])
+@over_each(adapter=ADAPTERS, levels=["GGG", "IGG", "IIG"], gpus_per_node=[2, 4])
 def test_many_bf16_micro_batches_are_summed_in_fp32(
     pool: Callable[[int], Pool], adapter: Adapter, levels: str, gpus_per_node: int
 ) -> None:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.adapters import over_adapters
+from harness.adapters import ADAPTERS, over_adapters
 from harness.bytes_on_the_wire import Sent, sent_in
+from harness.covering import over_pairs
 from harness.models import device
 from harness.pool import Pool
 from harness.training import logits, mean_loss, train
@@ -160,9 +161,11 @@ def resumed(adapter: Adapter, path: str, looked_at: bool, codecs_last: bool) -> 
     assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
 
 
-@pytest.mark.parametrize("codecs_last", [False, True], ids=["codecs first", "codecs last"])
-@pytest.mark.parametrize("looked_at", [False, True], ids=["after a step", "after an evaluation"])
-@over_adapters
+@over_pairs(
+    adapter=ADAPTERS,
+    looked_at={"after a step": False, "after an evaluation": True},
+    codecs_last={"codecs first": False, "codecs last": True},
+)
 def test_resuming_is_exact(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, looked_at: bool, codecs_last: bool
 ) -> None:

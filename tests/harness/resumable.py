@@ -1,8 +1,10 @@
 """A training that may be killed at any moment and then goes on from its last checkpoint.
 
-    cd tests && torchrun --standalone --nproc-per-node 4 --max-restarts 10 -m harness.resumable fsdp2 LoCo FOLDER 24 10
+    cd tests
+    torchrun --standalone --nproc-per-node 4 --max-restarts 10 -m harness.resumable fsdp2 LoCo FOLDER 24 3 10
 
-trains 24 steps, in which some rank is killed ten times, and leaves losses and weights in the folder.
+trains 24 steps with a checkpoint after each third, in which some rank is killed ten times, and leaves losses and
+weights in the folder.
 """
 
 from __future__ import annotations
@@ -50,7 +52,6 @@ STRATEGIES = {
     "LoCo and Int4Delta": replace(ZEROPP, error_feedback=LoCo(reset_every=7), weights=Int4Delta(64, Int8(64))),
 }
 SAMPLES, BATCH, MICRO_BATCHES = 40, 8, 2
-SAVE_EVERY = 3
 MOMENTS = ("saving", "saved", "forward", "loss", "backward", "optimizer")
 """When a rank may be killed, in the order in which they come in a step."""
 
@@ -62,28 +63,22 @@ class Job:
     Args:
         adapter: The name of an adapter.
         strategy: The name of a strategy.
-        folder: Where checkpoints, losses and weights go; None if nothing is kept.
+        folder: Where checkpoints, losses and weights go.
         steps: How many.
-        kills: How often a rank is killed.
-        seed: When, and which.
+        save_every: The number of steps between checkpoints.
+        kills: How often a rank is killed, at random moments.
     """
 
     adapter: str
     strategy: str
-    folder: str | None
+    folder: Path
     steps: int
+    save_every: int = 3
     kills: int = 0
-    seed: int = 0
-
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-        assert self.folder is not None
-        return Path(self.folder)
 
     def deaths(self, world: int) -> list[tuple[int, int, int]]:
         """The step, the moment and the rank of each, in the order of time."""
-        chance = random.Random(f"{self.adapter} {self.strategy} {self.seed}")
+        chance = random.Random(f"{self.adapter} {self.strategy}")
         moments = range(len(MOMENTS))
         return sorted(
             (chance.randrange(1, self.steps), chance.choice(moments), chance.randrange(world))
@@ -123,7 +118,7 @@ class Run:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.adapter: Adapter = {str(adapter): adapter for adapter in ADAPTERS}[job.adapter]
         self.strategy = replace(STRATEGIES[job.strategy], gpus_per_node=max(1, self.world // 2))
-        self.killed = len(list(job.path.glob("killed-*"))) if job.folder else 0
+        self.killed = len(list(job.folder.glob("killed-*")))
         self.deaths = job.deaths(self.world)[self.killed :]
         self.model = self._make()
         self.optimizer = models.make_optimizer("adamw", (p for p in self.model.parameters() if p.requires_grad))
@@ -137,18 +132,18 @@ class Run:
             for parameter in net.parameters():
                 if not parameter.requires_grad and parameter.dim() == 2:
                     parameter.zero_()
-            load_frozen_params(net, self.job.path / "base", gpus_per_node=self.strategy.gpus_per_node)
+            load_frozen_params(net, self.job.folder / "base", gpus_per_node=self.strategy.gpus_per_node)
         else:
             quantize_frozen_params(net, self.strategy.frozen, gpus_per_node=self.strategy.gpus_per_node)
-            if self.job.folder and not self.killed:
-                save_frozen_params(net, self.job.path / "base")
+            if not self.killed:
+                save_frozen_params(net, self.job.folder / "base")
         return self.adapter.shard(net, Case(), self.strategy)
 
     def train(self) -> Iterator[tuple[int, float]]:
         """Train from the newest checkpoint to the end; the number of each step and its loss."""
         first = self._load()
         for step in range(first, self.job.steps):
-            if self.job.folder and step % SAVE_EVERY == 0 and step > first:
+            if step % self.job.save_every == 0 and step > first:
                 self._save(step)
             yield step, self._step(step)
 
@@ -173,7 +168,7 @@ class Run:
 
     def _may_die(self, step: int, moment: str) -> None:
         if self.deaths and self.deaths[0][2] == self.rank and self.deaths[0][:2] <= (step, MOMENTS.index(moment)):
-            (self.job.path / f"killed-{self.killed}").write_text(f"rank {self.rank} in step {step}, {moment}\n")
+            (self.job.folder / f"killed-{self.killed}").write_text(f"rank {self.rank} in step {step}, {moment}\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
     # ---- checkpoints
@@ -185,27 +180,25 @@ class Run:
 
     def _save(self, step: int) -> None:
         state, codecs = self._states()
-        unfinished = self.job.path / f"unfinished-{step}"
+        unfinished = self.job.folder / f"unfinished-{step}"
         dcp.save({**state, "codecs": codecs}, checkpoint_id=unfinished)
         self._may_die(step, "saving")
         dist.barrier()
         if self.rank == 0:
-            unfinished.rename(self.job.path / f"step-{step}")
+            unfinished.rename(self.job.folder / f"step-{step}")
         self._may_die(step, "saved")
         dist.barrier()
 
     def _load(self) -> int:
         """Go on from the newest checkpoint; the step that comes next."""
-        if not self.job.folder:
-            return 0
         if self.rank == 0:
-            for unfinished in self.job.path.glob("unfinished-*"):
+            for unfinished in self.job.folder.glob("unfinished-*"):
                 shutil.rmtree(unfinished)
         dist.barrier()
-        steps = [int(path.name.removeprefix("step-")) for path in self.job.path.glob("step-*")]
+        steps = [int(path.name.removeprefix("step-")) for path in self.job.folder.glob("step-*")]
         if not steps:
             return 0
-        path = self.job.path / f"step-{max(steps)}"
+        path = self.job.folder / f"step-{max(steps)}"
         state, codecs = self._states()
         dcp.load(state, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -218,12 +211,6 @@ def _sample(i: int) -> Tensor:
     return torch.randint(61, (models.SEQUENCE + 1,), generator=torch.Generator().manual_seed(i)).to(models.device())
 
 
-def uninterrupted(job: Job) -> tuple[list[float], dict[str, Tensor]]:
-    """In a worker: the losses of this rank, and the weights at the end, of a job that is neither saved nor killed."""
-    run = Run(replace(job, folder=None, kills=0))
-    return [loss for _, loss in run.train()], run.adapter.full_weights(run.model)
-
-
 def main(job: Job) -> None:
     """In a process that an elastic agent has started: run the job, from wherever it has come to."""
     torch.set_num_threads(1)
@@ -231,15 +218,15 @@ def main(job: Job) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device_type() == "cuda" else "gloo", timeout=TIMEOUT)
     run = Run(job)
-    with (job.path / f"losses-{run.rank}").open("a", buffering=1) as file:
+    with (job.folder / f"losses-{run.rank}").open("a", buffering=1) as file:
         for step, loss in run.train():
             print(step, loss.hex(), file=file)
     weights = run.adapter.full_weights(run.model)
     if run.rank == 0:
-        torch.save(weights, job.path / "weights")
+        torch.save(weights, job.folder / "weights")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    adapter, strategy, folder, steps, kills = sys.argv[1:]
-    main(Job(adapter, strategy, folder, int(steps), int(kills)))
+    adapter, strategy, folder, *numbers = sys.argv[1:]
+    main(Job(adapter, strategy, Path(folder), *map(int, numbers)))
