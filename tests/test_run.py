@@ -1,4 +1,4 @@
-"""What ``./run`` installs, and how it tests: its commands are watched, with stand-ins for python, pip and nvidia-smi."""
+"""What ``./run`` installs and how it tests: its commands are watched, with stand-ins for python, pip and nvidia-smi."""
 
 from __future__ import annotations
 
