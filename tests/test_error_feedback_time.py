@@ -114,7 +114,8 @@ def scaled_distance(
     return models.distance(scaled, unscaled_run(adapter, strategy, optimizer_name, backwards))
 
 
-@over_pairs(
+@over_each(
+    2,
     adapter=ADAPTERS,
     feedback=FEEDBACKS,
     optimizer=["sgd", "adamw-fused", "quiet"],

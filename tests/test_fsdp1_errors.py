@@ -13,7 +13,7 @@ from harness.fsdp1 import Fsdp1
 from harness.pool import Pool, device_type
 from harness.refusals import Refusal, Reply, assert_refused, attempt
 from harness.training import train, trained_weights
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, StateDictType
 
 from fsdp_zpp import Strategy
 
@@ -35,6 +35,24 @@ def pair_of_groups() -> Reply:
 
 def test_pair_of_groups(pool: Callable[[int], Pool]) -> None:
     assert_refused(pool(4).run(pair_of_groups), PAIR_OF_GROUPS)
+
+
+def _local_state_dict() -> Any:
+    model = Fsdp1(use_orig_params=False).make(Case(), Strategy("NII", **TWO))
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return model.state_dict()
+
+
+LOCAL_WITHIN_A_NODE: Refusal = (_local_state_dict, ValueError, "use SHARDED_STATE_DICT or FULL_STATE_DICT")
+
+
+def local_within_a_node() -> Reply:
+    """In a worker: how a state dict is refused that torch fails to make on some ranks."""
+    return attempt(LOCAL_WITHIN_A_NODE)
+
+
+def test_local_state_dict_within_a_node(pool: Callable[[int], Pool]) -> None:
+    assert_refused(pool(4).run(local_within_a_node), LOCAL_WITHIN_A_NODE)
 
 
 def offload() -> None:

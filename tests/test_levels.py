@@ -267,7 +267,7 @@ def adapted_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[float, d
     return models.distance(weights, stock_adapted_weights(adapter)), reduced, allocated
 
 
-@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
+@over_each(adapter=ADAPTERS, levels=LEVELS)
 def test_frozen_beside_trainable(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     trainable = 3 * (22 * 3 + 3 * 22) * 4
     strategy = Strategy(levels, gpus_per_node=2)
@@ -300,7 +300,7 @@ def encoded_beside_stock(adapter: Adapter, strategy: Strategy) -> tuple[float, f
     return encoded_run(adapter, strategy), stock_run(adapter)
 
 
-@over_each(adapter=ADAPTERS, levels=LEGAL_LEVELS)
+@over_each(adapter=ADAPTERS, levels=LEVELS)
 def test_encoded_strategies_train(pool: Callable[[int], Pool], adapter: Adapter, levels: str) -> None:
     strategy = Strategy(levels, weights=Int8(64), gradients=Int4(32), gpus_per_node=2)
     for ours, stock in pool(4).run(encoded_beside_stock, adapter, strategy):

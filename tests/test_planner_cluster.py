@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -37,17 +34,8 @@ ENCODED = {"weights": Int8(64), "gradients": Int4(32)}
 MEASURE = ["-m", "fsdp_zpp", "plan", "--params", "7e6", "--measure", "0.5", "--gpus-per-node", "2"]
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as users do, with torchrun itself; launch() takes half the time."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available() or torch.cuda.device_count() < processes:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=110)
-
-
 def test_command_measures_what_is_not_given() -> None:
-    result = torchrun(4, *MEASURE, "--intra-gbps", "123", "--json")
+    result = launch(4, *MEASURE, "--intra-gbps", "123", "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)  # one rank reports
     cluster = report["cluster"]

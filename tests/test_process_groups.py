@@ -14,9 +14,9 @@ from harness import models
 from harness.adapter import Adapter, Case
 from harness.adapters import ADAPTERS
 from harness.fake_world import groups_of_this_rank
-from harness.pool import Pool, device_type
+from harness.pool import Pool, device_type, start_method
 from harness.training import train
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.topology import process_mesh
@@ -83,9 +83,9 @@ def start_again(rank: int, world: int, folder: str) -> None:
         left.append(
             (groups, groups_of_this_rank(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
         )
-    assert left[1] == left[2] == left[3], left
+    assert all(now <= then for later in left[2:] for now, then in zip(later, left[1], strict=True)), left
 
 
 @pytest.mark.skipif(device_type() == "cuda" or not Path("/proc/self").exists(), reason="counts a CPU job's threads")
 def test_a_job_that_starts_again_leaves_nothing_behind(tmp_path: Path) -> None:
-    spawn(start_again, (2, str(tmp_path)), nprocs=2)
+    start_processes(start_again, (2, str(tmp_path)), nprocs=2, start_method=start_method().get_start_method())

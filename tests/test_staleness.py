@@ -105,7 +105,7 @@ def distance_after(way: Callable[[Adapter, Any], None], adapter: Adapter, strate
     return models.distance(weights_after(way, adapter, strategy), stock_weights_after(way, adapter))
 
 
-@over_each(3, adapter=ADAPTERS, way=WAYS, levels=LEVELS, gpus_per_node=[1, 2])
+@over_each(2, adapter=ADAPTERS, way=WAYS, levels=LEVELS, gpus_per_node=[1, 2])
 def test_weights_are_never_stale(
     pool: Callable[[int], Pool], adapter: Adapter, way: Callable[[Adapter, Any], None], levels: str, gpus_per_node: int
 ) -> None:

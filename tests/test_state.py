@@ -86,12 +86,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize(("adapter", "kind"), KINDS, ids=str)
+@over_each(2, kind={f"{adapter}-{kind}": (adapter, kind) for adapter, kind in KINDS}, direction=DIRECTIONS)
 def test_state_dicts(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str, direction: tuple[Strategy | None, Strategy | None]
+    pool: Callable[[int], Pool], kind: tuple[Adapter, str], direction: tuple[Strategy | None, Strategy | None]
 ) -> None:
-    pool(4).run(load, adapter, kind, *direction)
+    pool(4).run(load, *kind, *direction)
 
 
 def checkpoint(adapter: Adapter, source: Strategy | None, target: Strategy | None, path: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from .. import units
 from ..activity import log_reduction
@@ -119,7 +119,18 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     _adopt(module, unit)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+    if unit.levels.optimizer == "I":
+        module.register_state_dict_pre_hook(_refuse_local_state_dict)
     units.attach(module, unit)
+
+
+def _refuse_local_state_dict(module: FullyShardedDataParallel, *unused: Any) -> None:
+    # torch looks for its global rank in the group of a node, under its own HYBRID_SHARD too: all nodes but one raise.
+    if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        raise ValueError(
+            "LOCAL_STATE_DICT can't hold weights that are sharded within nodes, as the third letter I has them; "
+            "use SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
 
 
 def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:

@@ -263,9 +263,10 @@ class Run:
                     del flat_param._saved_grad_shard
             elif isinstance(module, FSDPModule):
                 for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
-                    param.unsharded_accumulated_grad = None
                     if hasattr(param, "_unsharded_param"):
                         param.unsharded_param.grad = None
+                    if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on, that same gradient
+                        param.unsharded_accumulated_grad = None
 
     def do_freeze(self, op: ops.Freeze) -> None:
         self.units(op.model)[op.unit].requires_grad_(not op.frozen)
@@ -283,9 +284,11 @@ class Run:
     def do_write(self, op: ops.Write) -> None:
         for model in self.models:
             summon = op.how == "summon" and self.is_fsdp1
-            for module in model.modules():  # a forward leaves the root unsharded
+            for module in model.modules():  # a forward leaves the root unsharded, and stock goes on with that
                 if isinstance(module, FSDPModule):
                     module.reshard()
+                elif isinstance(module, FullyShardedDataParallel) and self.strategy is STOCK and module._handle:
+                    module._handle.reshard(free_unsharded_flat_param=True)
             with (
                 FullyShardedDataParallel.summon_full_params(model, writeback=True) if summon else nullcontext(),
                 torch.no_grad(),

@@ -51,7 +51,7 @@ class Case:
     wrap_blocks: bool = True
     checkpointing: str = "none"
     optimizer: str = "sgd"
-    steps: int = 4
+    steps: int = 3
     micro_batches: int = 1
     synced: bool = False
     clip: float | None = 0.5

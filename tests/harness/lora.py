@@ -28,12 +28,12 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def make_net(seed: int = 0, **arguments: Any) -> models.Net:
-    """A frozen net with detours in its blocks, the same on every rank."""
+def make_net(seed: int = 0, rank: int = 3, **arguments: Any) -> models.Net:
+    """A frozen net with detours of some rank in its blocks, the same on every rank."""
     net = models.make_net(seed, **SIZES | arguments)
     net.requires_grad_(False)
     for block in net.blocks:
-        block.up, block.down = LowRank(block.up), LowRank(block.down)
+        block.up, block.down = LowRank(block.up, rank), LowRank(block.down, rank)
     # Reentrant checkpointing passes on gradients only where its inputs have some.
     net.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return net.to(models.device())

@@ -127,7 +127,7 @@ class Run:
     def _make(self) -> Any:
         if self.strategy.frozen is None:
             return self.adapter.make(Case(model=(("blocks", 2),)), self.strategy)
-        net = lora.make_net(blocks=2)
+        net = lora.make_net(blocks=2, rank=4)  # a row for each rank, or FSDP1, stock too, can't load its checkpoints
         if self.killed % 2:  # from its files, or quantized anew
             for parameter in net.parameters():
                 if not parameter.requires_grad and parameter.dim() == 2:
