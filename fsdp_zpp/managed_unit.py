@@ -26,7 +26,8 @@ class ManagedUnit(Generic[U]):
         parameters: Returns its current parameters, as an optimizer holds them.
         shards: Returns this rank's current shards.
         source: Reads its weights ahead of their gather; None if that is not possible.
-        owners: Returns the modules that own its parameters, where these are other tensors while it is unsharded.
+        owners: Returns, for each parameter, the modules on which it is registered, where these show other tensors
+            while the unit is unsharded.
     """
 
     name: str
@@ -34,7 +35,7 @@ class ManagedUnit(Generic[U]):
     parameters: Callable[[], Sequence[nn.Parameter]]
     shards: Callable[[], Sequence[Tensor]]
     source: Source | None = None
-    owners: Callable[[], Iterable[nn.Module]] = tuple
+    owners: Callable[[], Iterable[Sequence[nn.Module]]] = tuple
 
     @property
     def is_trained(self) -> bool:

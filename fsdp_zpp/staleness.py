@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -78,10 +79,10 @@ class ModelEvents:
             if model is not None and scaler.is_enabled():
                 model.scaler_stepped(scaler, optimizer)
 
-        def module_cleared(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def module_cleared(module: nn.Module, set_to_none: bool = True) -> None:
             model = events()
             if model is not None:
-                model.module_cleared(module)
+                model.module_cleared(module, set_to_none)
 
         # One hook each a model, which goes with it, so that there is no list of models to keep.
         weakref.finalize(self, register_step_hook(stepped))
@@ -137,11 +138,20 @@ class ModelEvents:
             for unit in self._units_of(optimizer):
                 unit.discard_gradients()
 
-    def module_cleared(self, module: nn.Module) -> None:
+    def module_cleared(self, module: nn.Module, set_to_none: bool) -> None:
         """``module.zero_grad()`` has cleared the gradients of the model or of a part of it, wrapped or not."""
         cleared = {id(part) for part in (*module.parameters(), *module.modules())}
         for managed in self._units:
-            if any(id(part) in cleared for part in (*managed.parameters(), *managed.owners())):
+            parameters = managed.parameters()
+            # While a unit is unsharded, its modules show other tensors than those whose gradients an optimizer reads.
+            hidden = [
+                parameter
+                for parameter, owners in zip(parameters, managed.owners(), strict=False)
+                if any(id(owner) in cleared for owner in owners)
+            ]
+            for parameter in hidden:
+                _clear_gradient(parameter, set_to_none)
+            if hidden or any(id(parameter) in cleared for parameter in parameters):
                 managed.unit.discard_gradients()
 
     def _units_of(self, optimizer: Optimizer) -> Iterator[WatchedUnit]:
@@ -172,6 +182,14 @@ class ModelEvents:
         for managed in self._units:
             if managed.is_trained:
                 managed.unit.invalidate(by_step=True)
+
+
+@torch.no_grad()
+def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.zero_()
 
 
 def _local_numel(parameter: nn.Parameter) -> int:

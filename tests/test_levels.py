@@ -145,6 +145,26 @@ def test_zero_grad_clears_what_waits(pool: Callable[[int], Pool], adapter: Adapt
     assert max(pool(4).run(discarded, adapter, levels, clear)) == 0
 
 
+def left_after_an_evaluation(adapter: Adapter, levels: str, set_to_none: bool) -> list[float]:
+    """In a worker: the gradients that an optimizer reads once the model has cleared them while it is unsharded."""
+    model = adapter.make(Case(), Strategy(levels, gpus_per_node=2))
+    held = list(model.parameters())
+    models.loss_of(model, models.batch(0, 0)).backward()
+    assert any(p.grad is not None for p in held)
+    with torch.no_grad():
+        model(models.batch(1, 0) % 61)
+    model.zero_grad(set_to_none=set_to_none)
+    return [adapter.local(p.grad).norm().item() for p in held if p.grad is not None]
+
+
+@over_pairs(adapter=ADAPTERS, levels=["GGG", "NGG", "NII", "NNG"], set_to_none=[True, False])
+def test_zero_grad_after_an_evaluation(
+    pool: Callable[[int], Pool], adapter: Adapter, levels: str, set_to_none: bool
+) -> None:
+    for left in pool(4).run(left_after_an_evaluation, adapter, levels, set_to_none):
+        assert not any(left)
+
+
 def sometimes_skipped(adapter: Adapter, levels: str) -> float:
     """In a worker: the distance from a net that is not sharded, when the last micro-batch leaves out a block."""
     model, net = adapter.make(Case(), Strategy(levels, gpus_per_node=2)), models.make_net()

@@ -187,10 +187,10 @@ class StrategyGroup(ReducingGroup):
         """What this rank holds of the parameters."""
         return [param._sharded_param_data for param in self.fsdp_params]
 
-    def parameter_owners(self) -> set[nn.Module]:
-        """The modules on which the parameters are registered."""
+    def parameter_owners(self) -> list[tuple[nn.Module, ...]]:
+        """For each parameter, the modules on which it is registered."""
         infos = [param._module_info for param in self.fsdp_params]
-        return {module for info in infos for module in (info.module, *info.shared_modules)}
+        return [(info.module, *info.shared_modules) for info in infos]
 
     def full_precision_shard(self, device: torch.device) -> Tensor:
         """The flat, padded shards of all parameters, in the layout in which the group gathers them.

@@ -173,7 +173,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
             if unit.reduce.has_two_hops:
                 group.completion = StrategyAllReduceAfter(reduce_scatter)
     # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
-    for owner in group.parameter_owners():
+    for owner in {owner for owners in group.parameter_owners() for owner in owners}:
         owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
     for module in modules:
         units.attach(module, unit)

@@ -147,6 +147,7 @@ class Run:
     def _replicas_differ(self) -> bool:
         """Whether ranks have different weights in the end. Collective."""
         own = torch.cat([value.flatten() for name, value in self.trace.shown.items() if name.startswith("end")])
+        own = own.nan_to_num(nan=-1e30)  # equal to itself
         highest, lowest = own.clone(), own.clone()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -263,6 +264,7 @@ class Run:
                     del flat_param._saved_grad_shard
             elif isinstance(module, FSDPModule):
                 for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                    param.sharded_param.grad = None
                     if hasattr(param, "_unsharded_param"):
                         param.unsharded_param.grad = None
                     if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on, that same gradient
@@ -271,8 +273,18 @@ class Run:
     def do_freeze(self, op: ops.Freeze) -> None:
         self.units(op.model)[op.unit].requires_grad_(not op.frozen)
 
+    def _reshard(self, model: Any) -> None:
+        """A forward leaves the root unsharded, and stock FSDP1 goes on with that whatever is written to the shards."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+            elif isinstance(module, FullyShardedDataParallel) and self.strategy is STOCK and module._handle:
+                module._handle.reshard(free_unsharded_flat_param=True)
+
     def do_load(self, op: ops.Load) -> None:
         for model in self.models:
+            if self.is_fsdp1:
+                self._reshard(model)
             if self.is_fsdp1:
                 with FullyShardedDataParallel.state_dict_type(model, StateDictType[op.kind]):
                     model.load_state_dict(_halved(model.state_dict()))
@@ -284,11 +296,7 @@ class Run:
     def do_write(self, op: ops.Write) -> None:
         for model in self.models:
             summon = op.how == "summon" and self.is_fsdp1
-            for module in model.modules():  # a forward leaves the root unsharded, and stock goes on with that
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-                elif isinstance(module, FullyShardedDataParallel) and self.strategy is STOCK and module._handle:
-                    module._handle.reshard(free_unsharded_flat_param=True)
+            self._reshard(model)
             with (
                 FullyShardedDataParallel.summon_full_params(model, writeback=True) if summon else nullcontext(),
                 torch.no_grad(),
