@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_compares_with_full_shard(tmp_path: Path, text: Path) -> None:
-    output = train(tmp_path, "--data", str(text), "--steps", "30", "--compare")
+    output = train(tmp_path, "--data", str(text), "--steps", "40", "--compare")
     result = report(tmp_path)
     full_shard, zeropp = result["runs"]
     assert (full_shard["label"], zeropp["label"]) == ("full_shard", "zeropp")

@@ -29,10 +29,11 @@ _NEEDED = (
     Needed(
         "torch.distributed.fsdp._flat_param.FlatParamHandle",
         "_training_state _reduce_dtype _orig_param_dtype _force_full_precision reshard uses_sharded_strategy "
-        "flat_param device",
+        "flat_param device prepare_gradient_for_backward _use_orig_params _use_sharded_grad_views",
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
+    Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_saved_grad_shard", "gradients of earlier backwards"),
     Needed(_RUNTIME, "_catch_all_reshard", "units that were run and not used"),
     Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),
 )
@@ -148,6 +149,7 @@ def reduce_in_every_backward() -> None:
 def _accumulate(state: Any, handle: StrategyHandle) -> None:
     """Reduce the gradient that FSDP has left unsharded, or zeros if there is none, as far as its scope says."""
     flat_param: Any = handle.flat_param
+    _keep_reduced_gradient(handle)
     unsharded, flat_param.grad = flat_param.grad, None
     handle.hide_gradients()
     handle._took_part, flat_param._post_backward_called = True, True
@@ -162,6 +164,12 @@ def _accumulate(state: Any, handle: StrategyHandle) -> None:
             gradient = unsharded.data.to(dtype)
         assert handle._reduce is not None
         handle._reduce.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0])()
+
+
+def _keep_reduced_gradient(handle: StrategyHandle) -> None:
+    """Have FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit's own."""
+    if handle._training_state == HandleTrainingState.IDLE:  # which it has had none of in this micro-batch
+        handle.prepare_gradient_for_backward()
 
 
 def shard_gradients_in_constant_time() -> None:
@@ -196,6 +204,7 @@ def _reduce_what_waits(handles: dict[StrategyHandle, Any]) -> None:
         if not unreduced and not waits:
             continue
         runtime_utils._catch_all_reshard(state)  # a unit that was run but got no gradient may still be unsharded
+        _keep_reduced_gradient(handle)
         # As after a backward of its own, until FSDP's callback.
         state.training_state = TrainingState.FORWARD_BACKWARD
         handle._training_state, flat_param._post_backward_called = HandleTrainingState.BACKWARD_POST, True
@@ -232,5 +241,9 @@ def _agree_on_use(handles: list[StrategyHandle]) -> set[StrategyHandle]:
             elif not used and handle._reduce is not None:
                 handle._reduce.discard()
                 flat_param: Any = handle.flat_param
-                flat_param._post_backward_called = False
+                # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
+                flat_param._post_backward_called = hasattr(flat_param, "_saved_grad_shard")
+                if flat_param._post_backward_called and handle._use_orig_params:
+                    runtime_utils._catch_all_reshard(handle._owner)
+                    handle._use_sharded_grad_views()
     return used_elsewhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_zpp import Strategy
 
-from .program import Branch, MicroBatch, Model, Move, Pass, Program, Resume, Step, Unit, ZeroGrad
+from .program import Branch, Evaluation, MicroBatch, Model, Move, Pass, Program, Resume, Step, Unit, ZeroGrad
 
 ONE = (Model(units=(Unit((Branch("affine"), Branch("norm"))),), root=(Branch("linear"),)),)
 OWNER = (((0, 0), (0, 1)),)
@@ -29,7 +29,21 @@ TWO_UNITS = Program(
     zero_unused=True,
 )
 
+WITHOUT_BLOCK = (Pass((), (((0, 1), (0,)),)),)
+
 FOUND = {
+    "a block that only an evaluation has gathered since its gradient was reduced": _program(
+        "fsdp1",
+        "GGG",
+        MicroBatch(ALL),
+        Evaluation(ALL),
+        MicroBatch(WITHOUT_BLOCK, sync=False),
+        MicroBatch(WITHOUT_BLOCK),
+        Step(),
+    ),
+    "gradients cleared after an evaluation": _program(
+        "fsdp2", "NGG", MicroBatch(ALL), Evaluation(ALL), ZeroGrad("models"), MicroBatch(ALL), Step()
+    ),
     "optimizer states of flat parameters in a node": _program(
         "fsdp1 flat", "III", MicroBatch(ALL), Step(), ZeroGrad(), Resume(), MicroBatch(ALL), Step(), optimizer="adamw"
     ),
