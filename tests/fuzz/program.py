@@ -206,7 +206,7 @@ SCRIPT = """\
 # cd tests && torchrun --standalone --nproc-per-node 4 this.py
 from fsdp_zpp import *
 from fuzz.program import *
-from fuzz.run import main
+from fuzz.compare import main
 
 main(
     {program}

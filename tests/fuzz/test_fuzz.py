@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fuzz import run
+from fuzz import compare
 from fuzz.found import FOUND
 from fuzz.pool import ImpatientPool
 from fuzz.program import Program, as_script
@@ -48,12 +48,12 @@ def workers() -> Iterator[ImpatientPool]:
 def check(workers: ImpatientPool, program: Program) -> None:
     """Fail unless ours does what stock does."""
     try:
-        if any(workers.run(run.run_stock, program)):
+        if any(workers.run(compare.run_stock, program)):
             reject()  # torch refuses it
     except WorkerError:
         reject()
     try:
-        differences = workers.run(run.run_ours, program)
+        differences = workers.run(compare.run_ours, program)
     except WorkerError as error:
         differences = [f"{error}"]
     for rank, difference in enumerate(differences):

@@ -3,8 +3,8 @@
     cd tests
     torchrun --standalone --nproc-per-node 4 --max-restarts 10 -m harness.resumable fsdp2 LoCo FOLDER 24 3 10
 
-trains 24 steps with a checkpoint after each third, in which some rank is killed ten times, and leaves losses and
-weights in the folder.
+trains 24 steps, saves a checkpoint every 3 steps, kills some rank ten times, and leaves losses and weights in the
+folder.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""Compares what a program shows under ours with what it shows under stock FSDP."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from harness.adapter import STOCK
+
+from .program import Program
+from .run import Run, Trace
+from .unsharded import Unsharded, is_as_exact
+
+_stock: dict[str, Trace] = {}
+
+
+def run_stock(program: Program) -> str | None:
+    """In a worker: run it with torch's own full sharding; the exception that it ends with, if any."""
+    _stock.clear()
+    _stock[repr(program)] = Run(program, STOCK).run()
+    return _stock[repr(program)].error
+
+
+def run_ours(program: Program) -> str | None:
+    """In a worker: run it with its strategy; how that differs from stock, if it does."""
+    ours, stock = Run(program, program.strategy).run(), _stock[repr(program)]
+    found = difference(program, ours, stock)
+    if ours.error is not None or ours.replicas_differ or program.has_codecs:
+        return found
+    differs = torch.tensor(float(found is not None))
+    dist.all_reduce(differs)
+    if differs and is_as_exact(ours, stock, Unsharded(program, STOCK).run()):
+        return None
+    return found
+
+
+def difference(program: Program, ours: Trace, stock: Trace) -> str | None:
+    """In words, or None if there is none beyond rounding."""
+    if ours.error is not None:
+        return f"ours {ours.error}"
+    if ours.replicas_differ:
+        return "ranks have different weights"
+    if program.has_codecs:
+        return _rounding_error(ours, stock)
+    bound = 3e-2 if program.has_half else 2e-5
+    for name, theirs in stock.shown.items():
+        distance = (ours.shown[name] - theirs).norm() / theirs.norm().clamp(min=1e-6)
+        if not distance <= bound and not (theirs.isnan().any() and ours.shown[name].isnan().any()):
+            return f"{name} differs by {distance:.3g}:\nours  {ours.shown[name]}\nstock {theirs}"
+    return None
+
+
+def _rounding_error(ours: Trace, stock: Trace) -> str | None:
+    """Whether codecs have changed more than a part of how far the training has gone."""
+    start, end, end_of_ours = (
+        torch.cat([value.flatten() for name, value in trace.shown.items() if name.startswith(when)])
+        for trace, when in ((stock, "start"), (stock, "end"), (ours, "end"))
+    )
+    error, distance = (end_of_ours - end).norm(), (end - start).norm()
+    if error <= 0.5 * distance + 1e-5 * end.norm():
+        return None
+    return f"the weights are {error:.3g} from stock's, which have gone {distance:.3g}"
+
+
+def main(program: Program) -> None:
+    """Run a program under torchrun and print how ours differs from stock."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    print(f"[rank {dist.get_rank()}] stock: {run_stock(program) or 'runs'}")
+    print(f"[rank {dist.get_rank()}] ours: {run_ours(program) or 'equal to stock'}")
+    dist.destroy_process_group()
