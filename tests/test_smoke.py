@@ -1,4 +1,4 @@
-"""Everything once, in a minute or two: both adapters, every codec, every public name. Details are tested elsewhere."""
+"""Everything once, in half a minute: both adapters, every codec, every public name. Details are tested elsewhere."""
 
 from __future__ import annotations
 
