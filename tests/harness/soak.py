@@ -187,6 +187,8 @@ def resume(training: Training) -> None:
 
 def checkpoint(training: Training) -> None:
     """Save to files and go on from them, in a model that takes the place of this one."""
+    # FullyShardedDataParallel, stock too, never frees a frozen unit whose last but one forward had no backward.
+    training.step()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     training.adapter.before_load(training.model)
