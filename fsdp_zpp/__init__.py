@@ -5,21 +5,22 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 ``strategy=``.
 """
 
-from . import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
-from .codec_state import CodecState
-from .codecs import Codec, Int4, Int8
-from .comm_hook import QuantizedReduceState, quantized_reduce_hook
-from .error_feedback import LoCo
-from .frozen.adapters import save_adapter
-from .frozen.loading import load_frozen_params
-from .frozen.quantize import dequantize_frozen_params, quantize_frozen_params
-from .frozen.saving import save_frozen_params
-from .fsdp2 import fully_shard
-from .nf4 import NF4
-from .planner.plan import plan
-from .strategy import Strategy
-from .units import invalidate, traffic
-from .weight_difference import Int4Delta
+from fsdp_zpp.adapters import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
+from fsdp_zpp.adapters.comm_hook import QuantizedReduceState, quantized_reduce_hook
+from fsdp_zpp.adapters.fsdp2 import fully_shard
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.loading import load_frozen_params
+from fsdp_zpp.frozen.peft_saving import save_adapter
+from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
+from fsdp_zpp.frozen.saving import save_frozen_params
+from fsdp_zpp.planner.plan import plan
+from fsdp_zpp.runtime.api import invalidate, traffic
+from fsdp_zpp.runtime.checkpoint import CodecState
 
 __all__ = [
     "NF4",

@@ -6,11 +6,11 @@ import argparse
 import sys
 from functools import partial
 
-from .planner.cli import add_plan
+from fsdp_zpp.planner.cli import add_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return its exit status."""
     formatter = partial(argparse.HelpFormatter, max_help_position=28, width=100)
     parser = argparse.ArgumentParser(prog="python -m fsdp_zpp", description=__doc__, formatter_class=formatter)
     add_plan(parser.add_subparsers(required=True, metavar="COMMAND"), formatter)

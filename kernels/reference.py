@@ -1,6 +1,7 @@
-"""The operations in plain PyTorch, on any device: what runs on CPU, and what the Triton kernels must equal bit for bit.
+"""The operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
 
-Arguments are taken as checked by ``ops.py``. Each function here has a twin of the same signature in ``blockwise.py``.
+The functions rely on the checks of ``_ops.py``. Each has a twin of the same name and signature in ``triton_backend``
+and one without values in ``fake.py``.
 """
 
 import torch
@@ -39,7 +40,7 @@ def dequantize_sum_quantize(
     return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
 
 
-def quantize_corrected(
+def quantize_with_feedback(
     values: Tensor,
     errors: Tensor,
     rows: int,
@@ -48,12 +49,12 @@ def quantize_corrected(
     error_layout: PayloadLayout | None,
     beta: float,
 ) -> Tensor:
-    """See ``kernels.quantize_corrected``."""
+    """See ``kernels.quantize_with_feedback``."""
     grid = values.view(rows, cols, values.numel() // (rows * cols))
-    return _encode_corrected(grid.transpose(0, 1).flatten(0, 1).float(), errors, layout, error_layout, beta)
+    return _encode_with_feedback(grid.transpose(0, 1).flatten(0, 1).float(), errors, layout, error_layout, beta)
 
 
-def dequantize_sum_quantize_corrected(
+def dequantize_sum_quantize_with_feedback(
     payload: Tensor,
     errors: Tensor,
     numel: int,
@@ -63,34 +64,37 @@ def dequantize_sum_quantize_corrected(
     error_layout: PayloadLayout | None,
     beta: float,
 ) -> Tensor:
-    """See ``kernels.dequantize_sum_quantize_corrected``."""
+    """See ``kernels.dequantize_sum_quantize_with_feedback``."""
     sums = _sum_peers(payload, numel, layout).mul_(scale)
-    return _encode_corrected(sums, errors, out_layout, error_layout, beta)
+    return _encode_with_feedback(sums, errors, out_layout, error_layout, beta)
 
 
-def quantize_difference(values: Tensor, held: Tensor, held_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
-    """See ``difference.quantize_difference``."""
-    chunks = held.shape[0]
-    if values.numel() == 0:
-        return held.new_empty((chunks, 0))
+def quantize_delta(values: Tensor, base: Tensor, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+    """See ``kernels.quantize_delta``."""
+    chunks = base.shape[0]
+    if values.numel() == 0:  # view(..., -1) is ambiguous without elements
+        return base.new_empty((chunks, 0))
     grid = values.view(chunks, -1)
-    return _encode(grid.float() - _decode(held, grid.shape[1], held_layout), 1, chunks, layout)
+    return _encode(grid.float() - _decode(base, grid.shape[1], base_layout), 1, chunks, layout)
 
 
-def add_difference(
-    held: Tensor, difference: Tensor, numel: int, held_layout: PayloadLayout, layout: PayloadLayout
-) -> Tensor:
-    """See ``difference.add_difference``."""
+def add_delta(base: Tensor, delta: Tensor, numel: int, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+    """See ``kernels.add_delta``."""
     if numel == 0:
-        return torch.empty_like(held)
-    values = _decode(held, numel, held_layout) + _decode(difference, numel, layout)
-    return _encode(values, 1, held.shape[0], held_layout)
+        return torch.empty_like(base)
+    values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
+    return _encode(values, 1, base.shape[0], base_layout)
 
 
-def _encode_corrected(
+def dequantize_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+    """See ``kernels.dequantize_rows``."""
+    dequantize_sum(payload.unsqueeze(0), out, payload.shape[0], 1, layout, 1.0)
+
+
+def _encode_with_feedback(
     values: Tensor, errors: Tensor, layout: PayloadLayout, error_layout: PayloadLayout | None, beta: float
 ) -> Tensor:
-    """Quantize fp32 ``[n, numel]`` values plus errors into payload rows, and update the errors."""
+    """Quantize fp32 ``[n, numel]`` values plus errors into payload rows, and update the errors in place."""
     n, numel = values.shape
     if numel == 0:
         return values.new_empty((n, 0), dtype=torch.uint8)
@@ -98,7 +102,7 @@ def _encode_corrected(
     corrected = values + old
     payload = _encode(corrected, 1, n, layout)
     sent = _decode(payload, numel, layout)
-    # A block that is not finite decodes to NaN as a whole.
+    # A block that is not finite decodes to NaN as a whole. Its errors stay: NaN in them would never leave again.
     new = torch.where(sent.isnan(), old, old * beta + (corrected - sent) * (1 - beta))
     errors.copy_(new.view_as(errors) if error_layout is None else _encode(new, 1, n, error_layout))
     return payload
@@ -110,8 +114,10 @@ def _encode(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tens
     codes, scales = _quantize_blocks(_blocks(values, layout.block), layout.qmax)
     packed = codes.flatten(1).view(torch.uint8)
     if layout.bits == 4:
+        # The mask clears the sign extension of the low code; the shift drops that of the high one.
         packed = (packed[:, 0::2] & 15) | (packed[:, 1::2] << 4)
 
+    # Zeros, not empty: ranks compare payloads byte by byte, padding included.
     payload = values.new_zeros((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
     chunks = payload.view(cols, rows, payload.shape[1]).transpose(0, 1)
     end, start = layout.codes_nbytes(numel), layout.scales_offset(numel)
@@ -128,7 +134,7 @@ def _blocks(values: Tensor, block: int) -> Tensor:
     if missing:
         padded = values.new_empty((values.shape[0], numel + missing), dtype=torch.float32)
         padded[:, :numel] = values
-        padded[:, numel:] = 0
+        padded[:, numel:] = 0  # zeros leave the maximum of the last block alone
         values = padded
     return values.float().unflatten(1, ((numel + missing) // block, block))
 
@@ -138,20 +144,23 @@ def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
     absmax = blocks.abs().amax(-1)
     finite = absmax.isfinite()
     live = finite & (absmax > 0)
-    # Multiplied by a tensor: a number might be taken as the fp64 that it is.
+    # An fp32 tensor, as in the kernels: a Python number is fp64, and torch decides where it is rounded.
     reciprocal = torch.full_like(absmax, (1 + SCALE_RAISE) / qmax)
+    # The mask cuts mantissa bits, so it rounds towards 0, as [Note: Exact products] in payload.py relies on.
     scales = ((absmax * reciprocal).clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
     inverse = torch.where(live, 1 / scales, 0)
-    # Finite in a live block, 0 in a zero one; what a non-finite block holds here is thrown away below.
+    # round() takes half to even, as the kernels do. A live block has finite codes here and a zero block has zeros.
     codes = (blocks * inverse.unsqueeze(-1)).round_()
     if not finite.all():
+        # A non-finite block may hold NaN, whose conversion to int8 is undefined.
         codes.masked_fill_(~finite.unsqueeze(-1), 0)
     scales = scales.masked_fill_(absmax == 0, 0).masked_fill_(~finite, torch.inf)
     return codes.to(torch.int8), scales
 
 
 def _sum_peers(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
-    """Decode ``[peers, n, nbytes]`` and sum over the peers in their order: fp32 ``[n, numel]``."""
+    """Decode ``[peers, n, nbytes]`` and sum over the peers in order: fp32 ``[n, numel]``."""
+    # One after another, as the kernels do: fp32 sums depend on the order, which sum(0) leaves to torch.
     total = _decode(payload[0], numel, layout)
     for peer in payload[1:]:
         total += _decode(peer, numel, layout)
@@ -163,13 +172,16 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     n, blocks = payload.shape[0], layout.blocks(numel)
     codes, scales = layout.codes(payload, numel).view(torch.int8), layout.scales(payload, numel)
 
-    # What the last block lacks stays uninitialized: the slice that is returned leaves it out.
+    # The end of a partial last block stays uninitialized; the returned slice excludes it.
     values = payload.new_empty((n, blocks * layout.block), dtype=torch.float32)
     chunk = values[:, :numel]
     if layout.bits == 4:
+        # int8 shifts right arithmetically, which extends a nibble's sign once its top bit is the byte's.
         chunk[:, 0::2] = (codes << 4) >> 4
+        # With an odd number of values, the last high nibble is padding.
         chunk[:, 1::2] = codes[:, : numel // 2] >> 4
     else:
         chunk.copy_(codes)
+    # Codes of a non-finite block are 0 and its scale is Inf, which makes NaN of every value in it.
     values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
     return chunk

@@ -1,11 +1,9 @@
-"""The tests' own tools: pairs are all there, what hangs or fails ends, and the repository's root is not on the path."""
+"""The tests' own tools: every pair of values is covered, and what hangs or fails ends."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from harness.covering import over_each, over_pairs, pairwise
 from harness.launch import launch
 from harness.pool import Pool, WorkerError, device_type
 
-ROOT = Path(__file__).parents[1]
 FACTORS = {"a": ["x", "y"], "b": [1, 2, 3], "c": {"yes": True, "no": False}}
 
 
@@ -25,7 +22,7 @@ def default_of(decorator: pytest.MarkDecorator) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2), (14, 5, 4, 3, 2), (4, 4, 4, 4)], ids=str)
-def test_every_pair_is_in_some_row(sizes: tuple[int, ...]) -> None:
+def test_every_pair_of_values_is_in_some_test(sizes: tuple[int, ...]) -> None:
     chosen = pairwise(list(itertools.product(*map(range, sizes))))
     for (i, one), (j, other) in itertools.combinations(enumerate(sizes), 2):
         assert {(row[i], row[j]) for row in chosen} == set(itertools.product(range(one), range(other)))
@@ -33,13 +30,17 @@ def test_every_pair_is_in_some_row(sizes: tuple[int, ...]) -> None:
     assert len(chosen) <= 1.5 * largest[0] * largest[-1] + 2
 
 
-def test_what_is_left_out_is_slow() -> None:
+def test_combinations_beyond_pairs_are_slow_tests() -> None:
     assert len(over_pairs(**FACTORS).args[1]) == 12
     assert 6 <= len(default_of(over_pairs(**FACTORS))) < 9
     assert len(over_pairs(rest=False, **FACTORS).args[1]) == len(default_of(over_pairs(**FACTORS)))
     assert default_of(over_each(**FACTORS)) == [("x", 1, True), ("x", 3, True), ("y", 2, False)]
     assert {(a, c) for a, _, c in default_of(over_each(3, **FACTORS))} == {(a, c) for a in "xy" for c in (True, False)}
     assert {parameters.id for parameters in over_each(**FACTORS).args[1]} >= {"x-1-yes", "y-3-no"}
+
+
+def answer() -> None:
+    """In a worker: at once."""
 
 
 def hang() -> None:
@@ -52,21 +53,10 @@ def hang() -> None:
 def test_a_worker_that_hangs_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timedelta(minutes=2) > pool_module.TIMEOUT
     pool = Pool(2)
-    pool.run(path)
+    pool.run(answer)
     monkeypatch.setattr(pool_module, "TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(WorkerError, match=r"failed on ranks \[1\] of 2; rank 1:\nno answer in time"):
         pool.run(hang)
-
-
-def path() -> tuple[list[str], str]:
-    """Where modules are looked for here, and where the one named kernels was found, if any."""
-    return sys.path, getattr(sys.modules.get("kernels"), "__file__", "") or ""
-
-
-def test_the_root_is_not_on_the_path(pool: Callable[[int], Pool]) -> None:
-    for folders, kernels in (path(), *pool(2).run(path)):
-        assert str(ROOT) not in [str(Path(folder).resolve()) for folder in folders]
-        assert not kernels.startswith(str(ROOT / "kernels"))
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ STAND_INS = {
     "python": """if [ "$1" = -m ]; then mkdir -p .venv/bin; cp stand-ins/* .venv/bin; else [ "$TORCH" = 1 ]; fi""",
     "pip": "true",
     "pytest": "true",
+    "torchrun": "true",
 }
 
 
-def commands(folder: Path, *, gpu: bool, torch: bool) -> list[str]:
-    """What ``./run test`` calls in a fresh clone.
+def commands(folder: Path, command: str = "test", *, gpu: bool, torch: bool) -> list[str]:
+    """What ``./run command`` calls in a fresh clone.
 
     Args:
         folder: An empty one.
+        command: One of those of ``./run``.
         gpu: Whether the machine has a GPU.
         torch: Whether it has a torch of its own.
     """
@@ -34,7 +36,7 @@ def commands(folder: Path, *, gpu: bool, torch: bool) -> list[str]:
         script.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>log\n{body}\n')
         script.chmod(0o755)
     environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "PYTHON": "python", "GPU": str(int(gpu))}
-    subprocess.run(["./run", "test"], cwd=folder, env=environment | {"TORCH": str(int(torch))}, check=True, timeout=30)
+    subprocess.run(["./run", command], cwd=folder, env=environment | {"TORCH": str(int(torch))}, check=True, timeout=30)
     return (folder / "log").read_text().splitlines()
 
 
@@ -57,3 +59,13 @@ def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
 @pytest.mark.parametrize(("gpu", "call"), [(True, "pytest "), (False, "pytest -n 2 --dist worksteal")], ids=str)
 def test_two_tests_at_once_without_a_gpu(tmp_path: Path, gpu: bool, call: str) -> None:
     assert commands(tmp_path, gpu=gpu, torch=True)[-1] == call
+
+
+def test_nothing_is_run_with_the_root_on_the_path(tmp_path: Path) -> None:
+    """``python -m`` puts it there, and ``kernels`` would then be taken for Hugging Face's; a script does not."""
+    for command, expected in (("test", "pytest"), ("train", "torchrun")):
+        folder = tmp_path / command
+        folder.mkdir()
+        called = commands(folder, command, gpu=False, torch=True)[-1]
+        assert called.startswith(f"{expected} ")
+        assert " -m " not in called

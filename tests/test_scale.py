@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.adapters import ADAPTERS, over_adapters
-from harness.fake_world import groups_of_this_rank, in_fake_world
+from harness.covering import ADAPTERS, over_adapters
+from harness.launch import groups_of_this_rank, in_fake_world
 from harness.training import train
 from harness.wiretap import wiretap
 
 import fsdp_zpp
 from fsdp_zpp import Strategy, plan
-from fsdp_zpp.staleness import ModelEvents
+from fsdp_zpp.runtime.lifecycle import LifecycleHooks
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 KERNELS = str(PACKAGE / "kernels")  # where the CPU's reference decodes one peer at a time
@@ -60,7 +60,7 @@ def wait_for_earlier_models() -> None:
     """Until they are gone, for they would hear of this one's events; a GPU's autograd thread may still hold one."""
     for _ in range(100):
         gc.collect()
-        if not any(type(each) is ModelEvents for each in gc.get_objects()):
+        if not any(type(each) is LifecycleHooks for each in gc.get_objects()):
             return
     raise AssertionError("an earlier model is still there")
 

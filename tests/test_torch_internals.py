@@ -1,22 +1,24 @@
-"""What the package needs of torch's internals is in tables, and a torch that lacks any of it is an error at import."""
+"""What the package needs of torch: a version, and internals in tables; a torch that lacks any is an error at import."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import fsdp_zpp
-from fsdp_zpp.torch_internals import Needed, check_needed
+from fsdp_zpp.torch_internals import Needed, check_needed, check_torch_version
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
 FILES = sorted(
-    str(path.relative_to(PACKAGE)) for path in (*PACKAGE.glob("fsdp[12]/_torch*.py"), PACKAGE / "frozen" / "tensor.py")
+    str(path.relative_to(PACKAGE))
+    for path in (*PACKAGE.glob("adapters/fsdp[12]/_torch*.py"), PACKAGE / "frozen" / "_tensor.py")
 )
 over_files = pytest.mark.parametrize("file", FILES)
 
@@ -33,7 +35,7 @@ class Group:
         return self.fsdp_params[0].mp_policy  # type: ignore[attr-defined]
 
 
-def test_an_error_names_all_that_is_missing_and_the_versions_that_work() -> None:
+def test_an_error_names_all_missing_internals_and_the_versions_that_work() -> None:
     table = (
         Needed(f"{HERE}.Group", "unshard declared fsdp_params mp_policy", "gathering"),
         Needed("torch.no_such_module.Thing", "name", "something else"),
@@ -50,7 +52,7 @@ def test_an_error_names_all_that_is_missing_and_the_versions_that_work() -> None
 
 
 @pytest.mark.parametrize(("version", "asked"), [("2.11.0", False), ("2.12.0a0+git", True), ("2.14.0", False)])
-def test_a_row_may_be_of_some_versions_only(version: str, asked: bool) -> None:
+def test_a_row_may_apply_to_some_versions_only(version: str, asked: bool) -> None:
     table = (Needed("torch", "no_such_name", "nothing", since=(2, 12), until=(2, 13)),)
     if asked:
         with pytest.raises(RuntimeError, match="no_such_name"):
@@ -60,7 +62,7 @@ def test_a_row_may_be_of_some_versions_only(version: str, asked: bool) -> None:
 
 
 @over_files
-def test_what_is_missing_is_an_error_at_import(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_internal_is_an_error_at_import(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = _module(file)
     row, name = next(
         (row, name) for row in module._NEEDED for name in row.names.split() if name in vars(_owner(row.owner))
@@ -71,7 +73,7 @@ def test_what_is_missing_is_an_error_at_import(file: str, monkeypatch: pytest.Mo
 
 
 @over_files
-def test_a_file_has_all_that_it_needs_in_its_table(file: str) -> None:
+def test_a_file_lists_every_internal_that_it_uses(file: str) -> None:
     needed = {name for row in _module(file)._NEEDED for name in (*row.names.split(), *row.owner.split("."))}
     used = set(_private_names(ast.parse((PACKAGE / file).read_text())))
     assert not used - needed - _own_names(), f"add a row for them to _NEEDED of {file}"
@@ -114,3 +116,14 @@ def _own_names() -> frozenset[str]:
             elif isinstance(node, ast.ImportFrom):
                 names |= {alias.asname or alias.name for alias in node.names if node.level}
     return frozenset(names)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "3.0.0a0+git1", "1.13.1"])
+def test_other_versions_of_torch_are_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"this is torch {re.escape(version)}\. torch 2\.11 to 2\.15 work"):
+        check_torch_version("FullyShardedDataParallel", version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.15.0a0+git"])
+def test_supported_versions_of_torch_are_accepted(version: str) -> None:
+    check_torch_version("FullyShardedDataParallel", version)

@@ -1,14 +1,18 @@
 """A frozen base that is quantized once, sharded, and owned outside of either FSDP (MixZ++).
 
-[Note: Why outside of FSDP]
-Frozen weights have no gradient and no optimizer state, only a gather. FSDP1 takes no integers, FSDP2 takes them on
-torch 2.13 alone, and neither knows that codes need no second trip between nodes. So these weights are no parameters:
-``selection.py`` says which they are, ``placement.py`` where their chunks are, ``weight.py`` what one weight is,
-``unit.py`` what is gathered together and ``residency.py`` when; ``tensor.py``, ``linear.py`` and ``module.py`` are how
-modules compute with them; ``_peft.py`` and ``save_pretrained.py`` adapt PEFT and transformers to them.
+Frozen weights have no gradient and no optimizer state; all they need is a gather. FSDP1 does not shard integers, FSDP2
+does so only from torch 2.13 on, and neither knows that codes that never change need to cross nodes only once. So
+quantized weights are not parameters:
 
-Files: ``tensor_files.py`` reads safetensors, ``expert_stacks.py`` the experts in them, ``source.py`` takes weights from
-a checkpoint, ``file_format.py`` defines the files of a quantized base, ``saving.py`` and ``loading.py`` write and read
-it. ``model_tensors.py`` knows the names of a model's tensors in files, ``coverage.py`` checks that files have them all,
-and ``outcome.py`` raises on all ranks what one of them finds wrong.
+- What a base is: ``selection.py`` chooses the weights, ``encoding.py`` quantizes them, ``placement.py`` says which rank
+  holds which chunk, ``weight.py`` is one weight, ``unit.py`` the weights that are gathered together, ``base.py`` makes
+  the units of a model, ``double_buffer.py`` decides when they are gathered.
+- How modules compute with it: ``modules.py`` replaces parameters, ``functional.py`` has linear layer and embedding,
+  ``_tensor.py`` the tensor that stands for a weight, ``_hugging_face.py`` adapts PEFT and transformers.
+- Under FSDP: ``from_strategy.py`` quantizes what a strategy with ``frozen=`` wraps, ``resharding.py`` moves a base to
+  the strategy's nodes, ``sharded_params.py`` takes parameters back from FSDP.
+- Calls and files: ``quantize.py``, ``saving.py``, ``loading.py`` and ``peft_saving.py`` have the public functions,
+  ``file_format.py`` defines the files of a quantized base. ``source.py`` reads a checkpoint, ``tensor_files.py``
+  safetensors, ``expert_stacks.py`` the experts in them. ``model_tensors.py`` names a model's tensors,
+  ``full_tensors.py`` gathers them, ``completeness.py`` checks that files have them all. ``report.py`` is the log line.
 """

@@ -1,8 +1,8 @@
-"""Experts of MoE layers: checkpoints store their matrices one by one, transformers' models as stacks.
+"""Experts of MoE layers: checkpoints store their matrices one by one, models of transformers as stacks.
 
 A model's ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
-``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5 and as transformers still saves them.
-The matrices of a stack are concatenated as they are read.
+``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as transformers still saves them.
+The matrices of a stack are put together as they are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIXTRAL = (".block_sparse_moe.", ".mlp.")
 
 
 class StackedFiles:
-    """Tensors in files, and the stacks that can be assembled from them.
+    """The tensors in files, and the stacks that can be assembled from them.
 
     Args:
         files: The files.
@@ -46,6 +46,7 @@ class StackedFiles:
 
     def parts(self, key: str) -> list[str]:
         """The names in the files of the tensors that ``key`` is read from."""
+        # Here and below, a tensor that the files store under this very name takes precedence over an assembled stack.
         if key in self._files:
             return [key]
         return (
@@ -57,7 +58,11 @@ class StackedFiles:
         return self._files.file_of(self.parts(key)[0])
 
     def header(self, key: str) -> Header:
-        """Shape and dtype of a tensor. Errors as :meth:`TensorFiles.header`, and if parts differ in shape or dtype."""
+        """Shape and dtype of a tensor.
+
+        Raises:
+            ValueError: As :meth:`TensorFiles.header`, and if the matrices of a stack differ in shape or dtype.
+        """
         if key not in self._stacks or key in self._files:
             return self._files.header(self.parts(key)[0])
         matrices = [[self._files.header(part) for part in matrix] for matrix in self._stacks[key]]
@@ -72,7 +77,7 @@ class StackedFiles:
         return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def rows(self, key: str, first: int, last: int) -> Tensor:
-        """A copy of some rows of a tensor, or matrices of a stack."""
+        """A copy of rows ``first`` to ``last - 1`` of a tensor; those of a stack are its matrices."""
         if key in self._files or key not in self._stacks:
             return self._files.rows(self.parts(key)[0], first, last)
         matrices = self._stacks[key][first:last]
@@ -86,7 +91,7 @@ class StackedFiles:
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """For each stack that files store one by one, the stored matrices that form each of its matrices."""
+    """For each stack whose matrices are stored one by one: the stored matrices that form each of its matrices."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):
@@ -95,7 +100,7 @@ def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
     stacks = {}
     for prefix, by_index in experts.items():
         if sorted(by_index) != list(range(len(by_index))):
-            continue
+            continue  # an expert is missing, so there is no such stack, and the model's is reported as missing
         for stack, ways in _PARTS.items():
             for names in ways:
                 if all(set(names) <= those for those in by_index.values()):

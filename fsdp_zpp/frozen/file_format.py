@@ -1,15 +1,13 @@
-"""What the quantized base looks like in safetensors files.
+"""The format of a quantized base in safetensors files.
 
-[Note: Files of a frozen base]
-For each weight there are two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``,
-fp32, one for each block. Chunks are whole blocks ([Note: Frozen chunks] in placement.py), so a chunk of any layout is
-a slice of both: its payload is put together from them without quantizing again, at any world size. What is frozen but
-not quantized is stored as it is, and so are the buffers that state dicts have. Names are those of the model without
-adapters and wrappers. An index has the file of each tensor and, as metadata, each weight's shape, dtype and codec.
+Each weight is two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``, fp32, one for
+each block. Chunks are whole blocks (see the top of placement.py), so a chunk of any layout is a slice of both: its
+payload is put together from them at any world size, without quantizing again. Frozen parameters that are not quantized
+are stored as they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. An index has the
+file of each tensor and, as metadata, each weight's shape, dtype and codec.
 
-[Note: A save is all or nothing]
 Each save writes files under new names, then replaces the index, then removes the files of the older base. So a folder
-holds the older base until the index is replaced and the newer one afterwards, never a mix, wherever a save is cut off.
+has the older base until the index is replaced, and the newer one afterwards, never a mix, wherever a save is cut off.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import Int4, Int8
-from ..nf4 import NF4
-from ..support import DTYPES
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.runtime.validation import DTYPES
+
 from .tensor_files import Header, TensorFiles, read_index
 from .weight import FrozenWeight
 
@@ -53,6 +52,7 @@ class StoredWeight:
             ValueError: If its codec can't be stored.
         """
         kind = type(weight.codec).__name__
+        # By identity: a user's codec of the same name, or a subclass, may decode otherwise.
         if CODECS.get(kind) is not type(weight.codec):
             raise ValueError(f"{weight.name} is quantized as {weight.codec}, but only {', '.join(CODECS)} can be saved")
         assert isinstance(weight.codec, Storable)
@@ -67,36 +67,47 @@ class StoredWeight:
         return getattr(torch, self.dtype)
 
     def headers(self) -> tuple[Header, Header]:
-        """The headers that its codes and its scales must have in files."""
+        """The headers that its codes and scales must have in files."""
         layout = self.make_codec().layout
         blocks = layout.blocks(torch.Size(self.shape).numel())
         codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
         return codes, Header((blocks,), torch.float32)
 
 
-def whole_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
+def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
     """All codes, uint8, and scales, fp32, of a weight, on the CPU. Collective."""
-    codes, scales = codes_in(weight, weight.held.rows_of(weight, weight.device))
+    # Cloned, since on a CPU they are views of a buffer that the next unit is gathered into.
+    codes, scales = codes_and_scales(weight, weight.holder.gathered_payload(weight, weight.device))
     return codes.cpu().clone(), scales.cpu().clone()
 
 
-def codes_in(weight: FrozenWeight, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """All codes and scales of a weight in its chunks, uint8 [chunks, row_nbytes], without what is past its end."""
+def codes_and_scales(weight: FrozenWeight, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """All codes and scales of a weight, without padding, given its chunks, uint8 [chunks, local_nbytes].
+
+    Returns:
+        Codes, flat uint8, and scales, fp32 [blocks].
+    """
     assert isinstance(weight.codec, Storable)
     layout, chunk = weight.codec.layout, weight.chunk_numel
     start = layout.scales_offset(chunk)
     codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
     scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
-    # How much of the last chunks is past the weight's end depends on the layout, how many blocks it has does not.
+    # The layout decides how much padding the last chunks have, but not how many blocks the weight has.
     blocks = layout.blocks(weight.shape.numel())
     return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
 
-def row_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
-    """This rank's chunk, uint8 [row_nbytes] on the CPU, of what :func:`whole_codes` returned, or slices of files."""
+def local_payload_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
+    """The local payload, uint8 [local_nbytes] on the CPU, of a weight.
+
+    Args:
+        weight: The weight.
+        codes: All of its codes; only this rank's are indexed, so that it may be a slice of a file, which reads lazily.
+        scales: All of its scales, likewise.
+    """
     assert isinstance(weight.codec, Storable)
     layout = weight.codec.layout
-    row = torch.zeros(weight.row_nbytes, dtype=torch.uint8)
+    row = torch.zeros(weight.local_nbytes, dtype=torch.uint8)
     end_of_all = layout.blocks(weight.shape.numel())
     per_chunk = weight.chunk_numel // layout.block
     first = min(weight.placement.own_chunk * per_chunk, end_of_all)
@@ -117,10 +128,10 @@ def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
-    """The files of a quantized base, and each weight's metadata; codes and scales are checked against it.
+    """The files of a quantized base, and each weight's metadata, by which the headers of the files are checked.
 
     Raises:
-        ValueError: If ``folder`` holds no complete base.
+        ValueError: If ``folder`` has no complete base.
     """
     path = folder / INDEX
     if not path.exists():
@@ -150,10 +161,11 @@ def _stored_weight(name: str, said: Any, path: Path) -> StoredWeight:
     """A weight's metadata.
 
     Raises:
-        ValueError: If it describes no weight that a codec can have encoded.
+        ValueError: If it does not describe a weight that a codec can have encoded.
     """
     try:
         stored = StoredWeight(tuple(said["shape"]), said["dtype"], said["codec"], said["block"])
+        # The type itself, since JSON's true is an int by isinstance.
         sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
         if not sizes_fit or stored.torch_dtype() not in DTYPES:
             raise ValueError(f"a weight of shape {stored.shape} and dtype {stored.dtype}")

@@ -1,4 +1,4 @@
-"""``load_frozen_params``: a quantized base from files, at any world size. See [Note: Files of a frozen base]."""
+"""``load_frozen_params`` reads a quantized base from files, at any world size. See the top of file_format.py."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..support import model_name
+from fsdp_zpp.collectives.agreement import agree
+from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.module_names import model_name
+
 from .base import base_for
-from .coverage import check_header, found_in
-from .file_format import CODES, SCALES, StoredWeight, read_base, row_from_slices
+from .completeness import check_header, match_keys
+from .encoding import install
+from .file_format import CODES, SCALES, StoredWeight, local_payload_from_slices, read_base
 from .model_tensors import ModelTensor, frozen_names
-from .outcome import agree
-from .placement import Placement
-from .quantize import device_of, place_base, put_in_place, refuse_sharded
+from .placement import Placement, place_base
 from .report import FrozenReport, log_report
-from .selection import Candidate, Selection, select
-from .tensor_files import Header, TensorFiles
+from .resharding import check_base_agreement
+from .selection import Candidate, Selection, refuse_sharded, select
+from .tensor_files import OTHER_FILES, Header, TensorFiles
 from .weight import FrozenWeight
-from .wrapped import check_base_agreement
 
 _REMEDY = (
-    "load it into the architecture that it was saved from; tensors that were trained when it was saved are not in its "
-    "files, so they must be trainable and have values here"
+    "load it into the architecture that it was saved from; tensors that were trainable when it was saved are not in "
+    "its files, so they must be trainable and have values here"
 )
 
 
@@ -41,32 +43,36 @@ def load_frozen_params(
 ) -> FrozenReport:
     """Put the base that :func:`save_frozen_params` wrote into ``model``, without quantizing again. Collective.
 
-    Each rank reads the slices that it keeps. Call it before wrapping. The files must have every frozen parameter and
-    persistent buffer of ``model``, and ``model`` a place for all that they have.
+    Each rank reads the slices that it keeps. Call it before you wrap the model. The files must have every frozen
+    parameter and persistent buffer of ``model``, and ``model`` must have every tensor in the files.
 
     Args:
-        model: The same architecture, its base frozen, with any values or on the meta device; with adapters or not.
-            What was trained when the base was saved is not in the files, and must be trainable here, too.
+        model: The same architecture, its base frozen, with any values or on the meta device, with adapters or without.
+            What was trainable when the base was saved is not in the files, and must be trainable here, too.
         path: The folder.
-        placement, gpus_per_node, process_group, device: As for :func:`quantize_frozen_params`; any that suit the job.
+        placement, gpus_per_node, process_group, device: As for :func:`quantize_frozen_params`. They need not be those
+            that the base was saved with.
 
     Returns:
-        What is quantized now, and what was left.
+        What is quantized now, and what stays as it is.
 
     Raises:
         ValueError: If the files are broken or don't fit the model exactly, on any rank, or the model is already
             sharded. Every rank raises, and the model is unchanged.
     """
     group = process_group if process_group is not None else dist.group.WORLD
-    selection = select(model, 1)
+    selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
     refuse_sharded(selection, "call load_frozen_params before you wrap the model")
     check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
+    # After the ranks have agreed, since it makes process groups, in which different node sizes would hang.
     where, kept_on = place_base(placement, group, gpus_per_node), device_of(group, device)
-    read = agree(group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index)
+    read = agree(
+        group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
+    )
     base = base_for(model)
     before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
     for one in read.weights:
-        put_in_place(one.candidate, one.weight, one.row, base)
+        install(one.candidate, one.weight, one.row, base)
     left = {tensor.name: tensor for tensor, _ in read.others if _is_frozen(tensor)}
     for tensor, value in read.others:
         tensor.fill(value, kept_on or torch.device("cpu"))
@@ -96,7 +102,7 @@ class _Quantized:
 
 @dataclass(frozen=True)
 class _Read:
-    """What a base's files hold for a model, read but not yet put into the model."""
+    """The contents of a base's files for a model, read but not yet put into the model."""
 
     index: str
     weights: list[_Quantized]
@@ -104,10 +110,11 @@ class _Read:
 
 
 def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None) -> _Read:
-    """Read a base, after checking that files and model have the same tensors."""
+    """Check that files and model have the same tensors, then read this rank's part of the base."""
     files, stored = read_base(folder)
+    # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
-    found = found_in(model, keys, f"the base in {folder}", _REMEDY)
+    found = match_keys(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, found)
     candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
     weights, others = [], []
@@ -117,7 +124,7 @@ def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement
             continue
         candidate, one = candidates[id(tensor.tensor)], stored[key]
         weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
-        row = row_from_slices(weight, files.slice(f"{key}.{CODES}"), files.slice(f"{key}.{SCALES}"))
+        row = local_payload_from_slices(weight, files.slice(f"{key}.{CODES}"), files.slice(f"{key}.{SCALES}"))
         kept_on = candidate.parameter.device if device is None else device
         weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
     index = repr([stored, [(key, files.file_of(key).name) for key in files]])
@@ -132,12 +139,12 @@ def _check_both_ways(
     keys: list[str],
     found: list[tuple[ModelTensor, list[str]]],
 ) -> None:
-    """Raise unless each stored tensor has a place in ``model``, of exactly its shape."""
+    """Raise unless ``model`` has each stored tensor, in exactly its shape, and frozen if it is quantized."""
     name, source = model_name(model), files.source
     by_key = {key: tensor for tensor, those in found for key in those}
     if unknown := [key for key in keys if key not in by_key]:
         quantized = {name for names in frozen_names(model).values() for name in names}
-        why = "which is already quantized" if unknown[0] in quantized else "for which there is no place"
+        why = "which is already quantized" if unknown[0] in quantized else "which has no place"
         more = f" ({len(unknown)} tensors in all)" if len(unknown) > 1 else ""
         raise ValueError(
             f"{source} has {unknown[0]}, {why} in this {name}{more}; load the base into the architecture that it was "
@@ -157,8 +164,8 @@ def _check_both_ways(
             if id(tensor.tensor) not in chosen:
                 reason = "trainable" if tensor.tensor.requires_grad else reasons.get(id(tensor.tensor), "no weight")
                 raise ValueError(
-                    f"{source} has {key}, quantized, which is not a frozen weight of this {name}, but {reason}; freeze "
-                    "all weights that were frozen when the base was saved"
+                    f"{source} has {key} as a quantized weight, but in this {name} it is not a frozen weight but "
+                    f"{reason}; freeze all weights that were frozen when the base was saved"
                 )
         else:
             check_header(tensor, key, files.header(key), files.file_of(key))

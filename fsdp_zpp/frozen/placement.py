@@ -1,63 +1,69 @@
 """Where a frozen weight lives: into how many chunks it is cut, and which of them this rank holds.
 
-[Note: Frozen chunks]
-A weight is cut into chunks of its own flat values, as many as ranks share it: one for the letter ``N``, one for each
-rank of a node for ``I``, one for each rank for ``G``. Chunks are multiples of the codec's block long, so the blocks are
-the same however many chunks there are: what is decoded does not depend on the world. Under ``G``, rank (node, local)
-holds chunk ``local * nodes + node``. The first hop of a gather then leaves neighbouring chunks on a rank, the second
-hop all of them in order, and nothing needs to be transposed.
+The flat values of a weight are cut into as many chunks as there are ranks that share it: one under the scope ``N``, one
+for each rank of a node under ``I``, one for each rank under ``G``. A chunk is a whole number of the codec's blocks, so
+the blocks are the same however many chunks there are, and the decoded values do not depend on the number of ranks.
+Under ``G``, rank (node, local) holds chunk ``local * nodes + node``: the inter-node hop of a gather then leaves
+neighbouring chunks on a rank and the intra-node hop all of them in order, so nothing needs to be transposed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..codecs import Codec
-from ..topology import ProcessMesh
+import torch.distributed as dist
 
-LETTERS = ("N", "I", "G")
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
+from fsdp_zpp.config.topology import Topology
+
+SCOPES = ("N", "I", "G")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A letter on a mesh. See [Note: Frozen chunks].
+    """A scope on a mesh. See the top of this file.
 
     Args:
-        letter: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
+        scope: ``N`` replicated on every rank, ``I`` sharded inside a node, ``G`` sharded over all ranks.
         mesh: The ranks.
-        by_name: Whether the user said how large nodes are; see [Note: Who says how large a node is] in wrapped.py.
+        by_name: Whether the user gave the node size; see the top of resharding.py.
 
     Raises:
-        ValueError: If the letter is none of these.
+        ValueError: If the scope is none of these.
     """
 
-    letter: str
+    scope: str
     mesh: ProcessMesh
+    # Not compared: weights that lie on the same ranks are gathered together, whoever chose the ranks.
     by_name: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.letter not in LETTERS:
-            raise ValueError(f"a frozen base is placed by one of the letters {', '.join(LETTERS)}, got {self.letter!r}")
+        if self.scope not in SCOPES:
+            scopes = ", ".join(SCOPES)
+            raise ValueError(f"the placement of a frozen base must be one of the scopes {scopes}, got {self.scope!r}")
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks a weight is cut."""
-        topology = self.mesh.topology
-        return {"N": 1, "I": topology.gpus_per_node, "G": topology.world}[self.letter]
+        """The number of chunks that a weight is cut into."""
+        return self.mesh.topology.shard_count(self.scope)
 
     @property
     def own_chunk(self) -> int:
         """The chunk that this rank holds."""
         node, local = divmod(self.mesh.rank, self.mesh.topology.gpus_per_node)
-        return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.letter]
+        return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.scope]
 
     @property
     def replicas(self) -> str:
-        """The letter by which :func:`check_replicas` knows who holds the same: ``I`` other nodes, ``N`` all ranks."""
+        """Who holds the same as this rank, as a scope of :func:`check_replicas`: ``I`` nodes, ``N`` all, ``G`` nobody.
+
+        It may differ from the placement's: with one GPU a node, the scope ``I`` puts the same on all ranks.
+        """
         topology = self.mesh.topology
-        if self.letter == "I" and topology.gpus_per_node == 1:
+        if self.scope == "I" and topology.gpus_per_node == 1:
             return "N"
-        return "G" if topology.world == 1 or (self.letter == "I" and topology.nodes == 1) else self.letter
+        return "G" if topology.world == 1 or (self.scope == "I" and topology.nodes == 1) else self.scope
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
         """Values in a chunk of a weight of ``numel`` values; the last chunks may lie partly or wholly past its end."""
@@ -66,5 +72,26 @@ class Placement:
 
 
 def block_of(codec: Codec) -> int:
-    """Values that must not be cut apart; for codecs without blocks, what keeps rows of any dtype aligned."""
+    """Values that must stay in one chunk; 16 for codecs without blocks, which keeps their payloads aligned."""
     return int(getattr(codec, "block", 16))
+
+
+def place_base(
+    scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None, wrapping: ProcessMesh | None = None
+) -> Placement:
+    """The placement on ``group``, or on this process alone if there is none. Collective over ``group``.
+
+    Args:
+        scope: The scope.
+        group: The data-parallel ranks.
+        gpus_per_node: The node size that the user gave.
+        wrapping: The mesh of the strategy that wraps the model, which decides if the user did not.
+
+    Raises:
+        ValueError: If the scope is unknown, or ``group`` can't be laid out on nodes of that size.
+    """
+    if group is None:
+        return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
+    if gpus_per_node is None and wrapping is not None and wrapping.group is group:
+        return Placement(scope, wrapping)
+    return Placement(scope, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)

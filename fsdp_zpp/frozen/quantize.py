@@ -1,56 +1,32 @@
-"""``quantize_frozen_params``: from frozen parameters to codes that are sharded and owned outside of either FSDP."""
+"""``quantize_frozen_params`` turns frozen parameters into sharded codes outside of FSDP, and its inverse undoes it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..accelerator import accelerator
-from ..codecs import Codec, Int8
-from ..support import DTYPES, model_name
-from ..topology import ProcessMesh, Topology, process_mesh
-from .base import FrozenBase, Unsettled, base_for
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int8
+from fsdp_zpp.collectives.agreement import agree
+from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.runtime.validation import DTYPES
+
+from .base import drop_weights
+from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
 from .model_tensors import ModelTensor
-from .module import FrozenModule, freeze, frozen_modules, frozen_sites, unfreeze
-from .outcome import agree
-from .owners import Flattened
-from .placement import Placement
-from .report import FrozenReport, log_report, merge, named_left
-from .selection import SHARDED, Candidate, Selection, select
+from .modules import FrozenModule, frozen_sites, unfreeze
+from .placement import place_base
+from .report import FrozenReport, log_report, merge
+from .resharding import check_base_agreement, wrapping_mesh
+from .selection import Selection, refuse_sharded, select
+from .sharded_params import FlatParamHandleView
 from .source import Source, source_from
-from .weight import FrozenWeight, ReadRows
-from .wrapped import check_base_agreement, wrapping_mesh
-
-Encoded = tuple[FrozenWeight, Tensor]
-"""A frozen weight and this rank's chunk of its codes."""
-
-MIN_NUMEL = 4096
-"""Below it a weight costs more to look after than it takes."""
-
-
-@dataclass(frozen=True)
-class FrozenOptions:
-    """How to quantize; the arguments of :func:`quantize_frozen_params` as they work out.
-
-    Attributes:
-        codec: How weights are quantized.
-        placement: Where they are to be.
-        min_numel: Smaller ones are left.
-        device: Where codes are kept; None is where each weight is.
-        dtype: What weights pass for; None is each one's own.
-        broadcast: The group whose first rank has the true weights; None if every rank has them.
-    """
-
-    codec: Codec
-    placement: Placement
-    min_numel: int = MIN_NUMEL
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    broadcast: dist.ProcessGroup | None = None
+from .tensor_files import OTHER_FILES
+from .weight import FrozenWeight
 
 
 def quantize_frozen_params(
@@ -67,50 +43,51 @@ def quantize_frozen_params(
     ignored_params: Collection[Tensor] = (),
     sync_module_states: bool = False,
 ) -> FrozenReport:
-    """Quantize every frozen weight worth it, once, shard the codes, and say what was done. Collective.
+    """Quantize every frozen weight that is worth it, once, shard the codes, and report what was done. Collective.
 
-    Weights of nn.Linear and nn.Embedding are taken, and the stacks of matrices that hold the experts of an MoE layer,
-    tied ones once; ``module.weight`` then stands for the dequantized weight. They are no parameters any more: no FSDP
-    gathers them, ``model.state_dict()`` has none of them (:func:`save_frozen_params` saves them), and no gradient is
-    ever allocated for them. Called again, it takes what was frozen since.
+    The weights of nn.Linear and nn.Embedding are quantized, and the stacks of matrices that hold the experts of an MoE
+    layer, tied ones once; ``module.weight`` then stands for the dequantized weight. They are not parameters any more:
+    FSDP does not gather them, they are not in ``model.state_dict()`` (:func:`save_frozen_params` saves them), and no
+    gradient is ever allocated for them. A second call quantizes what was frozen since the first.
 
-    Call it before wrapping, or let ``Strategy(frozen=...)`` do so, or call it on a model that is sharded already, by
-    our strategies or torch's, before its first forward and before its optimizer is made. From ``fully_shard`` weights
-    are then gathered and taken one by one. Units of FullyShardedDataParallel with ``use_orig_params=True`` are gathered
-    and taken apart one by one, before anything else has FSDP find out which instance is the root: a state dict saved or
-    loaded, parameters summoned, a hook registered.
+    Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. You may also call it on a model that is
+    sharded already, by our strategies or torch's, before its first forward and before you make its optimizer. Weights
+    under ``fully_shard`` are then gathered and taken one by one. Units of FullyShardedDataParallel need
+    ``use_orig_params=True`` and are gathered and taken apart one by one; call it before anything lets FSDP find out
+    which instance is the root: a state dict saved or loaded, parameters summoned, a hook registered.
 
     Args:
-        model: Any model with frozen parameters, a PEFT model for one. On the meta device, with a ``checkpoint``.
+        model: Any model with frozen parameters, such as a PEFT model. It may be on the meta device if there is a
+            ``checkpoint``.
         codec: How weights are quantized. Default: ``Int8(256)``.
-        placement: A parameter letter: ``I`` keeps the base in every node, sharded inside, and sends no byte between
+        placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: As in :class:`Strategy`. Default: the strategy's that the model is wrapped with, before or after.
-        process_group: The data-parallel ranks. Default: all of them, or this process alone without a process group.
-        checkpoint: Where the weights are: a safetensors file, an index of several, a folder with either, or a function
-            of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must have all
-            frozen parameters and persistent buffers, quantized or not; what is trained is read, too, if it is in a
-            file. Default: in the model.
-        min_numel: Weights with fewer values are left as they are.
-        device: Where the codes are kept. Default: this process's accelerator, if ranks talk through it; else where
-            the weights are.
-        dtype: What the weights pass for, which embeddings come out in: your mixed precision's ``param_dtype``. Linear
-            layers compute in the dtype of their input, or autocast's. Default: each weight's own, or, of weights that
-            are sharded, their mixed precision's.
-        ignored_params: Parameters to be left as they are.
-        sync_module_states: Whether the first rank's weights are broadcast, one at a time, as FSDP's option does.
+        gpus_per_node: As in :class:`Strategy`. Default: that of the strategy that wraps the model, before or after.
+        process_group: The data-parallel ranks. Default: all ranks, or this process alone if there is no process group.
+        checkpoint: Where to read the weights: a safetensors file, an index of several, a folder with either, or a
+            function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must
+            have all frozen parameters and persistent buffers, quantized or not; trainable parameters are read, too, if
+            a file has them. Default: take the weights from the model.
+        min_numel: Weights with fewer values stay as they are.
+        device: The device that keeps the codes. Default: this process's accelerator if the process group communicates
+            through it, otherwise the device that each weight is on.
+        dtype: The dtype that weights show and embeddings return: your mixed precision's ``param_dtype``. Linear layers
+            compute in the dtype of their input, or autocast's. Default: each weight's own; for sharded weights, that
+            of their mixed precision.
+        ignored_params: Parameters that stay as they are.
+        sync_module_states: Whether to broadcast the first rank's weights, one at a time, as FSDP's option does.
 
     Returns:
-        What was quantized, what it takes now, and what was left and why.
+        What was quantized, how many bytes it takes now, what stays as it is and why.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, weights have no values, or weights are sharded already: in a model
-            that had a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel without
-            ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
-            ``sync_module_states``, which are for weights that are not. If a checkpoint is broken or is not of this
-            model, on any rank; then every rank raises, and the model is unchanged.
+        ValueError: If an argument is out of range, or weights have no values. If weights are sharded already and can't
+            be taken back: after a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel
+            without ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
+            ``sync_module_states``, which need a model that is not sharded. If a checkpoint is broken or not this
+            model's, on any rank; every rank then raises, and the model is unchanged.
 
     Example:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -146,7 +123,10 @@ def quantize_frozen_params(
     )
     read = None
     if checkpoint is not None:
-        read = agree(group, lambda: _read(model, checkpoint, selection, options), lambda read: read.summary)
+        # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
+        read = agree(
+            group, lambda: _read(model, checkpoint, selection, options), lambda read: read.summary, OTHER_FILES
+        )
     parts = [_quantize_flattened(model, holder, options, ignored_params) for holder in selection.to_open]
     report = merge([*parts, quantize_selected(model, selection, options, read.encoded if read else None)[0]])
     log_report([report])
@@ -157,7 +137,7 @@ def quantize_frozen_params(
 
 @dataclass(frozen=True)
 class _Read:
-    """What a checkpoint holds for a model, read and quantized but not yet put into the model."""
+    """The contents of a checkpoint for a model, read and quantized but not yet put into the model."""
 
     encoded: list[Encoded]
     others: list[tuple[ModelTensor, Tensor]]
@@ -165,7 +145,7 @@ class _Read:
 
 
 def _read(model: nn.Module, checkpoint: Source, selection: Selection, options: FrozenOptions) -> _Read:
-    """Read a checkpoint, after checking that it has all of the model, and quantize the selected weights."""
+    """Check that a checkpoint has all of the model, then read it and quantize the selected weights."""
     source = source_from(checkpoint)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
     encoded = []
@@ -173,71 +153,18 @@ def _read(model: nn.Module, checkpoint: Source, selection: Selection, options: F
         tensor = tensors.pop(id(candidate.parameter), None)
         if tensor is None and candidate.parameter.is_meta:
             raise ValueError(
-                f"{candidate.name} is on the meta device and is not part of the base, so no checkpoint is read for it; "
-                "give it values first"
+                f"{candidate.name} is on the meta device but is not part of the base, so it is not read from the "
+                "checkpoint; give it values first"
             )
-        encoded.append(_encode(candidate, options, None if tensor is None else source.reader(tensor)))
+        encoded.append(encode_candidate(candidate, options, None if tensor is None else source.reader(tensor)))
     return _Read(encoded, [(tensor, source.read(tensor)) for tensor in tensors.values()], source.summary())
 
 
-def refuse_sharded(selection: Selection, remedy: str) -> None:
-    """Raise if weights stay with FSDP.
-
-    Raises:
-        ValueError: Naming one.
-    """
-    if sharded := selection.left.get(SHARDED):
-        raise ValueError(
-            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
-            "quantizes what it wraps"
-        )
-
-
-def quantize_selected(
-    model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
-) -> tuple[FrozenReport, FrozenBase | None]:
-    """Quantize what was chosen of ``model``; arguments are taken as checked, but for weights without values.
-
-    Args:
-        model: The model.
-        selection: What was chosen of it.
-        options: How to quantize.
-        encoded: The selected weights, already quantized. Default: quantize them from the model, one at a time.
-    """
-    on_meta = [candidate.name for candidate in selection.chosen if candidate.parameter.is_meta]
-    if on_meta and encoded is None and options.broadcast is None:
-        raise ValueError(
-            f"{on_meta[0]} is on the meta device and has no values; give quantize_frozen_params a checkpoint= to read "
-            "them from, before you wrap the model, or load it first"
-        )
-    if encoded is None:
-        encoded = (_encode(candidate, options) for candidate in selection.chosen)
-    base = base_for(model) if selection.chosen or any(True for _ in frozen_modules(model)) else None
-    before, after = 0, 0
-    for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
-        assert base is not None
-        before += candidate.parameter.nbytes
-        after += row.nbytes
-        put_in_place(candidate, weight, row, base)
-    left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
-    report = FrozenReport(
-        model_name(model),
-        options.codec,
-        options.placement,
-        len(selection.chosen),
-        sum(candidate.parameter.numel() for candidate in selection.chosen),
-        before,
-        after,
-        named_left(selection.left),
-        sum(parameter.numel() for parameter in left),
-    )
-    return report, base
-
-
 def _quantize_flattened(
-    model: nn.Module, holder: Flattened, options: FrozenOptions, ignored: Collection[Tensor]
+    model: nn.Module, holder: FlatParamHandleView, options: FrozenOptions, ignored: Collection[Tensor]
 ) -> FrozenReport:
-    """Quantize what is worth it of parameters that are sharded as one."""
+    """Quantize the weights in one flat parameter. Collective."""
+    # Before it is opened, since it has no flat parameter while it is.
     parameters = [parameter for parameter in holder.parameters if not parameter.requires_grad]
     with holder.opened():
         selection = select(model, options.min_numel, ignored, only=parameters)
@@ -245,53 +172,17 @@ def _quantize_flattened(
     return report
 
 
-def _encode(candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None) -> Encoded:
-    """Quantize one weight, from what ``read`` reads or where it is now."""
-    parameter = candidate.parameter
-    own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
-    weight = FrozenWeight(candidate.name, parameter.shape, options.dtype or own_dtype, options.codec, options.placement)
-    device = options.device if options.device is not None else parameter.device
-    read = _reader(candidate, options, device) if read is None else read
-    with torch.no_grad():
-        return weight, weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
-
-
-def put_in_place(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
-    """Replace a parameter by a frozen weight, of which this rank holds ``row``."""
-    if candidate.owner is not None:
-        candidate.owner.release()
-    weight.base, weight.held = base, Unsettled(row)
-    base.weights.append(weight)
-    for _, module, name in candidate.sites:
-        freeze(module, name, weight)
-
-
-def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
-    """What reads rows of a weight: from the model, or from its first rank."""
-    parameter = candidate.parameter
-    if candidate.owner is not None:
-        whole = candidate.owner.whole()
-        return lambda first, last: whole[first:last]
-    if options.broadcast is None:
-        return lambda first, last: parameter[first:last]
-    group = options.broadcast
-    whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-    whole = whole.contiguous()
-    dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
-    return lambda first, last: whole[first:last]
-
-
 def dequantize_frozen_params(model: nn.Module) -> int:
-    """Give every quantized weight of ``model`` back to its module as a frozen parameter, dequantized. Collective.
+    """Turn every quantized weight of ``model`` back into a plain, frozen parameter. Collective.
 
-    What an adapter is to be merged into, or a layer that is to be trained after all, must be a plain parameter. All
-    of the model is then on every rank in full precision, so call it on a part of a large one, and before sharding.
+    Merge adapters, or train a layer after all, on plain parameters. Every rank then has all of them in full size, so
+    call it before sharding, and only on the part of a large model that needs it.
 
     Args:
         model: A model or a part of one.
 
     Returns:
-        How many weights there were.
+        The number of weights that were dequantized.
     """
     sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
     for _, module, name, weight in frozen_sites(model):
@@ -301,28 +192,5 @@ def dequantize_frozen_params(model: nn.Module) -> int:
         for module, name in users:
             unfreeze(module, name, parameter)
     for base in {weight.base: None for weight in sites}:
-        base.forget(set(sites))
+        drop_weights(base, set(sites))
     return len(sites)
-
-
-def place_base(
-    letter: str, group: dist.ProcessGroup | None, gpus_per_node: int | None, wrapping: ProcessMesh | None = None
-) -> Placement:
-    """A placement on ``group``, or on this process alone; without ``gpus_per_node``, on the mesh of ``wrapping``."""
-    if group is None:
-        return Placement(letter, ProcessMesh(Topology(1, 1), 0, None, None))
-    if gpus_per_node is None and wrapping is not None and wrapping.group is group:
-        return Placement(letter, wrapping)
-    return Placement(letter, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
-
-
-def device_of(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Where codes are to be kept; None is where the weights are."""
-    found = accelerator()
-    if isinstance(device, int):
-        return torch.device("cpu" if found is None else found.type, device)
-    if device is not None:
-        return torch.device(device)
-    if found is None or group is None or dist.get_backend(group) == "gloo":
-        return None
-    return torch.device(found.type, torch.accelerator.current_device_index())

@@ -1,4 +1,4 @@
-"""What quantizing a frozen base has done: how many parameters, how many bytes, what was left and why."""
+"""The report of a quantized base: how many parameters, how many bytes, what stays as it is and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..codecs import Codec
+from fsdp_zpp.codecs.base import Codec
+
 from .placement import Placement
 
 logger = logging.getLogger("fsdp_zpp")
@@ -20,15 +21,15 @@ class FrozenReport:
     """What :func:`quantize_frozen_params` did.
 
     Attributes:
-        model: The model's class.
+        model: The name of the model's class.
         codec: How weights were quantized.
-        placement: Where they are now.
-        weights: How many weights were quantized, tied ones counted once.
-        parameters: How many values they have.
-        bytes_before: What they took, whole, in the dtype they had.
-        bytes_after: What this rank keeps of them.
+        placement: Which rank holds which chunk of them.
+        weights: The number of weights that were quantized, tied ones counted once.
+        parameters: The number of their values.
+        bytes_before: Bytes of all their values, in the dtype that they had.
+        bytes_after: Bytes that this rank keeps of them.
         left: Names of frozen parameters that stay as they are, by the reason.
-        parameters_left: How many values those have.
+        parameters_left: The number of values of those.
     """
 
     model: str
@@ -45,20 +46,20 @@ class FrozenReport:
         topology = self.placement.mesh.topology
         left = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in self.left.items())
         return (
-            f"{self.model}: frozen base as {self.codec}, {_WHERE[self.placement.letter]} on {topology}: {self.weights} "
+            f"{self.model}: frozen base as {self.codec}, {_WHERE[self.placement.scope]} on {topology}: {self.weights} "
             f"weights, {self.parameters:,} parameters, {_size(self.bytes_before)} before, {_size(self.bytes_after)} a "
             f"GPU after; left as they are: {left or 'none'}"
         )
 
 
 def log_report(reports: list[FrozenReport]) -> None:
-    """Say it once, on the mesh's first rank; several parts of a model make one line."""
+    """Log reports on parts of a model as one line, on the mesh's first rank."""
     if reports and reports[0].placement.mesh.rank == 0:
         logger.info("%s", merge(reports))
 
 
 def merge(reports: list[FrozenReport]) -> FrozenReport:
-    """One report of several parts of a model, one or more; the last one's name is that of all."""
+    """One report of one or more parts of a model, under the name of the last."""
     first, last = reports[0], reports[-1]
     left: dict[str, tuple[str, ...]] = {}
     for report in reports:
@@ -78,7 +79,7 @@ def merge(reports: list[FrozenReport]) -> FrozenReport:
 
 
 def named_left(left: dict[str, list[tuple[str, nn.Parameter]]]) -> dict[str, tuple[str, ...]]:
-    """Names alone."""
+    """The names of what stays as it is, by the reason."""
     return {reason: tuple(name for name, _ in parameters) for reason, parameters in left.items()}
 
 

@@ -1,9 +1,8 @@
 """Which parameters of a model are worth quantizing, and why the others are not.
 
-[Note: What is quantized]
-The weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers: parameters of
-three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers of MoE layers,
-convolutions, and position embeddings of shape [1, positions, width] stay as they are.
+Chosen are the weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers:
+parameters of three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers
+of MoE layers, convolutions, and position embeddings of shape [1, positions, width] stay as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..support import DTYPES
-from .base import parameter_name
-from .owners import Flattened, Owner, flattened_in, owners_in
+from fsdp_zpp.module_names import parameter_name
+from fsdp_zpp.runtime.validation import DTYPES
+
+from .sharded_params import FlatParamHandleView, ShardedParamHandle, flat_params_in, sharded_params_in
 
 SHARDED = "sharded by FSDP already"
 
@@ -28,13 +28,13 @@ class Candidate:
 
     Attributes:
         parameter: The weight.
-        sites: Its modules, with their paths and its name in them.
-        owner: What has sharded it and will give it up; None if it is plain.
+        sites: For each module that uses it: the module's path, the module, and its name there.
+        owner: Gives it up if it is sharded; None if it is plain.
     """
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module, str]]
-    owner: Owner | None = None
+    owner: ShardedParamHandle | None = None
 
     @property
     def name(self) -> str:
@@ -45,17 +45,17 @@ class Candidate:
 
 @dataclass
 class Selection:
-    """What is to be quantized, and what is left.
+    """The weights to quantize, and the parameters that stay as they are.
 
     Attributes:
-        chosen: In the order of the model.
-        left: Names and parameters that are frozen but stay as they are, by the reason.
-        to_open: What is to be taken apart, to choose from what is in it.
+        chosen: The weights to quantize, in the order of the model.
+        left: Names and values of frozen parameters that stay as they are, by the reason.
+        to_open: Flat parameters that must be taken apart before the weights in them can be chosen.
     """
 
     chosen: list[Candidate] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
-    to_open: list[Flattened] = field(default_factory=list)
+    to_open: list[FlatParamHandleView] = field(default_factory=list)
 
 
 def select(
@@ -65,19 +65,19 @@ def select(
     take_sharded: bool = False,
     only: Collection[Tensor] | None = None,
 ) -> Selection:
-    """Choose frozen weights, tied ones once. See [Note: What is quantized].
+    """Choose frozen weights, tied ones once. See the top of this file.
 
     Args:
         model: The model.
-        min_numel: Smaller ones are left.
-        ignored: Parameters that are left.
-        take_sharded: Whether to choose those that are sharded, too, where their owner gives them up.
-        only: The parameters to look at; None is all.
+        min_numel: Weights with fewer values stay as they are.
+        ignored: Parameters that stay as they are.
+        take_sharded: Whether to choose sharded weights, too, if their owner gives them up.
+        only: The parameters to look at. Default: all.
     """
     selection = Selection()
     ignored_ids, only_ids = {id(tensor) for tensor in ignored}, {id(tensor) for tensor in only or ()}
     trainable_uses, seen = _sites_by_parameter(model), set()
-    adapters, owners = _adapter_modules(model), owners_in(model)
+    adapters, owners = _adapter_modules(model), sharded_params_in(model)
     later, stuck = _in_flattened(model, selection, take_sharded) if only is None else (set(), {})
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -94,7 +94,8 @@ def select(
             elif _fits(module, name, stuck.get(id(parameter), parameter.shape)) and (
                 id(parameter) in stuck or parameter.dim() < 2 or _stays(parameter, owner, take_sharded)
             ):
-                reason = SHARDED  # and may be of another shape now, so this comes first
+                # Before the other checks: a sharded parameter may have another shape and class now.
+                reason = SHARDED
             else:
                 kind = type(parameter) if owner is None else owner.kind
                 reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel)
@@ -105,21 +106,36 @@ def select(
     return selection
 
 
+def refuse_sharded(selection: Selection, remedy: str) -> None:
+    """Raise if weights that would be quantized stay with FSDP.
+
+    Raises:
+        ValueError: It names one of them and the ``remedy``.
+    """
+    if sharded := selection.left.get(SHARDED):
+        raise ValueError(
+            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
+            "quantizes what it wraps"
+        )
+
+
 def _in_flattened(model: nn.Module, selection: Selection, take_sharded: bool) -> tuple[set[int], dict[int, torch.Size]]:
-    """Select what is to be taken apart.
+    """Add flat parameters to take apart to ``selection``.
 
     Returns:
-        The ids of parameters to choose from then, and, with the shapes they had, of those that stay flattened.
+        The ids of the parameters in them, which are looked at later; and, with the shapes that they had, the ids of the
+        parameters that stay flattened.
     """
     later: set[int] = set()
     stuck: dict[int, torch.Size] = {}
     paths = {module: path for path, module in model.named_modules()}
-    for holder in flattened_in(model):
+    for holder in flat_params_in(model):
         ids = {id(parameter) for parameter in holder.parameters}
+        # A flat parameter may hold parameters of modules outside of model, if that is only a part.
         fitting = [(site, own) for site, own, shape in holder.sites if site in paths and _fits(site, own, shape)]
         weights = [site._parameters.get(own) for site, own in fitting]
         if not ids and fitting and not holder.requires_grad:
-            # The one parameter that is shown does not say what it is made of.
+            # Modules show only the flat parameter, so the loop over their parameters does not find this weight.
             name = parameter_name(paths[fitting[0][0]], fitting[0][1])
             selection.left.setdefault(SHARDED, []).append((name, nn.Parameter()))
         elif take_sharded and holder.can_open and any(w is not None and not w.requires_grad for w in weights):
@@ -131,15 +147,15 @@ def _in_flattened(model: nn.Module, selection: Selection, take_sharded: bool) ->
     return later, stuck
 
 
-def _stays(parameter: nn.Parameter, owner: Owner | None, take_sharded: bool) -> bool:
+def _stays(parameter: nn.Parameter, owner: ShardedParamHandle | None, take_sharded: bool) -> bool:
     """Whether it is sharded, and stays so."""
     if owner is None:
-        return isinstance(parameter, DTensor)
+        return isinstance(parameter, DTensor)  # by something that no adapter knows of
     return not (take_sharded and owner.can_release)
 
 
 def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str]], min_numel: int) -> str | None:
-    """Why a parameter can't or should not be quantized; None if it should."""
+    """Why a parameter can't or should not be quantized; None if it should be."""
     if parameter.dim() == 1:
         return "1-D"
     for module, name in sites:
@@ -157,7 +173,7 @@ def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str
 
 
 def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Whether a parameter is one that a quantized module can do without. See [Note: What is quantized]."""
+    """Whether a parameter is a weight of the kind that is quantized. See the top of this file."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return name == "weight"
     of_torch = any(cls.__module__.startswith("torch.nn.") and cls is not nn.Module for cls in type(module).__mro__)
@@ -165,7 +181,7 @@ def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
 
 
 def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
-    """For each parameter, its modules, with their paths and its name in them."""
+    """For each parameter, by its id: the path of each of its modules, its name there, and the module."""
     sites: dict[int, list[tuple[str, str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -175,7 +191,7 @@ def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, str, nn.M
 
 
 def _adapter_modules(model: nn.Module) -> set[int]:
-    """Modules of PEFT's adapters: frozen while another one is active, but not of the base."""
+    """The ids of the modules of PEFT's adapters: inactive ones are frozen, but are not part of the base."""
     found = set()
     for module in model.modules():
         for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save"):

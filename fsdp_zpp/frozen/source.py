@@ -1,4 +1,4 @@
-"""Where weights are read from when the model has none: safetensors files, or a function."""
+"""Where a model's weights are read from: safetensors files, or a function."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..support import model_name
-from .coverage import check_header, found_in, refuse_sharded_tensors, refuse_unfilled
+from fsdp_zpp.module_names import model_name
+
+from .completeness import check_header, match_keys, refuse_sharded_tensors, refuse_unfilled
 from .expert_stacks import StackedFiles
 from .file_format import INDEX
 from .model_tensors import ModelTensor, frozen_names, model_tensors
@@ -27,6 +28,7 @@ Source = str | os.PathLike[str] | Callable[[str], Tensor]
 
 _REMEDY = "give a complete checkpoint of this model in safetensors, downloaded or converted again"
 _COMPARED = 2**22
+"""Values of each of two tensors that are compared at a time, which may be embeddings of gigabytes."""
 
 
 class WeightSource(Protocol):
@@ -43,10 +45,10 @@ class WeightSource(Protocol):
         """A function that reads rows of one of them."""
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        """One of them, whole; a copy."""
+        """A copy of one of them."""
 
     def summary(self) -> str:
-        """What must be the same on all ranks, as text."""
+        """What all ranks must agree on, as text."""
 
 
 class Checkpoint:
@@ -70,7 +72,7 @@ class Checkpoint:
         self._headers: list[tuple[str, Header]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        found = found_in(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
+        found = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
         for tensor, keys in found:
             for key in keys:
                 header = self._files.header(key)
@@ -93,7 +95,7 @@ class Checkpoint:
         return repr(self._headers)
 
     def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
-        """Raise if two tensors that the model ties differ in the files."""
+        """Raise if two tensors that the model ties differ in the files: it can have the values of one of them only."""
         shape = self._files.header(one).shape
         if not shape:
             same = torch.equal(self._files.read(one), self._files.read(other))
@@ -112,11 +114,12 @@ class Checkpoint:
     def _warn_of_others(self, model: nn.Module) -> None:
         """Warn of tensors that the model has no place for: the checkpoint may be of a larger model."""
         if dist.is_initialized() and dist.get_rank() != 0:
-            return
+            return  # one warning a checkpoint, not one a rank
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
         known |= {name for names in frozen_names(model).values() for name in names}
         parts = {key: self._files.parts(key) for key in self._files.keys}
         used = {part for key in known & parts.keys() for part in parts[key]}
+        # Matrices of a stack are used by the stack's name; a renamed key is not a tensor of its own.
         if others := [key for key, those in parts.items() if those == [key] and key not in used]:
             logger.warning(
                 "%s: the checkpoint %s has %d tensors that the model has no place for: %s",
@@ -128,10 +131,10 @@ class Checkpoint:
 
 
 class Generated:
-    """Weights that a function makes, whole, one at a time.
+    """Weights that a function returns, one at a time.
 
     Args:
-        make: Makes one, by its name in the model without adapters.
+        make: Returns all values of a tensor, by its name in the model without adapters.
     """
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
@@ -152,11 +155,12 @@ class Generated:
         except KeyError as error:
             raise ValueError(
                 f"the checkpoint function has no {tensor.name} (KeyError: {error}); it is asked for all frozen "
-                "parameters and persistent buffers, and must return each"
+                "parameters and persistent buffers and must return each of them"
             ) from error
         if not isinstance(value, Tensor):
             raise TypeError(f"the checkpoint function must return a tensor, got {value!r} for {tensor.name}")
-        check_header(tensor, tensor.name, Header(tuple(value.shape), value.dtype), "what the checkpoint function made")
+        header = Header(tuple(value.shape), value.dtype)
+        check_header(tensor, tensor.name, header, "what the checkpoint function returned")
         return value.detach().clone()
 
     def summary(self) -> str:
@@ -164,11 +168,11 @@ class Generated:
 
 
 def source_from(checkpoint: Source) -> WeightSource:
-    """What ``checkpoint`` stands for.
+    """The source that the argument ``checkpoint`` describes.
 
     Raises:
         ValueError: If it is a path that holds no safetensors.
-        TypeError: If it is neither path nor function.
+        TypeError: If it is neither a path nor a function.
     """
     if callable(checkpoint):
         return Generated(checkpoint)

@@ -1,4 +1,4 @@
-"""Safetensors files and their indexes. Everything read is validated; each error names the file and the remedy."""
+"""Safetensors files and their indexes. Whatever is read is validated; each error names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ DTYPES = {
 }
 """Dtypes by their names in files. Others, such as fp8, are left out: they need scales that are stored elsewhere."""
 
+OTHER_FILES = "read different files from"
+"""What ranks did differently, for the error of :func:`fsdp_zpp.collectives.agreement.agree`."""
 _INDEX = ".safetensors.index.json"
 _MODEL = ("model.safetensors", f"model{_INDEX}")
 """The files that transformers looks for, in its order."""
@@ -79,20 +81,20 @@ class TensorFiles:
         return Header(tuple(part.get_shape()), DTYPES.get(dtype, dtype))
 
     def slice(self, key: str) -> Any:
-        """A tensor that reads its parts when it is indexed; they alias the file. Errors as :meth:`header`."""
+        """A tensor that reads a part when it is indexed; the part aliases the file. Raises what :meth:`header` does."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
         return file.get_slice(key)
 
     def rows(self, key: str, first: int, last: int) -> Tensor:
-        """A copy of some rows of a tensor."""
+        """A copy of rows ``first`` to ``last - 1`` of a tensor."""
         rows: Tensor = self.slice(key)[first:last]
         return rows.clone()
 
     def read(self, key: str) -> Tensor:
-        """A copy of a tensor; without one, it would be mapped memory that changes with the file."""
-        self.slice(key)
+        """A copy of a tensor, since what is read is mapped memory, which changes with the file."""
+        self.slice(key)  # raises if the file lacks it, with the remedy
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
         return whole.clone()
 
@@ -121,7 +123,7 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]
     """The file of each tensor, and the whole content of the index.
 
     Raises:
-        ValueError: If it is not an index, or names files outside of its folder.
+        ValueError: If it is not an index, or names files outside its folder.
     """
     try:
         index = json.loads(path.read_text())
@@ -132,6 +134,7 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]
         raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map; {remedy}")
     for key, file in where.items():
         if not isinstance(file, str) or not _is_inside(file):
+            # An index that was downloaded must not make the process read other files of this machine.
             raise ValueError(f"{path} names {file!r} as the file of {key}, which is not in its folder; {remedy}")
     return {key: path.parent / file for key, file in where.items()}, index
 
@@ -143,28 +146,28 @@ def _is_inside(file: str) -> bool:
 
 
 def find_checkpoint(path: Path, base_index: str) -> Path:
-    """The safetensors file or index to read for ``path``, a folder or a file.
+    """The safetensors file or index to read for ``path``, which is a folder or a file.
 
     In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
-    index, or the only safetensors file, that is not an adapter's.
+    index or the only safetensors file that is not an adapter's.
 
     Args:
         path: The folder or file.
         base_index: The file name of a quantized base's index, which is not a checkpoint.
 
     Raises:
-        ValueError: If there is none, or more than one candidate.
+        ValueError: If there is no candidate, or more than one.
     """
     if not path.is_dir():
         if not path.exists():
-            raise ValueError(f"there is no {path}")
+            raise ValueError(f"there is no {path}; give a safetensors file, an index of several, or their folder")
         return path
     names = sorted(file.name for file in path.iterdir())
     prefix = base_index.removesuffix(_INDEX)
     models = [name for name in names if not name.startswith((prefix, "adapter_"))]
     indexes = [name for name in models if name.endswith(_INDEX)]
     files = [name for name in models if name.endswith(".safetensors")]
-    choice = [name for name in _MODEL if name in names][:1] or indexes or files
+    choice = [name for name in _MODEL if name in names][:1] or indexes or files  # an index before the files it lists
     if len(choice) == 1:
         return path / choice[0]
     if choice:

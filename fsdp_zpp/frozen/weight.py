@@ -1,30 +1,27 @@
-"""One frozen weight: its shape, and this rank's chunk of its codes."""
+"""One frozen weight, with this rank's chunk of its codes; and the base of a model, which is all its frozen weights."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_zpp.kernels import PayloadLayout
-from fsdp_zpp.kernels.dispatch import is_plain
-from fsdp_zpp.kernels.strided import decode_checked_rows, dequantize_rows
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Blockwise
+from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.kernels import PayloadLayout, dequantize_rows, dequantize_rows_unchecked, is_plain
 
-from ..codecs import Blockwise, Codec
 from .placement import Placement
-
-if TYPE_CHECKING:
-    from .base import FrozenBase
-    from .tensor import FrozenTensor
+from .report import FrozenReport
 
 ReadRows = Callable[[int, int], Tensor]
-"""``read(first, last)``: rows of a weight, the last one excluded, of any floating dtype on any device.
+"""``read(first, last)`` returns rows ``first`` to ``last - 1`` of a weight, in any floating dtype, on any device.
 
-The rows of a stack of matrices are its matrices.
+A row of a stack of matrices is one of its matrices.
 """
 
 
@@ -32,18 +29,19 @@ The rows of a stack of matrices are its matrices.
 def out_of_inference_mode() -> Iterator[None]:
     """A context for tensors that outlive a forward: inference tensors can't be written to or saved for a backward."""
     if torch.is_inference_mode_enabled():
+        # Leaving inference mode enables gradients, so they are turned off again.
         with torch.inference_mode(False), torch.no_grad():
             yield
     else:
         yield
 
 
-class Payloads(Protocol):
-    """What a weight's codes are gathered with."""
+class PayloadHolder(Protocol):
+    """Holds the codes of one or more weights on this rank, and gathers them."""
 
-    def rows_of(self, weight: FrozenWeight, device: torch.device) -> Tensor: ...
+    def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor: ...
 
-    def row_of(self, weight: FrozenWeight) -> Tensor: ...
+    def local_payload(self, weight: FrozenWeight) -> Tensor: ...
 
     def move(self, device: torch.device) -> None: ...
 
@@ -51,25 +49,48 @@ class Payloads(Protocol):
     def device(self) -> torch.device: ...
 
 
+class FrozenBase:
+    """The frozen weights of one model.
+
+    Args:
+        root: The model, or as much of it as is known.
+
+    Attributes:
+        traffic: Bytes that its gathers have sent.
+        weights: All frozen weights.
+        reports: What was quantized since the last log line.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        # Weak: the modules of a part refer to the base through their weights, and must not keep the whole model alive.
+        self.root = weakref.ref(root)
+        self.traffic = Traffic()
+        self.weights: list[FrozenWeight] = []
+        self.reports: list[FrozenReport] = []
+
+    def invalidate(self) -> None:
+        """Do nothing, since frozen weights don't change."""
+
+
 class FrozenWeight:
     """A matrix, or a stack of matrices, that is quantized once and sharded.
 
     Args:
-        name: Its name in errors, until the model it is in is known.
+        name: Its name in errors, until units are made and its FQN in the model is known.
         shape: Its shape.
-        dtype: What it passes for; embeddings come out in it.
+        dtype: The dtype it shows and dequantizes to by default; embeddings return it.
         codec: How it is quantized.
-        placement: Where its chunks are.
+        placement: Which rank holds which chunk.
 
     Attributes:
-        held: What holds its codes, alone or with its unit's others.
-        base: The base of the model that it is part of.
-        shown: The tensor that stands for it, if there is one.
+        holder: Holds its codes, alone or with the other weights of its unit.
+        base: The base of its model.
+        shown: The tensor that stands for it, if one is alive.
     """
 
-    held: Payloads
+    holder: PayloadHolder
     base: FrozenBase
-    shown: weakref.ref[FrozenTensor] | None = None
+    shown: weakref.ref[Tensor] | None = None
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
         self.name, self.shape, self.dtype, self.codec = name, shape, dtype, codec
@@ -77,10 +98,10 @@ class FrozenWeight:
         self._layout = codec.layout if isinstance(codec, Blockwise) else None
 
     def place(self, placement: Placement) -> None:
-        """Set the placement and the chunk sizes that follow from it; existing chunks must be re-cut by the caller."""
+        """Set the placement and the chunk sizes that follow from it; the caller must re-cut an existing chunk."""
         self.placement = placement
         self.chunk_numel = placement.chunk_numel(self.shape.numel(), self.codec)
-        self.row_nbytes = self.codec.nbytes(self.chunk_numel)
+        self.local_nbytes = self.codec.nbytes(self.chunk_numel)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(f"{self.name} is a shard of a frozen weight and can't be copied; copy its module instead")
@@ -90,17 +111,18 @@ class FrozenWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where its codes are."""
-        return self.held.device
+        """The device that its codes are on."""
+        return self.holder.device
 
     def encode(self, read: ReadRows, device: torch.device) -> Tensor:
         """Quantize this rank's chunk; only the rows that it lies in are read.
 
         Returns:
-            Its codes, uint8 [row_nbytes] on ``device``.
+            The local payload, uint8 [local_nbytes] on ``device``.
         """
         numel = self.shape.numel()
         row_numel = numel // self.shape[0]
+        # Chunks are equally long on all ranks, so the last ones may lie partly or wholly past the end of the weight.
         start = min(self.placement.own_chunk * self.chunk_numel, numel)
         end = min(start + self.chunk_numel, numel)
         first, last = start // row_numel, -(-end // row_numel)
@@ -115,35 +137,48 @@ class FrozenWeight:
     @torch.compiler.disable
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-        """The whole weight, in ``dtype`` or its own, for the computation on ``device``. Collective over its unit."""
+        """The whole weight, dequantized, for a computation on ``device``. Collective over the ranks of its placement.
+
+        Args:
+            dtype: The dtype of the result. Default: the weight's.
+            device: The device that computes. Default: the one that the codes are on.
+
+        Returns:
+            A new tensor of the weight's shape.
+        """
         return self.dense(dtype or self.dtype, device or self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """:meth:`dequantize` where autograd does not look, for a linear's forward and backward, which are many."""
-        rows = self.held.rows_of(self, device)
+        """:meth:`dequantize` without its decorators, for callers that autograd and compilers don't look into anyway."""
+        rows = self.holder.gathered_payload(self, device)
         numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
+        # Decoding writes whole chunks, so the padding at the end of the last ones needs room; a view cuts it off.
         out = torch.empty(self.shape if numel == padded else padded, dtype=dtype, device=rows.device)
         if self._layout is None:
+            # A weight's columns of a gathered payload are not contiguous: our kernels take strides, a codec need not.
             self.codec.decode(rows.contiguous(), out.view(-1), len(rows), 1)
+        # An op's dispatch takes 30 to 45 us of CPU time, as long as several launches; plain tensors don't need it.
         elif is_plain(rows, out):
-            decode_checked_rows(rows, out, self._layout)
+            dequantize_rows_unchecked(rows, out, self._layout)
         else:
             dequantize_rows(rows, out.view(-1), self._layout.bits, self._layout.block)
         return out if numel == padded else out[:numel].view(self.shape)
 
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``dense(...)[index]``; of a stack of matrices only this one is decoded, where no block straddles two."""
-        index, numel = range(self.shape[0])[index], self.shape[1:].numel()
+        """``dense(...)[index]``, but only this matrix of the stack is decoded, unless blocks straddle two matrices."""
+        index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
+        # Not self._layout, which NF4 lacks: codes are only copied here, and its payload is laid out like any other.
         layout: PayloadLayout | None = getattr(self.codec, "layout", None)
         if layout is None or numel % layout.block:
             return self.dense(dtype, device)[index]
-        rows = self.held.rows_of(self, device)
+        rows = self.holder.gathered_payload(self, device)
         payload = rows.new_empty(1, self.codec.nbytes(numel))
         written = 0
-        while written < numel:
+        while written < numel:  # a matrix may lie in several chunks
             chunk, first = divmod(index * numel + written, self.chunk_numel)
             count = min(self.chunk_numel - first, numel - written)
             source = rows[chunk : chunk + 1]
+            # Chunks and matrices are whole blocks, so these counts are, too: in bytes for codes, in blocks for scales.
             at, of, n = (layout.codes_nbytes(values) for values in (written, first, count))
             layout.codes(payload, numel)[:, at : at + n] = layout.codes(source, self.chunk_numel)[:, of : of + n]
             at, of, n = (values // layout.block for values in (written, first, count))

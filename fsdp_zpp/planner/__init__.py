@@ -1,10 +1,9 @@
-"""The planner: what each of the 14 strategies takes in memory, traffic and time, and which to choose.
+"""The planner: the memory, traffic and time of each of the 14 strategies, and which one to choose.
 
     model_size ─┐
-    conditions ─┴─ volume · memory ── step_time ── choice ── plan ── table · chart · as_json
-                                                              ├───── auto, with bandwidth: Strategy.auto
-                                                              └───── cli, arguments, with pretrained_size
+    config ─────┴─ volume · memory ── estimate ── report ── plan ── cli, arguments, chart
+                                                              └──── auto, with bandwidth: Strategy.auto
 
-Formulas follow what this package sends and keeps, bytes on the wire to the byte; where one is PaRO's (arXiv
-2310.06003), its docstring says so. Only ``bandwidth`` communicates, and nothing loops over ranks.
+The formulas follow what this package sends and keeps; bytes on the wire are exact. A docstring says so where a formula
+is PaRO's (arXiv 2310.06003). Only ``bandwidth`` and ``auto`` communicate, and nothing loops over ranks.
 """

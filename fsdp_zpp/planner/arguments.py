@@ -1,4 +1,4 @@
-"""Command line of the planner: what can be given, and how it is read."""
+"""The options of the planner's command line, and how their values are parsed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Literal
 
 import torch
 
-from ..codecs import Codec, Int4, Int8
-from ..error_feedback import LoCo
-from ..nf4 import NF4
-from ..weight_difference import Int4Delta
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.config.error_feedback import LoCo
+
 from .bandwidth import DEFAULT_MIB
-from .conditions import DTYPES, Budget
+from .config import DTYPES, MemoryBudget
 from .model_size import DEFAULT_UNITS
 
 _CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
@@ -33,25 +35,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group(required=True)
+    # Counts are floats here so that 70e9 can be written; the planner refuses fractions.
     which.add_argument("--params", type=float, metavar="N", help="parameters, e.g. 70e9")
     which.add_argument(
         "--model", metavar="CONFIG", help="a config.json, a directory that has one, or a name on the Hugging Face hub"
     )
+    # Kept as text: a share can be resolved only when the number of parameters is known.
     group.add_argument(
-        "--trainable", metavar="N|X%", help="how many of them are trainable, or which share, e.g. 0.3%% (default: all)"
+        "--trainable", metavar="N|X%", help="number or share of trainable parameters, e.g. 0.3%% (default: all)"
     )
     group.add_argument(
         "--units",
         type=float,
         metavar="N",
-        help=f"into how many FSDP units --params are wrapped (default: {DEFAULT_UNITS}; --model tells by itself)",
+        help=f"number of FSDP units that --params are wrapped in (default: {DEFAULT_UNITS}; --model has its own)",
     )
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--nodes", type=float, metavar="N", help="number of nodes")
-    add("--gpus-per-node", type=float, metavar="N", help="GPUs of each")
+    add("--gpus-per-node", type=float, metavar="N", help="GPUs of each node")
     add("--inter-gbps", type=float, metavar="X", help="Gbit/s of a whole node to the others, all its cards together")
     add("--intra-gbps", type=float, metavar="X", help="Gbit/s of one GPU to the others of its node")
     add(
@@ -60,49 +64,49 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=DEFAULT_MIB,
         metavar="MIB",
-        help="under torchrun: measure the bandwidths that are not given, by gathers of that many MiB a rank "
-        f"(default: {DEFAULT_MIB}); nodes and GPUs default to the running ones",
+        help="under torchrun: measure the bandwidths that are not given, with gathers of this many MiB per rank "
+        f"(default: {DEFAULT_MIB}); nodes and GPUs default to those of the job",
     )
     add(
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of a GPU in GiB as its name has it, e.g. 80 (default: no limit)",
+        help="memory of a GPU in GiB, the number in its name, e.g. 80 (default: no limit)",
     )
 
 
 def _add_step(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--micro-batches", type=float, default=1, metavar="N", help="accumulated in an optimizer step (default: 1)")
-    add("--tokens", type=float, metavar="N", help="of one GPU in a micro-batch, for the time of the computation")
-    add("--tflops", type=float, metavar="X", help="TFLOP/s that one GPU achieves, likewise")
+    add("--micro-batches", type=float, default=1, metavar="N", help="micro-batches in an optimizer step (default: 1)")
+    add("--tokens", type=float, metavar="N", help="tokens on one GPU in a micro-batch, for the computation time")
+    add("--tflops", type=float, metavar="X", help="TFLOP/s that one GPU achieves, for the computation time")
     for name, what in (
         ("activations", "of activations on a GPU"),
         ("reserve", "of a GPU that no tensor can use: CUDA context, NCCL, gaps"),
     ):
-        default = getattr(Budget, name)
+        default = getattr(MemoryBudget, name)
         add(f"--{name}", type=float, default=default, metavar="GIB", help=f"GiB {what} (default: {default:g})")
 
 
 def _add_codecs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--weights", type=codec, metavar="CODEC", help=f"of the weight gather: {_CODEC_HELP} (default: none)")
-    add("--gradients", type=codec, metavar="CODEC", help="of the gradient reduction between nodes, likewise")
+    add("--weights", type=codec, metavar="CODEC", help=f"codec of the weight gather: {_CODEC_HELP} (default: none)")
+    add("--gradients", type=codec, metavar="CODEC", help="codec of the inter-node gradient reduction (default: none)")
     add(
         "--intra-gradients",
         type=codec_or_auto,
         default="auto",
         metavar="CODEC",
-        help="of that inside a node, likewise, or auto: int8 if --gradients has a codec (default: auto)",
+        help="codec of the intra-node gradient reduction, or auto: int8 if --gradients has a codec (default: auto)",
     )
     add(
         "--error-feedback",
         type=feedback,
         metavar="HOPS",
-        help="LoCo's error feedback on the inter hop, between nodes, or on both; inter:int8:256 keeps errors in 8 bits "
+        help="LoCo's error feedback: inter (on the hop between nodes) or both; inter:int8:256 keeps errors in 8 bits "
         "(default: none)",
     )
-    add("--frozen", type=codec, metavar="CODEC", help="of frozen weights, which are then kept so (default: none)")
+    add("--frozen", type=codec, metavar="CODEC", help="codec of frozen weights, which stay encoded (default: none)")
     for name, what, default in (
         ("compute", "of forward and backward", "bf16"),
         ("reduce", "of gradients without a codec", "bf16"),
@@ -110,21 +114,22 @@ def _add_codecs(group: argparse._ArgumentGroup) -> None:
         ("frozen-storage", "of the shards of frozen weights", None),
     ):
         said = default or "as --storage"
+        # argparse passes a default that is a string through ``type``, too.
         add(f"--{name}", type=dtype, default=default, metavar="DTYPE", help=f"dtype {what} (default: {said})")
     add(
         "--optimizer-bytes",
         type=float,
         default=8,
         metavar="N",
-        help="of optimizer state per trainable parameter (default: 8, Adam)",
+        help="bytes of optimizer state per trainable parameter (default: 8, Adam)",
     )
 
 
 def codec(text: str) -> Codec | None:
-    """A codec from ``none``, ``int8`` or ``int4``, or one of these with a block, ``int8:256``.
+    """Parse a codec: ``none``, or the name of a codec, with a block (``int8:256``) or without.
 
     Raises:
-        argparse.ArgumentTypeError: If it is none of these.
+        argparse.ArgumentTypeError: If ``text`` is not a codec.
     """
     if text == "none":
         return None
@@ -138,10 +143,10 @@ def codec(text: str) -> Codec | None:
 
 
 def feedback(text: str) -> LoCo | None:
-    """Error feedback from ``none``, ``inter`` or ``both``, or one of these with a codec of the errors.
+    """Parse error feedback: ``none``, ``inter`` or ``both``, the latter two with a codec of the errors or without.
 
     Raises:
-        argparse.ArgumentTypeError: If it is none of these.
+        argparse.ArgumentTypeError: If ``text`` is not error feedback.
     """
     if text == "none":
         return None
@@ -153,15 +158,15 @@ def feedback(text: str) -> LoCo | None:
 
 
 def codec_or_auto(text: str) -> Codec | Literal["auto"] | None:
-    """As :func:`codec`, or ``auto``."""
+    """Parse a codec like :func:`codec`, or ``auto``."""
     return "auto" if text == "auto" else codec(text)
 
 
 def dtype(text: str) -> torch.dtype:
-    """A dtype from its short name.
+    """Parse the short name of a dtype.
 
     Raises:
-        argparse.ArgumentTypeError: If it is not one that strategies take.
+        argparse.ArgumentTypeError: If strategies do not take the dtype.
     """
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; allowed are {', '.join(DTYPES)}")
@@ -169,10 +174,10 @@ def dtype(text: str) -> torch.dtype:
 
 
 def trainable_count(text: str, params: int) -> float:
-    """A number of parameters from a number, or from a share such as ``0.3%``, rounded.
+    """Parse a number of parameters, or a share of ``params`` such as ``0.3%``, which is rounded to at least 1.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If ``text`` is neither.
     """
     number, percent, rest = text.partition("%")
     try:
@@ -183,6 +188,7 @@ def trainable_count(text: str, params: int) -> float:
         raise ValueError(f"--trainable must be a number of parameters or a share above 0% and up to 100%, got {text!r}")
     if percent:
         return max(1, round(params * value / 100))
+    # A fraction is most likely a share without its percent sign.
     if value < 1:
         raise ValueError(f"--trainable is a number of parameters, got {text!r}; a share has a percent sign, 0.3%")
     return value

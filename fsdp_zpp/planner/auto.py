@@ -1,4 +1,4 @@
-"""``Strategy.auto``: the plan for a model at hand, on the cluster that is running."""
+"""``Strategy.auto``: the plan for a given model on the cluster of the running job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..strategy import Strategy
-from ..topology import Topology, topology_of
+from fsdp_zpp.collectives.mesh import topology_of
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.config.topology import Topology
+
 from .bandwidth import measure_bandwidth, world
-from .checks import whole
-from .conditions import GIB
+from .config import GIB, whole
 from .model_size import module_size
-from .plan import Plan, plan
+from .plan import plan
+from .report import Plan
 
 
 def plan_model(
@@ -27,11 +29,13 @@ def plan_model(
     gpu_memory: float | None = None,
     **options: Any,
 ) -> Plan:
-    """:func:`plan` for a model that is not wrapped yet; what is not given is the running job's.
+    """:func:`plan` for a model that is not wrapped yet. Missing arguments come from the running job.
+
+    Collective if a process group is initialized. See :meth:`Strategy.auto` for the arguments.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If one is out of range, or missing where no process group is initialized.
+        ValueError: If an argument is out of range, or missing while no process group is initialized.
     """
     size = module_size(model)
     running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
@@ -40,8 +44,8 @@ def plan_model(
         nodes = running.nodes if nodes is None else nodes
     if nodes is None or gpus_per_node is None:
         raise ValueError(
-            f"got nodes={nodes} and gpus_per_node={gpus_per_node}, and no process group is initialized that would "
-            "tell; pass both, or call torch.distributed.init_process_group first"
+            f"got nodes={nodes} and gpus_per_node={gpus_per_node}, and no process group is initialized to take them "
+            "from; pass both, or call torch.distributed.init_process_group first"
         )
     nodes, gpus_per_node = whole("nodes", nodes), whole("gpus_per_node", gpus_per_node)
     missing = (inter_gbps is None and nodes > 1) or (intra_gbps is None and gpus_per_node > 1)
@@ -61,10 +65,11 @@ def plan_model(
 
 
 def choose_strategy(model: nn.Module, **options: Any) -> Strategy:
-    """The choice of :func:`plan_model`.
+    """The strategy that :func:`plan_model` chooses.
 
     Raises:
-        ValueError: If nothing fits, or as :func:`plan_model`.
+        ValueError: If nothing fits, or as in :func:`plan_model`.
+        TypeError: As in :func:`plan_model`.
     """
     made = plan_model(model, **options)
     if made.choice is None:
@@ -73,12 +78,12 @@ def choose_strategy(model: nn.Module, **options: Any) -> Strategy:
 
 
 def device_memory() -> float | None:
-    """GiB of the current GPU, or of the smallest of the running job; None where there is none."""
+    """GiB of the current GPU, or of the smallest GPU of the running job; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     memory = torch.tensor(float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory))
     if dist.is_initialized():
-        # Ranks that planned with different figures might choose different strategies.
+        # All ranks need the same figure, or they might choose different strategies.
         memory = memory.to("cuda" if "nccl" in dist.get_backend() else "cpu")
         dist.all_reduce(memory, dist.ReduceOp.MIN)
     return memory.item() / GIB

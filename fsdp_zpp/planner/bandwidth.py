@@ -1,4 +1,4 @@
-"""Measuring both bandwidths on the running job, with the collectives that strategies use."""
+"""Measures both bandwidths on the running job, with the collectives that strategies use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ..hop import Hop, Level, Traffic, hop_over
-from ..topology import process_mesh
-from .checks import positive, whole
+from fsdp_zpp.collectives.hops import Hop, Level, Traffic, hop_over
+from fsdp_zpp.collectives.mesh import process_mesh
+
+from .config import positive, whole
 
 DEFAULT_MIB = 256
 REPETITIONS = 7
@@ -22,10 +23,10 @@ class Bandwidth:
     """Measured bandwidths, the same on every rank.
 
     Attributes:
-        nodes: On how many nodes they were measured.
-        gpus_per_node: With how many GPUs each.
-        inter_gbps: Gbit/s of a whole node to the others; None if there are no others.
-        intra_gbps: Gbit/s of one GPU inside its node; None if it is alone there.
+        nodes: Number of nodes they were measured on.
+        gpus_per_node: GPUs of each node.
+        inter_gbps: Gbit/s of a whole node to the others; None if there is only one node.
+        intra_gbps: Gbit/s of one GPU to the others of its node; None if it has only one GPU.
     """
 
     nodes: int
@@ -42,18 +43,19 @@ def measure_bandwidth(
 ) -> Bandwidth:
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
-    Every rank takes part at once, so between nodes it is the whole network of a node that is measured, not the share
-    of one GPU. The slowest rank's time counts, and of all repetitions the median, after one that does not count.
+    All ranks take part at once, so the inter-node figure is that of a node's whole network, not the share of one GPU.
+    A repetition counts with the time of its slowest rank. The result is the median of all but the first, which warms
+    up.
 
     Args:
         group: The ranks.
         gpus_per_node: Ranks of a node; None takes it from torchrun.
-        mib: MiB that a rank has gathered in the end, about what a large unit has.
-        repetitions: How many all-gathers are timed.
+        mib: MiB that a rank holds after an all-gather, about as much as a large unit.
+        repetitions: Number of timed all-gathers.
 
     Raises:
         TypeError: If an argument is not a number.
-        ValueError: If one is out of range, or the layout is not possible.
+        ValueError: If an argument is out of range, or the layout is not possible.
     """
     nbytes = int(positive("mib", mib) * 2**20)
     repetitions = whole("repetitions", repetitions)
@@ -65,8 +67,9 @@ def measure_bandwidth(
         hop = hop_over(subgroup, "gather", level, traffic)
         if hop is None:
             return None
+        # Every rank sends an equal part of what all hold in the end.
         seconds = _median_seconds(hop, group, max(1, nbytes // hop.size), repetitions)
-        sent = traffic.sent["gather", level] / (repetitions + 1)
+        sent = traffic.sent["gather", level] / (repetitions + 1)  # the warm-up counts here
         return senders * sent * 8 / seconds / 1e9
 
     return Bandwidth(
@@ -81,7 +84,7 @@ def world() -> dist.ProcessGroup:
     """The group of all ranks.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no process group is initialized.
     """
     if dist.group.WORLD is None:
         raise ValueError("no process group is initialized; call torch.distributed.init_process_group first")
@@ -89,19 +92,20 @@ def world() -> dist.ProcessGroup:
 
 
 def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int, repetitions: int) -> float:
-    """The median over repetitions of the slowest rank's time for an all-gather of ``nbytes`` a rank."""
+    """The median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
+    # A group may have several backends, such as "cpu:gloo,cuda:nccl".
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)
     times = torch.empty(repetitions + 1, dtype=torch.float64, device=device)
     for repetition in range(repetitions + 1):
-        # All start together, or the first to come would count its waiting for the last.
+        # All ranks start together, or the first would count its wait for the last.
         dist.barrier(group)
         _synchronize(device)
         start = time.perf_counter()
         hop.all_gather(payload, "bandwidth")
         _synchronize(device)
         times[repetition] = time.perf_counter() - start
-    # Ranks that computed with different figures might choose different strategies.
+    # All ranks need the same figures, or they might choose different strategies.
     dist.all_reduce(times, dist.ReduceOp.MAX, group)
     return median(times[1:].tolist())
 

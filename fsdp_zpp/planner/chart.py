@@ -5,30 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .choice import Estimate
-from .conditions import GIB
-from .plan import Plan
+from .config import GIB
+from .estimate import Estimate
+from .report import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NEAR = 0.04
-"""Points closer than this part of both axes share a label."""
+"""Points that are closer than this fraction of both axes share a label."""
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw one point a strategy, what does not fit in grey, to an image file whose suffix tells the format.
+    """Draw one point per strategy, in grey if it does not fit, to an image file whose suffix sets the format.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If the suffix is of no format that matplotlib can write.
+        ValueError: If matplotlib can't write the format.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the chart takes matplotlib: pip install 'fsdp_zpp[examples]'") from error
-    # Without pyplot there is no window and no global figure: Agg draws the PNG.
+        raise ModuleNotFoundError("the chart needs matplotlib: pip install 'fsdp_zpp[examples]'") from error
+    # Without pyplot there is neither a window nor a global figure that somebody must close.
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "0.7", "does not fit")):
@@ -40,8 +40,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
         axes.plot([x], [y], "o", mfc="none", mec="tab:red", ms=12, label=f"the choice: {plan.choice.levels}", ls="")
     if plan.budget.gpu_memory is not None:
         axes.axvline(plan.budget.gpu_memory, color="0.5", ls="--", lw=1, label=f"{plan.budget.gpu_memory:g} GiB")
-    # Neighbours differ by factors in memory (NNN and GGG by up to the world size), so they are apart on log axes only.
+    # Strategies differ by factors in memory, NNN and GGG by up to the world size, which crowds them on linear axes.
     axes.set_xscale("log")
+    # A single GPU sends nothing, and a log axis can't show 0.
     if all(estimate.time.total > 0 for estimate in plan.estimates):
         axes.set_yscale("log")
     axes.set(xlabel="memory, GiB a GPU", ylabel="predicted step time, s")
@@ -60,7 +61,8 @@ def _point(estimate: Estimate) -> tuple[float, float]:
 
 
 def _label_points(axes: Axes, plan: Plan) -> None:
-    """Letters beside each point; points that would cover each other's letters share a label."""
+    """Write the letters beside each point; points that would cover each other's letters share a label."""
+    # Distances are taken as the eye sees them, after the scaling of both axes.
     to_axes = axes.transData + axes.transAxes.inverted()
     groups: list[tuple[tuple[float, float], list[Estimate]]] = []
     for estimate in sorted(plan.estimates, key=_point):

@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 from .arguments import add_arguments, trainable_count
-from .as_json import plan_to_json
-from .checks import whole
-from .model_size import ModelSize, equal_units
-from .plan import Plan, plan
+from .config import whole
+from .model_size import ModelSize, equal_units, pretrained_size
+from .plan import plan
+from .report import Plan, plan_to_json
 
 NOTHING_FITS = 1
 
@@ -27,27 +27,28 @@ EXAMPLE = (
 
 
 def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
-    """Add the subcommand."""
+    """Add the subcommand ``plan``."""
     parser = subparsers.add_parser(
         "plan",
         usage="python -m fsdp_zpp plan [options]",
         formatter_class=formatter,
         help="memory, traffic and step time of all 14 strategies, and the choice",
-        description="Memory, traffic and predicted step time of all 14 strategies, and which to choose.",
-        epilog=f"Example: {EXAMPLE}. Exit status: 0; {NOTHING_FITS} if nothing fits; 2 for errors.",
+        description="Show memory, traffic and predicted step time of all 14 strategies, and choose one.",
+        epilog=f"Example: {EXAMPLE}. Exit status: 0 if a strategy fits, {NOTHING_FITS} if none does, 2 for errors.",
     )
     add_arguments(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the plan and report it; the exit status. Under torchrun rank 0 reports."""
+    """Make the plan, report it and return the exit status. Under torchrun only rank 0 reports."""
     try:
         made = _plan(arguments)
         if _rank_zero():
             _report(made, arguments)
+    # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        # All ranks see the same mistake; one message is enough.
+        # All ranks have the same arguments and so the same error; one message is enough.
         if _rank_zero():
             arguments.parser.error(str(error))
         return 2
@@ -61,7 +62,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         cluster |= _measured(cluster, arguments.measure)
     missing = [f"--{name.replace('_', '-')}" for name in ("nodes", "gpus_per_node") if cluster[name] is None]
     if missing:
-        raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun")
+        raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun, which finds them")
     return plan(size, **cluster, **{name: getattr(arguments, name) for name in _OPTIONS})
 
 
@@ -69,10 +70,8 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
     if arguments.model is None:
         size = equal_units(arguments.params, units=arguments.units)
     elif arguments.units is not None:
-        raise ValueError(f"--units {arguments.units:g} goes with --params; --model tells the units by itself")
+        raise ValueError(f"--units {arguments.units:g} goes with --params; a --model has units of its own; remove one")
     else:
-        from .pretrained_size import pretrained_size
-
         size = pretrained_size(arguments.model)
     if arguments.trainable is None:
         return size
@@ -80,11 +79,13 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
-    """What of the cluster was not given, measured on the running job."""
+    """The arguments of the cluster that were not given, measured on the running job."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
-        raise ValueError("--measure has nothing to do: --inter-gbps and --intra-gbps are both given")
+        raise ValueError(
+            "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"
+        )
     if "RANK" not in os.environ:
-        raise ValueError("--measure runs under torchrun: torchrun [options] -m fsdp_zpp plan --measure ...")
+        raise ValueError("--measure runs under torchrun only: torchrun [options] -m fsdp_zpp plan --measure ...")
     import torch
     import torch.distributed as dist
 
@@ -92,6 +93,7 @@ def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
 
     gpus = None if given["gpus_per_node"] is None else whole("--gpus-per-node", given["gpus_per_node"])
     if torch.cuda.is_available():
+        # Otherwise all ranks of a node would measure on its first GPU.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
@@ -111,4 +113,4 @@ def _report(made: Plan, arguments: argparse.Namespace) -> None:
         from .chart import draw_plan
 
         draw_plan(made, arguments.plot)
-        print(f"wrote {arguments.plot}", file=sys.stderr)
+        print(f"wrote {arguments.plot}", file=sys.stderr)  # not among the JSON that a program reads

@@ -1,13 +1,12 @@
 """What a rank keeps and gathers of a frozen base that is quantized once.
 
-[Note: A quantized base in a plan]
-FSDP does not manage a quantized base: its placement says where it is kept and its residency when it is gathered,
-whatever the optimizer scope and whatever FSDP reshards. So the plan runs these classes themselves: under parameter
+FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
+gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs those very classes: under parameter
 scope G each node keeps a copy from the first gather on, and a unit that is still in one of the two buffers is not
 gathered again.
 
-Only the size of a unit is known, so the plan treats it as one weight. It assumes that the root's parameters are half
-before the layers (an embedding) and half after them (a head).
+The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
+come before the layers (an embedding) and half after them (a head).
 """
 
 from __future__ import annotations
@@ -18,21 +17,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
-from ..frozen.placement import Placement
-from ..frozen.residency import Residency
-from ..strategy import Strategy
-from ..topology import ProcessMesh, Topology
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.config.resolve import ResolvedStrategy
+from fsdp_zpp.frozen.double_buffer import DoubleBuffer
+from fsdp_zpp.frozen.placement import Placement
+
 from .model_size import ModelSize
 
 _SIMULATED = 6
-"""How many equal units are simulated; each further one is gathered once in the forward and once in the backward."""
+"""Number of equal units that are simulated. Each further one is gathered once in forward and once in backward."""
 
 
-def kept_nbytes(numel: int, codec: Codec, strategy: Strategy, topology: Topology) -> int:
+def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
     """Bytes that a rank keeps of a unit of ``numel`` frozen elements."""
-    placement = _placement(strategy, topology)
-    rows = topology.nodes if placement.letter == "G" else 1
+    placement = _placement(strategy)
+    # Under G, the first gather leaves the chunks of its local index from all nodes, for the node's own copy.
+    rows = strategy.topology.nodes if placement.scope == "G" else 1
     return rows * codec.nbytes(placement.chunk_numel(numel, codec)) if numel else 0
 
 
@@ -41,8 +42,8 @@ class Gathers:
     """The cost of gathering a base.
 
     Attributes:
-        sent: Bytes that a rank sends inside its node for a forward and a backward, in steady state. Nothing goes
-            between nodes.
+        sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state. Nothing
+            crosses nodes.
         buffers: Bytes of the buffers that units are gathered into.
     """
 
@@ -50,34 +51,36 @@ class Gathers:
     buffers: int
 
 
-def gathers_of(size: ModelSize, codec: Codec, strategy: Strategy, topology: Topology) -> Gathers:
-    """The cost of gathering the base of a model. See [Note: A quantized base in a plan]."""
-    gpus = topology.gpus_per_node
+def gathers_of(size: ModelSize, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
+    """The cost of gathering the base of a model, by the rules at the top of this file."""
+    gpus = strategy.topology.gpus_per_node
 
     def gathered(numel: int) -> int:
-        return _gathered_nbytes(numel, codec, strategy, topology)
+        return _gathered_nbytes(numel, codec, strategy)
 
     units = [(_Unit(nbytes), again) for numel, again in _sizes_in_order(size) if (nbytes := gathered(numel))]
-    residency = Residency()
-    for _ in range(3):  # by the third, the residency has learned the order, and gathers as in every later step
+    buffers = DoubleBuffer()
+    for _ in range(3):  # by the third step, the buffers have learned the order and gather as in every later one
         for unit, _ in units:
             unit.gathers = 0
         for unit, _ in units:
-            residency.demand(unit)
+            buffers.get(unit)
         for unit, again in reversed(units):
             if again:
-                residency.demand(unit)
+                buffers.get(unit)
     layers = [unit for unit in size.units if unit.reshard_after_forward]
     total = sum(unit.gathers * unit.nbytes for unit, _ in units)
     total += sum(2 * max(unit.count - _SIMULATED, 0) * gathered(unit.frozen) for unit in layers)
     if not layers:  # the order of units is unknown: assume that each is gathered in forward and backward
         total = 2 * sum(unit.nbytes for unit, _ in units)
-    return Gathers(total // gpus * (gpus - 1), residency.nbytes)
+    # A rank sends its own part, one of ``gpus`` equal ones, to each of the others.
+    return Gathers(total // gpus * (gpus - 1), buffers.nbytes)
 
 
 class _Unit:
-    """A unit that counts how often it is gathered, without memory."""
+    """A unit that counts how often it is gathered and takes no memory."""
 
+    # The double buffer allocates its buffers here, of their true size but without memory.
     device = torch.device("meta")
 
     def __init__(self, nbytes: int) -> None:
@@ -85,7 +88,7 @@ class _Unit:
 
     @property
     def gathered_shape(self) -> tuple[int, int]:
-        """One row of all bytes."""
+        """The shape of the buffer: one row of all bytes."""
         return 1, self.nbytes
 
     def gather(self, out: Tensor) -> None:
@@ -94,7 +97,7 @@ class _Unit:
 
 
 def _sizes_in_order(size: ModelSize) -> Iterator[tuple[int, bool]]:
-    """Frozen elements of units in the order of the forward, and whether the backward needs them, too."""
+    """The frozen elements of each unit in forward order, and whether backward needs them, too."""
     roots = [unit.frozen for unit in size.units if not unit.reshard_after_forward]
     for frozen in roots:
         yield frozen // 2, False  # an embedding's backward needs no weight
@@ -105,13 +108,15 @@ def _sizes_in_order(size: ModelSize) -> Iterator[tuple[int, bool]]:
         yield frozen - frozen // 2, True
 
 
-def _gathered_nbytes(numel: int, codec: Codec, strategy: Strategy, topology: Topology) -> int:
-    """Bytes of a gathered unit; 0 if each rank has all of it anyway."""
-    placement = _placement(strategy, topology)
-    if topology.gpus_per_node == 1 or placement.letter == "N" or not numel:
+def _gathered_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
+    """Bytes of a gathered unit; 0 if each rank holds all of it anyway."""
+    placement = _placement(strategy)
+    if strategy.topology.gpus_per_node == 1 or placement.scope == "N" or not numel:
         return 0
     return placement.chunks * codec.nbytes(placement.chunk_numel(numel, codec))
 
 
-def _placement(strategy: Strategy, topology: Topology) -> Placement:
-    return Placement(strategy.parameters, ProcessMesh(topology, 0, None, None))
+def _placement(strategy: ResolvedStrategy) -> Placement:
+    # The requested letter, not the effective scope: a base is placed by it. The sizes are the same on every rank, so
+    # rank 0 without process groups will do.
+    return Placement(strategy.levels[0], ProcessMesh(strategy.topology, 0, None, None))

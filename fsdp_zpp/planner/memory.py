@@ -1,8 +1,8 @@
 """Memory of one GPU, by model state.
 
-PaRO counts 2P / D(p) + 2Pt / D(g) + 12Pt / D(os) bytes (section 3). Here the weights that compute are made from the
-fp32 shard where both are sharded alike, gradients of several micro-batches are summed in fp32, and weights are kept
-as they travel, so that codecs save memory, too.
+PaRO (arXiv 2310.06003, section 3) counts 2P / D(p) + 2Pt / D(g) + 12Pt / D(os) bytes. This package differs in three
+ways: if parameters and optimizer state have the same scope, there is no 16-bit copy beside the fp32 shard; gradients of
+several micro-batches accumulate in fp32; and weights are kept as they are sent, so that codecs save memory, too.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import chain
 
-from ..at_work import at_work
-from ..error_feedback import error_nbytes
-from ..strategy import Strategy
-from ..strategy_unit import levels_on
-from ..topology import Topology
-from .conditions import GIB, Budget, Precision
+from fsdp_zpp.config.error_feedback import error_nbytes
+from fsdp_zpp.config.resolve import ResolvedStrategy
+
+from .config import GIB, MemoryBudget, Precision
 from .frozen_base import gathers_of, kept_nbytes
 from .model_size import ModelSize, Unit
-from .volume import parts_of, shard_numel, shard_payload
+from .volume import shard_numel, shard_payload
 
 _FP32 = 4
 
@@ -29,12 +27,12 @@ class Memory:
 
     Attributes:
         parameters: Weights kept beside the shard: on every rank (N), or in the node as the secondary shard (I over G);
-            and a quantized base, which under G is in the node, too, from its first gather on.
+            and a quantized base, of which each node keeps a copy under G, too, from the first gather on.
         shard: The shard that the optimizer updates, and that of frozen weights that are not quantized.
-        optimizer: Its state.
-        gradients: What micro-batches are summed in, or the shard's gradient if that is more.
-        errors: What error feedback keeps.
-        working: What the units in flight take; see :func:`working_memory`.
+        optimizer: The optimizer state.
+        gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
+        errors: The errors that error feedback keeps.
+        working: The units in flight; see :func:`working_memory`.
         activations: As given.
         reserve: As given.
     """
@@ -56,101 +54,95 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
 def memory_per_gpu(
-    size: ModelSize,
-    strategy: Strategy,
-    topology: Topology,
-    micro_batches: int,
-    precision: Precision,
-    budget: Budget,
+    size: ModelSize, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, budget: MemoryBudget
 ) -> Memory:
-    """What a training takes on each GPU."""
-    strategy = at_work(strategy, topology)
+    """The memory that a training takes on each GPU."""
     total = Memory(
-        working=working_memory(size, strategy, topology, precision),
+        working=working_memory(size, resolved, precision),
         activations=round(budget.activations * GIB),
         reserve=round(budget.reserve * GIB),
     )
     for unit in size.units:
-        trainable = _trainable_states(unit.trainable, strategy, topology, micro_batches, precision)
-        total += (trainable + _frozen_states(unit.frozen, strategy, topology, precision)) * unit.count
+        trainable = _trainable_states(unit.trainable, resolved, micro_batches, precision)
+        total += (trainable + _frozen_states(unit.frozen, resolved, precision)) * unit.count
     return total
 
 
-def _trainable_states(
-    numel: int, strategy: Strategy, topology: Topology, micro_batches: int, precision: Precision
-) -> Memory:
-    keep = levels_on(strategy, topology).optimizer
-    shard = shard_numel(numel, keep, topology)
-    errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, keep, topology, shard)
-    accumulated = _accumulator_numel(numel, strategy, topology) if micro_batches > 1 else 0
+def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
+    scope, topology = strategy.scopes.optimizer, strategy.topology
+    shard = shard_numel(numel, scope, topology)
+    errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, scope, topology, shard)
+    accumulated = _accumulator_numel(numel, strategy) if micro_batches > 1 else 0
     return Memory(
-        parameters=_kept(numel, strategy, topology, precision),
+        parameters=_kept(numel, strategy, precision),
         shard=shard * precision.storage.itemsize,
         optimizer=shard * precision.optimizer_bytes,
-        # An accumulator is freed as its shard's gradient is made, so the larger of the two counts.
+        # An accumulator is freed when the shard's gradient is made, so the larger of the two counts.
         gradients=_FP32 * max(accumulated, shard),
         errors=errors if numel else 0,
     )
 
 
-def _frozen_states(numel: int, strategy: Strategy, topology: Topology, precision: Precision) -> Memory:
+def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision) -> Memory:
     if strategy.frozen is None:
         storage = precision.frozen_storage or precision.storage
-        shard = shard_numel(numel, levels_on(strategy, topology).optimizer, topology) * storage.itemsize
-        return Memory(parameters=_kept(numel, strategy, topology, precision), shard=shard)
-    # Encoded once for good: the codes are all there is of them.
-    return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy, topology))
+        shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology) * storage.itemsize
+        return Memory(parameters=_kept(numel, strategy, precision), shard=shard)
+    # Frozen weights are encoded once, and nothing but their codes remains.
+    return Memory(parameters=kept_nbytes(numel, strategy.frozen, strategy))
 
 
-def _kept(numel: int, strategy: Strategy, topology: Topology, precision: Precision) -> int:
+def _kept(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
     """Bytes of weights kept beside the shard."""
-    parameters, _, optimizer = levels_on(strategy, topology)
-    if _kept_whole(strategy, topology):
+    parameters, _, optimizer = strategy.scopes
+    if _kept_whole(strategy):
         return numel * precision.compute.itemsize
     if parameters == "I" and optimizer == "G":
-        return topology.nodes * shard_payload(numel, strategy, topology, precision)
+        # The inter-node hop leaves one shard of every node: the secondary shard, still encoded.
+        return strategy.topology.nodes * shard_payload(numel, strategy, precision)
     return 0
 
 
-def _kept_whole(strategy: Strategy, topology: Topology) -> bool:
-    """Whether every rank keeps all weights, beside a shard that is only a part of them."""
-    parameters, _, optimizer = levels_on(strategy, topology)
-    return parameters == "N" and parts_of(optimizer, topology) > 1
+def _kept_whole(strategy: ResolvedStrategy) -> bool:
+    """Whether every rank keeps all weights beside a shard that is only a part of them."""
+    parameters, _, optimizer = strategy.scopes
+    return parameters == "N" and strategy.topology.shard_count(optimizer) > 1
 
 
-def _accumulator_numel(numel: int, strategy: Strategy, topology: Topology) -> int:
-    """Elements in which micro-batches are summed: the gradient as it is after the hops that each of them makes."""
-    _, gradients, optimizer = levels_on(strategy, topology)
-    if gradients == "I" and optimizer == "G":
-        return topology.nodes * shard_numel(numel, "G", topology)
-    return shard_numel(numel, gradients, topology)
+def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
+    """Elements in which micro-batches accumulate: the gradient after the hops that every micro-batch makes."""
+    _, gradients, optimizer = strategy.scopes
+    if gradients == "I" and optimizer == "G":  # padded to chunks, one for every node
+        return strategy.topology.nodes * shard_numel(numel, "G", strategy.topology)
+    return shard_numel(numel, gradients, strategy.topology)
 
 
-def working_memory(size: ModelSize, strategy: Strategy, topology: Topology, precision: Precision) -> int:
+def working_memory(size: ModelSize, strategy: ResolvedStrategy, precision: Precision) -> int:
     """Bytes of the units in flight.
 
-    The weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two largest
-    others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); and the
-    gradient of the largest unit, once in the reduce dtype and once in fp32. Of a quantized base, the buffers that its
-    codes are gathered into, and what is decoded of it, one weight at a time: at most a unit.
+    Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
+    largest others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); the
+    gradient of the largest unit, once in the reduce dtype and once in fp32; and for a quantized base, the buffers that
+    its codes are gathered into, and the weights decoded from them. Those are decoded one by one: at most a unit.
     """
-    kept = _kept_whole(strategy, topology)
+    kept = _kept_whole(strategy)
     trainable, frozen = not kept, not kept and strategy.frozen is None
 
     def in_flight(unit: Unit) -> int:
         return trainable * unit.trainable + frozen * unit.frozen
 
     held = sum(unit.count * in_flight(unit) for unit in size.units if not unit.reshard_after_forward)
+    # Only two can be in flight, so two of each size suffice to find the two largest.
     others = [[in_flight(unit)] * min(unit.count, 2) for unit in size.units if unit.reshard_after_forward]
     weights = held + sum(sorted(chain.from_iterable(others))[-2:])
     base = 0
     if strategy.frozen is not None:
-        base = gathers_of(size, strategy.frozen, strategy, topology).buffers
+        base = gathers_of(size, strategy.frozen, strategy).buffers
         weights += max(unit.frozen for unit in size.units)
     gradient = max(unit.trainable for unit in size.units)
     return base + weights * precision.compute.itemsize + gradient * (precision.reduce.itemsize + _FP32)

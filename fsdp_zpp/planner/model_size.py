@@ -1,4 +1,8 @@
-"""How large a model is: its FSDP units, and how much of each is trainable."""
+"""The size of a model: its FSDP units, how much of each is trainable, and how much of it a token computes with.
+
+Memory and traffic count all experts of a mixture, since some token of a batch goes to each. Computation counts the
+experts that one token is routed to, and the parameters that all tokens share.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,29 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
+import torch
 from torch import nn
 
-from .checks import whole
-from .experts import idle_elements
+from .config import whole
 
 DEFAULT_UNITS = 32
 
 
 @dataclass(frozen=True)
 class Unit:
-    """``count`` FSDP units of one size; each has a flat group of trainable elements and one of frozen ones.
+    """``count`` FSDP units of one size; each has a flat group of trainable elements and one of frozen elements.
 
     Args:
         trainable: Trainable elements of one unit.
-        frozen: Its frozen elements.
-        count: How many there are.
-        reshard_after_forward: Whether it is gathered again for backward. FSDP keeps the root unit.
+        frozen: Frozen elements of one unit.
+        count: Number of such units.
+        reshard_after_forward: Whether a unit is gathered again for backward. FSDP keeps the root unit gathered.
 
     Raises:
         TypeError: If a size is not a number.
-        ValueError: If one is out of range.
+        ValueError: If a size is out of range.
     """
 
     trainable: int
@@ -52,11 +57,11 @@ class ModelSize:
     Args:
         units: The units.
         idle_trainable: Trainable elements of the experts that a token is not routed to.
-        idle_frozen: Frozen elements of these experts.
+        idle_frozen: Frozen elements of the experts that a token is not routed to.
 
     Raises:
-        TypeError: If a number is not an int.
-        ValueError: If nothing is trainable, or more is idle than there is.
+        TypeError: If an argument is not a number.
+        ValueError: If nothing is trainable, or more elements are idle than the model has.
     """
 
     units: tuple[Unit, ...]
@@ -68,7 +73,10 @@ class ModelSize:
             if whole(name, getattr(self, name), 0) > most:
                 raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
         if self.trainable == 0:
-            raise ValueError(f"nothing is trainable of {self.frozen:,} parameters, so there is no training to plan")
+            raise ValueError(
+                f"nothing is trainable of {self.frozen:,} parameters, so there is no training to plan; a plan needs "
+                "at least one trainable parameter"
+            )
 
     @property
     def trainable(self) -> int:
@@ -101,7 +109,7 @@ class ModelSize:
         return sum(unit.count for unit in self.units)
 
     def with_trainable(self, trainable: float) -> ModelSize:
-        """The same model with ``trainable`` of its elements trainable, each unit its share of them.
+        """The same model with ``trainable`` of its elements trainable, in each unit in proportion to its size.
 
         Raises:
             ValueError: If the model has fewer elements.
@@ -110,7 +118,7 @@ class ModelSize:
         units: list[Unit] = []
         before = 0
         for unit in self.units:
-            # Shares are differences of rounded running sums, so that they add up.
+            # Shares are differences of rounded running sums, so that they add up to the total exactly.
             after = before + unit.count * unit.numel
             share = trainable * after // self.params - trainable * before // self.params
             units += _split(after - before, share, unit.count, unit.reshard_after_forward)
@@ -121,16 +129,16 @@ class ModelSize:
 
 
 def equal_units(params: float, trainable: float | None = None, units: int | None = None) -> ModelSize:
-    """A model of which only totals are known, as units of equal size (or one element more).
+    """A model of which only totals are known, as units of equal size, up to one element.
 
     Args:
-        params: Elements in all.
-        trainable: How many of them are trainable; None is all.
-        units: Into how many units FSDP wraps them, typically the layers; None is 32.
+        params: Number of elements.
+        trainable: Number of trainable elements; None means all.
+        units: Number of FSDP units, typically the layers; None means 32.
 
     Raises:
         TypeError: If an argument is not a number.
-        ValueError: If one is out of range.
+        ValueError: If an argument is out of range.
     """
     total = whole("params", params)
     count = whole("units", DEFAULT_UNITS if units is None else units)
@@ -141,9 +149,9 @@ def equal_units(params: float, trainable: float | None = None, units: int | None
 def module_size(model: nn.Module) -> ModelSize:
     """The units of a module: each entry of its outermost ``nn.ModuleList``s, and the root, which has the rest.
 
-    That is what wrapping each layer and then the model makes of it. A shared parameter counts once, in the first
-    layer that has it. Not counted is what FSDP pads: to equal shards (the planner does), and, with
-    ``use_orig_params``, each parameter to 16 bytes. Of experts, a token computes with those that it is routed to.
+    Those are the units if one wraps each layer and then the model. A shared parameter counts once, in the first layer
+    that has it. FSDP's padding does not count here: the planner adds the padding to equal shards, and nobody that of
+    each parameter to 16 bytes under ``use_orig_params``.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -152,6 +160,7 @@ def module_size(model: nn.Module) -> ModelSize:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     layers = list(_layers(model))
+    # Parameters hash by identity, so a set counts a shared one once.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     root = _unit_of(set(model.parameters()) - inside, reshard_after_forward=False)
     sizes: Counter[Unit] = Counter()
@@ -183,10 +192,84 @@ def _trainable_count(trainable: float, params: int) -> int:
 
 
 def _split(params: int, trainable: int, count: int, reshard_after_forward: bool) -> list[Unit]:
-    """``count`` units that add up exactly: the first few of them have one element more."""
+    """``count`` units that add up exactly: the first few have one element more."""
     (each, more), (frozen_each, frozen_more) = divmod(trainable, count), divmod(params - trainable, count)
+    # The size of a unit changes only where one of the two runs out of extra elements.
     bounds = sorted({0, more, frozen_more, count})
     return [
         Unit(each + (start < more), frozen_each + (start < frozen_more), end - start, reshard_after_forward)
         for start, end in pairwise(bounds)
     ]
+
+
+# The names that Hugging Face's configurations have for the number of experts, and for those that a token is routed to.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
+
+
+def idle_elements(model: nn.Module) -> tuple[int, int]:
+    """The average numbers of trainable and of frozen elements in experts that a token is not routed to.
+
+    Hugging Face's ``model.config`` tells how many experts there are and how many of them a token is routed to. Experts
+    are the parameters below a module named ``experts``, and any other 3-D parameters with one slice per expert.
+    """
+    found = _routing(model)
+    if found is None:
+        return 0, 0
+    experts, chosen = found
+    routed = {True: 0, False: 0}
+    for name, parameter in model.named_parameters():
+        fused = parameter.dim() == 3 and parameter.shape[0] == experts
+        if fused or "experts" in name.split("."):
+            routed[parameter.requires_grad] += parameter.numel()
+    return routed[True] * (experts - chosen) // experts, routed[False] * (experts - chosen) // experts
+
+
+def _routing(model: nn.Module) -> tuple[int, int] | None:
+    """The number of experts and how many of them a token is routed to; None if the config does not tell."""
+    # Models of text and images keep those numbers in the config of their text part.
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    for said in (config, text() if callable(text) else None):
+        experts, chosen = _first(said, _EXPERTS), _first(said, _CHOSEN)
+        if experts is not None and chosen is not None and chosen <= experts:
+            return experts, chosen
+    return None
+
+
+def _first(config: object, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def pretrained_size(name: str) -> ModelSize:
+    """The units of a causal language model.
+
+    Args:
+        name: A config.json, a directory that has one, or a name on the hub.
+
+    Raises:
+        ModuleNotFoundError: If transformers is not installed.
+        ValueError: If there is no such config, or it is not a causal language model's.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "reading the size of a model from its config needs transformers: pip install 'fsdp_zpp[examples]', "
+            "or give the number of parameters instead"
+        ) from error
+    if name.endswith(".json") and not Path(name).is_file():
+        # Transformers would take "a/config.json" for a name on the hub and ask there.
+        raise ValueError(f"no such file: {name}")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        # Only sizes matter, so the weights need no memory.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{name} is not a causal language model that transformers can build; allowed are a config.json, "
+            f"a directory that has one, or a name on the hub: {error}"
+        ) from error
+    return module_size(model)

@@ -1,73 +1,23 @@
-"""The plan: all 14 strategies on one model and cluster, and the choice."""
+"""``plan``: the figures of all 14 strategies for one model and cluster, and the choice."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from ..at_work import at_work
-from ..codecs import Codec
-from ..error_feedback import LoCo
-from ..strategy import LEGAL_LEVELS, Strategy
-from ..weight_difference import Int4Delta
-from .choice import Estimate, choose, reason
-from .conditions import Budget, Cluster, Precision, Work
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs
+from fsdp_zpp.config.strategy import LEGAL_LEVELS, Strategy
+
+from .config import Cluster, MemoryBudget, Precision, StepConfig
+from .estimate import Estimate, choose, reason, step_time
 from .memory import memory_per_gpu
 from .model_size import ModelSize, equal_units
-from .notes import notes_on
-from .step_time import step_time
+from .report import Plan
 from .volume import step_volume
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What :func:`plan` found.
-
-    Attributes:
-        size: The model.
-        cluster: Where it trains.
-        work: The work of a step.
-        budget: The memory of a GPU.
-        precision: The dtypes.
-        estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``.
-        choice: The best that fits, or None if nothing does.
-        reason: Why, in a sentence.
-        notes: What to know when reading the figures.
-    """
-
-    size: ModelSize
-    cluster: Cluster
-    work: Work
-    budget: Budget
-    precision: Precision
-    estimates: tuple[Estimate, ...]
-    choice: Estimate | None
-    reason: str
-    notes: tuple[str, ...]
-
-    def __getitem__(self, levels: str) -> Estimate:
-        """The estimate of a strategy by its letters.
-
-        Raises:
-            KeyError: If they are not one of the 14.
-        """
-        for estimate in self.estimates:
-            if estimate.levels == levels:
-                return estimate
-        raise KeyError(f"{levels!r}; there are {', '.join(LEGAL_LEVELS)}")
-
-    @property
-    def at_work(self) -> Strategy:
-        """What the strategies encode on this cluster, with letters that go with any codec."""
-        return at_work(self["IGG"].strategy, self.cluster.topology)
-
-    def __str__(self) -> str:
-        from .table import format_plan
-
-        return format_plan(self)
 
 
 def plan(
@@ -83,8 +33,8 @@ def plan(
     tokens: int | None = None,
     tflops: float | None = None,
     gpu_memory: float | None = None,
-    activations: float = Budget.activations,
-    reserve: float = Budget.reserve,
+    activations: float = MemoryBudget.activations,
+    reserve: float = MemoryBudget.reserve,
     weights: Codec | None = None,
     gradients: Codec | None = None,
     intra_gradients: Codec | Literal["auto"] | None = "auto",
@@ -99,40 +49,41 @@ def plan(
     """Memory, traffic and step time of all 14 strategies, and the choice.
 
     Args:
-        params: Parameters of the model, or its units (``fsdp_zpp.planner.model_size``).
-        trainable: How many of them are trainable; None is all, or those of the units.
-        units: Into how many FSDP units of equal size the parameters are wrapped; None is 32.
+        params: Number of parameters of the model, or its units (``fsdp_zpp.planner.model_size``).
+        trainable: Number of trainable parameters; None means all, or those of the units.
+        units: Number of equal FSDP units that the parameters are wrapped in; None means 32.
         nodes: Number of nodes.
-        gpus_per_node: GPUs of each.
+        gpus_per_node: GPUs of each node.
         inter_gbps: Gbit/s of a whole node to the others, all its network cards together.
-        intra_gbps: Gbit/s of one GPU inside its node.
-        micro_batches: Accumulated in an optimizer step.
-        tokens: Of a GPU in a micro-batch. With ``tflops`` it gives the time of the computation, else that is left out.
+        intra_gbps: Gbit/s of one GPU to the others of its node.
+        micro_batches: Number of micro-batches that an optimizer step accumulates.
+        tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops``; without both it
+            is left out.
         tflops: TFLOP/s that a GPU achieves.
         gpu_memory: GiB of a GPU (80 for an A100-80GB); None sets no limit.
-        activations: GiB of them on a GPU.
+        activations: GiB of activations on a GPU.
         reserve: GiB of a GPU that no tensor can use.
-        weights: As of :class:`Strategy`, like the next four.
-        gradients: See there.
-        intra_gradients: See there.
-        error_feedback: See there.
-        frozen: See there.
+        weights: As in :class:`Strategy`.
+        gradients: As in :class:`Strategy`.
+        intra_gradients: As in :class:`Strategy`.
+        error_feedback: As in :class:`Strategy`.
+        frozen: As in :class:`Strategy`.
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; None is as ``storage``.
-        optimizer_bytes: Optimizer state per trainable parameter; 8 is Adam.
+        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
+        optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If one is out of range, missing or contradicts another.
+        ValueError: If an argument is out of range, missing or contradicts another.
 
     Example:
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
     cluster = Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps)
     codecs = Strategy(
-        "IGG",  # with which any codec goes
+        "IGG",  # which takes any codec, Int4Delta included
         weights=weights,
         gradients=gradients,
         intra_gradients=intra_gradients,
@@ -142,22 +93,23 @@ def plan(
     )
     if frozen is not None and frozen_storage is not None:
         raise ValueError(
-            f"frozen={frozen} keeps frozen weights as codes alone, so frozen_storage={frozen_storage} has no meaning"
+            f"frozen={frozen} keeps frozen weights as codes only, so frozen_storage={frozen_storage} has no meaning; "
+            "remove one of the two"
         )
     return make_plan(
         _size_of(params, trainable, units),
         cluster,
-        Work(micro_batches, tokens, tflops),
-        Budget(gpu_memory, activations, reserve),
+        StepConfig(micro_batches, tokens, tflops),
+        MemoryBudget(gpu_memory, activations, reserve),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
         codecs,
     )
 
 
 def make_plan(
-    size: ModelSize, cluster: Cluster, work: Work, budget: Budget, precision: Precision, codecs: Strategy
+    size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, precision: Precision, codecs: Strategy
 ) -> Plan:
-    """As :func:`plan`, from its parts; of ``codecs`` all but the letters counts."""
+    """:func:`plan` from parts that are checked already. The letters of ``codecs`` do not matter."""
     strategies = (_with_levels(codecs, levels) for levels in LEGAL_LEVELS)
     estimates = tuple(_estimate(strategy, size, cluster, work, budget, precision) for strategy in strategies)
     choice = choose(estimates)
@@ -175,10 +127,10 @@ def make_plan(
 
 
 def _with_levels(codecs: Strategy, levels: str) -> Strategy:
-    """``codecs`` under other letters; where no secondary shard is kept, differences of weights are whole weights."""
+    """``codecs`` with other letters. Letters that keep no secondary shard send weights whole, not as deltas."""
     weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
     if isinstance(weights, Int4Delta) and not keeps_secondary:
-        weights = weights.resident
+        weights = weights.whole
     return dataclasses.replace(codecs, levels=levels, weights=weights)
 
 
@@ -186,22 +138,69 @@ def _size_of(params: float | ModelSize, trainable: float | None, units: int | No
     if not isinstance(params, ModelSize):
         return equal_units(params, trainable, units)
     if units is not None:
-        raise ValueError(f"units={units} was given, but the model has its own {params.count}")
+        raise ValueError(f"units={units} was given, but the model has its own {params.count} units; leave units out")
     return params if trainable is None else params.with_trainable(trainable)
 
 
 def _estimate(
-    strategy: Strategy, size: ModelSize, cluster: Cluster, work: Work, budget: Budget, precision: Precision
+    strategy: Strategy, size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, precision: Precision
 ) -> Estimate:
-    topology = cluster.topology
-    volume = step_volume(size, strategy, topology, work.micro_batches, precision)
-    memory = memory_per_gpu(size, strategy, topology, work.micro_batches, precision, budget)
+    resolved = strategy.resolve(cluster.topology)
+    volume = step_volume(size, resolved, work.micro_batches, precision)
+    memory = memory_per_gpu(size, resolved, work.micro_batches, precision, budget)
     return Estimate(
         strategy=strategy,
-        topology=topology,
+        topology=cluster.topology,
         volume=volume,
         inter_node_bytes=cluster.gpus_per_node * volume.inter,
         memory=memory,
         time=step_time(volume, size, cluster, work),
         fits=budget.allows(memory.total),
     )
+
+
+def notes_on(
+    size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, codecs: Strategy
+) -> tuple[str, ...]:
+    """Notes on a plan, one sentence each."""
+    notes = [
+        f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
+    ]
+    if budget.gpu_memory is None:
+        notes.append("No memory limit was given, so everything fits.")
+    if work.tokens is None:
+        notes.append("Computation is left out (tokens and tflops were not given): the step is communication alone.")
+    if cluster.nodes == 1:
+        notes.append("A single node sends nothing to other nodes.")
+    if cluster.gpus_per_node == 1:
+        notes.append("Nodes of one GPU send nothing inside.")
+    return (*notes, *_idle_codecs(size, cluster, codecs))
+
+
+def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[str]:
+    idle = []
+    if codecs.frozen is not None and size.frozen == 0:
+        idle.append(f"frozen={codecs.frozen} has no effect: all parameters are trainable.")
+    for name, codec in (("weights", codecs.weights), ("gradients", codecs.gradients)):
+        if codec is not None and cluster.nodes == 1:
+            idle.append(f"{name}={codec} has no effect: it encodes what is sent between nodes.")
+    resolved = codecs.resolve(cluster.topology)
+    if (resolved.weights, resolved.gradient_codecs) != (codecs.weights, codecs.gradient_codecs):
+        idle.append(
+            "If the links inside the node are slow (PCIe), plan nodes of one GPU: gpus_per_node=1 activates the codecs."
+        )
+    intra = codecs.gradient_codecs[0]
+    if intra is not None and cluster.gpus_per_node == 1:
+        idle.append(f"intra_gradients={intra} has no effect: it encodes what is sent inside a node.")
+    feedback = codecs.error_feedback
+    hops = {"inter": "between nodes", "intra": "inside a node"} if feedback is not None else {}
+    if feedback is not None and feedback.hops == "inter":
+        del hops["intra"]
+    # Which of the two hops have errors does not depend on the optimizer scope or the size.
+    fed_back = error_buffer_specs(feedback, resolved.gradient_codecs, "G", cluster.topology, 0)
+    idle += [
+        f"error_feedback has no effect {where}: nothing encoded is sent there."
+        for hop, where in hops.items()
+        if hop not in fed_back
+    ]
+    return idle

@@ -11,8 +11,8 @@ OWNER = (((0, 0), (0, 1)),)
 ALL, FIRST = (Pass((0,), (((0, 1), (0,)),)),), (Pass((0,), (((0,), (0,)),)),)
 
 
-def _program(adapter: str, levels: str, *ops: object, optimizer: str = "sgd") -> Program:
-    return Program(adapter, Strategy(levels, gpus_per_node=2), ONE, ops, OWNER, optimizer)  # type: ignore[arg-type]
+def _program(adapter: str, scopes: str, *ops: object, optimizer: str = "sgd") -> Program:
+    return Program(adapter, Strategy(scopes, gpus_per_node=2), ONE, ops, OWNER, optimizer)  # type: ignore[arg-type]
 
 
 TWO_UNITS = Program(

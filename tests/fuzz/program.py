@@ -173,7 +173,7 @@ class Program:
         optimizers: For each optimizer the (model, unit) that it has; the root is the unit after the last.
         ops: What happens.
         optimizer: ``sgd`` or ``adamw``.
-        scaler: Whether a gradient scaler is at work.
+        scaler: Whether there is a gradient scaler.
         zero_unused: fully_shard's ``set_reduce_scatter_unused_params(True)``.
         precision: Of computation and reduction, ``None`` or as in ``bf16 fp32``.
         observe: Whether weights are looked at after each step, or at the end only.

@@ -11,32 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import models as harness_models
-from harness.adapter import STOCK, Adapter
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
+from harness.adapter import STOCK
 from harness.pool import device_type
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
-    FSDPModule,
     FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
     StateDictType,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fsdp_zpp
 
-from . import program as ops
-from .modules import InTheMiddleError, Net
+from . import program as ops, stock
+from .modules import InTheMiddleError
 from .program import Program
+from .trained import Trained
 
-ADAPTERS: dict[str, Adapter] = {
-    "fsdp1": Fsdp1(),
-    "fsdp1 flat": Fsdp1(use_orig_params=False),
-    "fsdp2": Fsdp2(),
-}
 ROWS = 3
 
 
@@ -49,81 +40,16 @@ class Trace:
     replicas_differ: bool = False
 
 
-class Run:
+class Run(Trained):
     """One run of a program."""
 
     def __init__(self, program: Program, strategy: Any) -> None:
-        self.program, self.strategy = program, strategy
-        self.adapter = ADAPTERS[program.adapter]
-        self.is_fsdp1 = program.adapter != "fsdp2"
+        super().__init__(program, strategy)
         self.trace = Trace()
-        self.models = [self._make(i, 0) for i in range(len(program.models))]
-        self.optimizers = self._make_optimizers()
+        self.number = 0
         self.scaler = (
             ShardedGradScaler(device=device_type(), init_scale=2.0**6, growth_interval=2) if program.scaler else None
         )
-        self.unscaled: set[int] = set()
-
-    # ---- what is trained
-
-    def _make(self, i: int, seed: int) -> Any:
-        torch.manual_seed(seed * 10 + i)
-        spec = self.program.models[i]
-        net = Net(spec).to(harness_models.device())
-        arguments = self._arguments()
-        for block, unit in enumerate(spec.units):
-            if unit.wrapped:
-                sharded = self.adapter.apply(net.blocks[block], self.strategy, **arguments)
-                net.blocks[block] = sharded
-        model = self.adapter.apply(net, self.strategy, **arguments)
-        if self.program.zero_unused:
-            model.set_reduce_scatter_unused_params(True)
-        return model
-
-    def _arguments(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        if self.is_fsdp1:
-            arguments |= {"use_orig_params": self.adapter.use_orig_params, "device_id": harness_models.device()}
-        if self.program.precision is not None:
-            names = {"bf16": torch.bfloat16, "fp32": torch.float32, "none": None}
-            param, reduce = (names[name] for name in self.program.precision.split())
-            if self.is_fsdp1:
-                arguments["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce)
-            else:
-                arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-        return arguments
-
-    def net(self, i: int) -> Net:
-        """A model within its wrapper."""
-        return next(module for module in self.models[i].modules() if isinstance(module, Net))
-
-    def units(self, i: int) -> list[nn.Module]:
-        """Its blocks, sharded or not, and itself at the end."""
-        return [*self.net(i).blocks, self.models[i]]
-
-    def parameters(self, i: int, unit: int) -> list[nn.Parameter]:
-        """The trainable parameters of a block, or of what is in none."""
-        blocks = self.net(i).blocks
-        if unit < len(blocks):
-            chosen = list(blocks[unit].parameters())
-        else:
-            others = {p for block in blocks for p in block.parameters()}
-            chosen = [p for p in self.models[i].parameters() if p not in others]
-        return [p for p in chosen if p.requires_grad]
-
-    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
-        made: list[torch.optim.Optimizer] = []
-        # What is not used gets a gradient if errors are fed back, and would be decayed.
-        decays = self.program.strategy.error_feedback is None
-        for owned in self.program.optimizers:
-            parameters = [p for i, unit in owned for p in self.parameters(i, unit)]
-            if self.program.optimizer == "sgd":
-                made.append(torch.optim.SGD(parameters, lr=0.2, momentum=0.5, weight_decay=0.1 * decays))
-            else:  # a large epsilon, or rounding would decide where a gradient is near zero
-                made.append(torch.optim.AdamW(parameters, lr=0.05, eps=0.01, weight_decay=0.3 * decays))
-        return made
-
-    # ---- what happens
 
     def run(self) -> Trace:
         """Run the program to its end, or to the first exception that is not its own."""
@@ -216,7 +142,7 @@ class Run:
             if hasattr(model, "reset_iter_state"):
                 model.reset_iter_state()
             model.zero_grad()
-            self._forget_pending(range(len(self.units(i))), i)
+            self._forget_accumulated(range(len(self.units(i))), i)
 
     def do_evaluation(self, op: ops.Evaluation) -> None:
         for model in self.models:
@@ -250,58 +176,36 @@ class Run:
         if isinstance(op.of, int):
             self.optimizers[op.of].zero_grad()
             for i in range(len(self.models)):
-                self._forget_pending((unit for j, unit in self.program.optimizers[op.of] if j == i), i)
+                self._forget_accumulated((unit for j, unit in self.program.optimizers[op.of] if j == i), i)
             return
         for i, model in enumerate(self.models):
             (model if op.of == "models" else self.net(i)).zero_grad()
-            self._forget_pending(range(len(self.units(i))), i)
+            self._forget_accumulated(range(len(self.units(i))), i)
 
-    def _forget_pending(self, units: Any, i: int) -> None:
-        """As README has it, cleared gradients include those that wait for the last micro-batch; stock keeps some."""
-        if self.strategy is not STOCK:
-            return
-        for unit in units:
-            module = self.units(i)[unit]
-            if isinstance(module, FullyShardedDataParallel):
-                flat_param = module._handle.flat_param
-                flat_param.grad = None
-                if hasattr(flat_param, "_saved_grad_shard"):
-                    del flat_param._saved_grad_shard
-            elif isinstance(module, FSDPModule):
-                for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
-                    param.sharded_param.grad = None
-                    if hasattr(param, "_unsharded_param"):
-                        param.unsharded_param.grad = None
-                    if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on, that same gradient
-                        param.unsharded_accumulated_grad = None
+    def _forget_accumulated(self, units: Any, i: int) -> None:
+        if self.strategy is STOCK:
+            for unit in units:
+                stock.forget_accumulated(self.units(i)[unit])
 
     def do_freeze(self, op: ops.Freeze) -> None:
         self.units(op.model)[op.unit].requires_grad_(not op.frozen)
 
-    def _reshard(self, model: Any) -> None:
-        """A forward leaves the root unsharded, and stock FSDP1 goes on with that whatever is written to the shards."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-            elif isinstance(module, FullyShardedDataParallel) and self.strategy is STOCK and module._handle:
-                module._handle.reshard(free_unsharded_flat_param=True)
-
     def do_load(self, op: ops.Load) -> None:
         for model in self.models:
             if self.is_fsdp1:
-                self._reshard(model)
+                stock.reshard(model, self.strategy)
             if self.is_fsdp1:
                 with FullyShardedDataParallel.state_dict_type(model, StateDictType[op.kind]):
                     model.load_state_dict(halved(model.state_dict()))
             else:
                 model.load_state_dict(halved(model.state_dict()), assign=op.assign)
         if op.assign:
-            self.optimizers = self._make_optimizers()
+            self.optimizers = self.make_optimizers()
 
     def do_write(self, op: ops.Write) -> None:
         for model in self.models:
             summon = op.how == "summon" and self.is_fsdp1
-            self._reshard(model)
+            stock.reshard(model, self.strategy)
             with (
                 FullyShardedDataParallel.summon_full_params(model, writeback=True) if summon else nullcontext(),
                 torch.no_grad(),
@@ -320,15 +224,15 @@ class Run:
         for model in self.models:
             model._apply(torch.clone)
             if self.is_fsdp1 and self.strategy is STOCK:
-                _follow_move(model)
+                stock.follow_move(model)
 
     def do_resume(self, op: ops.Resume) -> None:
         saved = []
         for i, model in enumerate(self.models):
             saved.append(get_state_dict(model, self._optimizers_of(i)))
         codecs = None if self.strategy is STOCK or not self.program.has_codecs else self._codec_states()
-        self.models = [self._make(i, 1) for i in range(len(self.models))]
-        self.optimizers = self._make_optimizers()
+        self.models = [self.make(i, 1) for i in range(len(self.models))]
+        self.optimizers = self.make_optimizers()
         for i, (model, (weights, states)) in enumerate(zip(self.models, saved, strict=True)):
             # What has not had a gradient so far has no state.
             options = StateDictOptions(strict=False)
@@ -348,14 +252,6 @@ class Run:
             for optimizer, owned in zip(self.optimizers, self.program.optimizers, strict=True)
             if {model for model, _ in owned} == {i}
         ]
-
-
-def _follow_move(model: Any) -> None:
-    """Have stock FSDP1 use the memory that it was moved to: by itself it goes back to the old one after a forward."""
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        flat: Any = None if module._handle is None else module._handle.flat_param
-        if flat is not None and hasattr(flat, "_local_shard") and flat.shape == flat._local_shard.shape:
-            flat._local_shard = flat.data
 
 
 def halved(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 from fuzz import compare
+from fuzz.draft import HAS_RESET, HAS_UNUSED_FLAG
 from fuzz.found import FOUND
-from fuzz.pool import ImpatientPool
 from fuzz.program import Program, as_script
-from fuzz.strategies import HAS_RESET, HAS_UNUSED_FLAG, programs, strategies_with_codecs, strategies_without_codecs
+from fuzz.strategies import programs, strategies_with_codecs, strategies_without_codecs
+from harness.impatient_pool import ImpatientPool
 from harness.pool import WorkerError, device_type
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 

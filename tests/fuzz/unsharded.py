@@ -26,7 +26,7 @@ NOT_FARTHER = 4.0
 class Unsharded(Run):
     """One run of a program on plain modules, whose gradients ranks average before each step."""
 
-    def _make(self, i: int, seed: int) -> Any:
+    def make(self, i: int, seed: int) -> Any:
         torch.manual_seed(seed * 10 + i)
         net = Net(self.program.models[i]).double()
         net.register_forward_pre_hook(lambda module, args: (args[0].double(), *args[1:]))
@@ -39,7 +39,7 @@ class Unsharded(Run):
     def _clip(self, model: nn.Module, norm: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), norm)
 
-    def _forget_pending(self, units: Any, i: int) -> None:
+    def _forget_accumulated(self, units: Any, i: int) -> None:
         """Nothing but ``.grad`` holds gradients."""
 
     def show_weights(self, when: str) -> None:
@@ -69,7 +69,7 @@ class Unsharded(Run):
         for model in self.models:
             model.load_state_dict(halved(model.state_dict()))
         if op.assign:
-            self.optimizers = self._make_optimizers()
+            self.optimizers = self.make_optimizers()
 
     def do_move(self, op: ops.Move) -> None:
         """Changes no value."""

@@ -42,7 +42,7 @@ class Case:
         micro_batches: Backwards a step.
         synced: Whether each of them synchronizes gradients, or the last one only.
         clip: Largest norm of the gradient.
-        scaler: Whether a gradient scaler is at work.
+        scaler: Whether there is a gradient scaler.
     """
 
     model: tuple[tuple[str, Any], ...] = ()
@@ -75,6 +75,10 @@ class Adapter(ABC):
     @abstractmethod
     def apply(self, module: nn.Module, strategy: Any, **arguments: Any) -> Any:
         """Shard one module, with torch's own arguments."""
+
+    def wrap(self, module: nn.Module, strategy: Any, **arguments: Any) -> Any:
+        """Shard one module on this rank's device; what is sharded still has the original parameters."""
+        return self.apply(module, strategy, **arguments)
 
     @abstractmethod
     def shard(

@@ -1,7 +1,8 @@
-"""Parameters of tests that are too many to combine: each two values meet in some test, but not each three of them.
+"""The adapters that tests run over, and parameters of tests that are too many to combine.
 
-What goes wrong when things are combined goes wrong with two of them, hardly ever with three alone, and pairs take as
-many tests as the two largest factors have combinations, whatever else there is.
+Of those, each two values meet in some test, but not each three of them. What goes wrong when things are combined goes
+wrong with two of them, hardly ever with three alone, and pairs take as many tests as the two largest factors have
+combinations, whatever else there is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,19 @@ from itertools import combinations, product as products
 from typing import Any
 
 import pytest
+
+from .adapter import Adapter
+from .fsdp1 import Fsdp1
+from .fsdp2 import Fsdp2
+
+ADAPTERS: list[Adapter] = [Fsdp1(), Fsdp2()]
+WITH_FLAT: list[Adapter] = [*ADAPTERS, Fsdp1(use_orig_params=False)]
+
+SCOPES = ("GGG", "IGG", "IIG", "III", "NNG", "NNN")
+"""Every scope for every state; adapters/test_scopes.py has all fourteen combinations."""
+
+over_adapters = pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+over_adapters_and_flat = pytest.mark.parametrize("adapter", WITH_FLAT, ids=str)
 
 Factor = Collection[Any] | Mapping[str, Any]
 """Values of one argument; a mapping gives their names in test ids."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fsdp_zpp import Int8
-from fsdp_zpp.frozen.module import FrozenModule
+from fsdp_zpp.frozen.modules import FrozenModule
 
 from . import lora, models
 

@@ -9,12 +9,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from . import models
@@ -46,6 +41,9 @@ class Fsdp1(Adapter):
     def apply(self, module: nn.Module, strategy: Any, **arguments: Any) -> FullyShardedDataParallel:
         strategy = ShardingStrategy.FULL_SHARD if strategy is STOCK else strategy
         return FullyShardedDataParallel(module, sharding_strategy=strategy, **arguments)
+
+    def wrap(self, module: nn.Module, strategy: Any, **arguments: Any) -> FullyShardedDataParallel:
+        return self.apply(module, strategy, **{"use_orig_params": True, "device_id": models.device()} | arguments)
 
     def shard(
         self, net: models.Net, case: Case, strategy: Any, group: dist.ProcessGroup | None = None

@@ -8,24 +8,35 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .pool import free_port, start_method
 
 ROOT = Path(__file__).parents[2]
 
 
-def launch(processes: int, *command: str | Path, timeout: float = 100) -> CompletedProcess[str]:
+def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: bool = False) -> CompletedProcess[str]:
     """Run ``command``, a script or ``-m`` and a module, with its arguments, on all ranks of one host.
+
+    Args:
+        processes: Number of ranks.
+        command: What each runs.
+        timeout: Seconds after which those that still run are killed.
+        on_cpu: Whether GPUs are hidden, as they are where there are fewer than ranks.
 
     Returns:
         The largest exit code of any rank (the others are ended when one fails), and what all have printed.
     """
     arguments, context, port = [str(part) for part in command], start_method(), free_port()
-    gpus = {} if torch.cuda.device_count() >= processes else {"CUDA_VISIBLE_DEVICES": ""}
+    gpus = {} if torch.cuda.device_count() >= processes and not on_cpu else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_main, args=(rank, processes, port, arguments, folder, gpus), daemon=True)
@@ -72,3 +83,20 @@ def _main(rank: int, world: int, port: int, arguments: list[str], folder: str, g
         sys.argv = arguments
         sys.path.insert(0, str(ROOT / Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def in_fake_world(world: int, gpus_per_node: int, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` on rank 0 of ``world``, in a process of its own: a process has one world only."""
+    with ProcessPoolExecutor(1, start_method(), _join, initargs=(world, gpus_per_node)) as executor:
+        return executor.submit(function, *args).result()
+
+
+def groups_of_this_rank() -> int:
+    """Process groups that this rank is in."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def _join(world: int, gpus_per_node: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(gpus_per_node), "GROUP_WORLD_SIZE": str(world // gpus_per_node)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp_zpp.codecs import Codec
+from fsdp_zpp.codecs.base import Codec
 
 from . import lora, models
 from .adapter import Adapter
@@ -126,3 +127,15 @@ def logits_of(model: nn.Module) -> Tensor:
     """Logits of a batch that is the same on every rank."""
     with torch.no_grad():
         return model(input_ids=tokens(99, 0)).logits.cpu()
+
+
+def greedy_tokens(model: Any, count: int) -> list[int]:
+    """A fixed prompt and ``count`` tokens after it; of a sharded model as torch has it called."""
+    context: Any = nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        context = FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+    elif isinstance(model, FSDPModule):
+        register_fsdp_forward_method(model, "generate")
+    prompt = torch.arange(5, 11, device=models.device())[None]
+    with context:
+        return model.generate(input_ids=prompt, max_new_tokens=count, do_sample=False, use_cache=True)[0].tolist()

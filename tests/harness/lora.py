@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs import Codec
+from fsdp_zpp.codecs.base import Codec
 
 from . import models
 

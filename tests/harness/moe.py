@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from fsdp_zpp.codecs import Codec
+from fsdp_zpp.codecs.base import Codec
 
 from . import llama, lora, models
 from .adapter import Adapter
@@ -57,7 +57,7 @@ def make_base(kind: str, dtype: torch.dtype = torch.float32, experts: str = "gro
 
 
 def chosen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What of a base is to be quantized, by name: all matrices but the routers, and stacks of them."""
+    """The weights of a base that are quantized, by name: all matrices but the routers, and stacks of them."""
     return {
         name: p
         for name, p in model.named_parameters()
@@ -66,7 +66,7 @@ def chosen(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rounded_base(codec: Codec, kind: str, **options: Any) -> Any:
-    """The oracle: what is to be quantized as ``codec`` gives it back."""
+    """The oracle: those weights as ``codec`` gives them back."""
     model = make_base(kind, **options)
     for parameter in chosen(model).values():
         lora.round_weight(parameter, codec)

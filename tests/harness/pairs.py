@@ -95,7 +95,7 @@ def gathered_once(pair: Pair) -> Pair:
 
 
 def in_part(pair: Pair) -> Pair:
-    """With one weight that is to be left."""
+    """With one weight that FSDP ignores."""
     fully_shard(pair, ignored_params={pair.first.weight})
     return pair
 
@@ -129,7 +129,7 @@ def flat_tied(pair: Pair, **arguments: Any) -> FullyShardedDataParallel:
 
 
 def flat_in_part(pair: Pair) -> FullyShardedDataParallel:
-    """With one weight that is to be left."""
+    """With one weight that FSDP ignores."""
     return flat_once(pair, ignored_states=[pair.first.weight])
 
 

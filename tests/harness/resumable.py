@@ -40,7 +40,7 @@ from fsdp_zpp import (
 
 from . import lora, models
 from .adapter import Adapter, Case
-from .adapters import ADAPTERS
+from .covering import ADAPTERS
 from .pool import TIMEOUT, device_type
 
 ZEROPP = Strategy.zeropp(weights=Int8(64), gradients=Int4(64))

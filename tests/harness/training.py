@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from fsdp_zpp import Strategy
+from fsdp_zpp import CodecState, Strategy
 
 from . import models
 from .adapter import STOCK, Adapter, Case
@@ -104,3 +106,44 @@ def mean_loss(model: Any, step: int) -> float:
     model.train()
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
+
+
+def loss_after(adapter: Adapter, case: Case, strategy: Strategy | None, at: int = 0) -> float:
+    """In a worker: the mean loss of step ``at`` over all ranks, evaluated after training."""
+    model = adapter.make(case, strategy)
+    train(adapter, model, case)
+    return mean_loss(model, at)
+
+
+def make_scaler(enabled: bool = True) -> ShardedGradScaler:
+    """A scaler whose scale grows with every step."""
+    return ShardedGradScaler(device=device_type(), init_scale=2.0**10, growth_interval=1, enabled=enabled)
+
+
+def scaled_steps(
+    model: Any, optimizer: Any, scaler: ShardedGradScaler, steps: Iterable[int], backwards: int = 1
+) -> None:
+    """Train with a scaler; the last backward of step -1 overflows."""
+    for step in steps:
+        for backward in range(backwards):
+            loss = models.loss_of(model, models.batch(max(step, 0), backward))
+            if step < 0 and dist.get_rank() == 0 and backward == backwards - 1:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def save(model: Any, optimizer: Any, codecs: CodecState, path: str) -> None:
+    """Save all that a training needs to go on."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "codecs": codecs}, checkpoint_id=path)
+
+
+def load(model: Any, optimizer: Any, codecs: CodecState | None, path: str) -> None:
+    """Go on from there."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state} | ({} if codecs is None else {"codecs": codecs})
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from fsdp_zpp import traffic
 
 
 @dataclass
@@ -24,20 +26,20 @@ class Wiretap:
     gpus_per_node: int
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
     order: list[tuple[str, str]] = field(default_factory=list)
-    """The collectives and their levels as they were called."""
+    """The collectives and the hops that they were, as they were called."""
 
     def count(self, collective: str, group: dist.ProcessGroup | None, nbytes_per_peer: int) -> None:
         """Count a collective in which this rank owes ``nbytes_per_peer`` to each peer."""
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         nodes = {rank // self.gpus_per_node for rank in ranks}
-        level, peers = ("intra", len(ranks) - 1) if len(nodes) == 1 else ("inter", len(nodes) - 1)
-        key = (collective, level)
+        hop, peers = ("intra", len(ranks) - 1) if len(nodes) == 1 else ("inter", len(nodes) - 1)
+        key = (collective, hop)
         self.sent[key] = self.sent.get(key, 0) + nbytes_per_peer * peers
         self.order.append(key)
 
-    def total(self, level: str, *collectives: str) -> int:
-        """Bytes at one level, of some collectives or all."""
-        return sum(n for (name, at), n in self.sent.items() if at == level and (not collectives or name in collectives))
+    def total(self, hop: str, *collectives: str) -> int:
+        """Bytes of one hop, in some collectives or all."""
+        return sum(n for (name, at), n in self.sent.items() if at == hop and (not collectives or name in collectives))
 
 
 def _observers(tap: Wiretap) -> dict[str, Any]:
@@ -87,3 +89,15 @@ def wiretap(gpus_per_node: int) -> Iterator[Wiretap]:
             if hasattr(dist, name):
                 stack.enter_context(patch.object(dist, name, watched(getattr(dist, name), observe)))
         yield tap
+
+
+Sent = tuple[Wiretap, dict[str, dict[str, int]]]
+
+
+def sent_in(step: Callable[[], object], model: nn.Module, gpus_per_node: int, counts: bool = True) -> Sent:
+    """In a worker: what ``step()`` sends, by the wiretap and, where ours ``counts``, by traffic()."""
+    before: Any = traffic(model) if counts else {}
+    with wiretap(gpus_per_node) as tap:
+        step()
+    after: Any = traffic(model) if counts else {}
+    return tap, {kind: {hop: n - before[kind][hop] for hop, n in hops.items()} for kind, hops in after.items()}

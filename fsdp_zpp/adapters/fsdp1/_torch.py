@@ -1,0 +1,266 @@
+"""Private names of torch's FullyShardedDataParallel: those of construction.
+
+With the other ``_torch_*.py`` files of this folder, which hold those of flat parameters and of backwards, this is all
+that the adapter touches of torch's internals, and these files do nothing else. Each has a table of the names it needs,
+which is checked before they are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+_FSDP = "torch.distributed.fsdp"
+_INSTANCE = f"{_FSDP}.fully_sharded_data_parallel.FullyShardedDataParallel"
+_NEEDED = (
+    Needed(f"{_FSDP}._init_utils", "SHARDING_STRATEGY_MAP", "a Strategy is taken for a sharding strategy"),
+    Needed(f"{_FSDP}._flat_param.HandleShardingStrategy", "FULL_SHARD NO_SHARD", "the same"),
+    Needed(f"{_FSDP}.fully_sharded_data_parallel", "_init_process_group_state", "sharding over the strategy's ranks"),
+    Needed(_INSTANCE, "process_group rank world_size _device_mesh", "the same"),
+    Needed(f"{_FSDP}.fully_sharded_data_parallel", "sharding_strategy", "state dicts of what is not sharded"),
+    Needed(f"{_FSDP}._init_utils", "_sync_module_params_and_buffers", "broadcasting initial weights to all ranks"),
+    Needed(f"{_FSDP}._init_utils", "_init_param_handle_from_params", "keeping frozen parameters apart"),
+    Needed(
+        _INSTANCE, "_fsdp_wrapped_module _ignored_params _ignored_modules _ignored_buffer_names", "keeping them apart"
+    ),
+    Needed(f"{_FSDP}.fully_sharded_data_parallel", "_unshard_params", "summoning frozen parameters that are apart"),
+    Needed(f"{_FSDP}._runtime_utils", "_share_state_and_init_handle_attrs", "learning which instance is the root"),
+    Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_apply", "moves of a model"),
+    Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
+    Needed(_INSTANCE, "register_comm_hook _comm_hook_state", "communication hooks with a state for each instance"),
+    Needed(f"{_FSDP}._flat_param", "FlatParamHandle HandleTrainingState", "what the files beside this one build on"),
+    Needed(f"{_FSDP}._common_utils", "TrainingState _no_dispatch_record_stream", "the same"),
+    Needed(f"{_FSDP}._unshard_param_utils", "_writeback_to_local_shard", "the same"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
+
+from torch.distributed.fsdp import (
+    _init_utils,
+    _optim_utils,
+    _runtime_utils as runtime_utils,
+    _unshard_param_utils as unshard_param_utils,
+    fully_sharded_data_parallel as _wrapper,
+)
+from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
+from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy, HandleTrainingState
+
+__all__ = [
+    "FlatParamHandle",
+    "HandleTrainingState",
+    "TrainingState",
+    "after_root_is_known",
+    "around_moves",
+    "frozen_apart",
+    "intercept_construction",
+    "intercept_hook_registration",
+    "no_dispatch_record_stream",
+    "process_group_of",
+    "runtime_utils",
+    "save_optimizer_states_in_any_group",
+    "sharding_over",
+    "summon_frozen_too",
+    "unshard_param_utils",
+]
+
+
+@contextmanager
+def sharding_over(
+    module: FullyShardedDataParallel, strategy: Hashable, shard_group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """While ``module`` is constructed with ``strategy``, have it sharded over ``shard_group``, or not at all for None.
+
+    If it is only a part of the user's group, everything but the initial broadcast of module states uses it.
+    """
+    strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
+    sharded = shard_group is not None
+    strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
+    init_group: Any = _wrapper._init_process_group_state
+    synchronize: Any = _init_utils._sync_module_params_and_buffers
+    users_group: Any = None
+
+    def init_shard_group(state: Any, *args: Any) -> Any:
+        init_group(state, *args)
+        if state is module:
+            nonlocal users_group
+            users_group = state.process_group
+            if shard_group is not None and shard_group is not users_group:
+                state.process_group, state.rank = shard_group, shard_group.rank()
+                state.world_size = shard_group.size()
+        return state
+
+    def synchronize_all(module: nn.Module, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
+        synchronize(module, params, users_group)
+
+    _wrapper._init_process_group_state = init_shard_group
+    _init_utils._sync_module_params_and_buffers = synchronize_all
+    try:
+        yield
+    finally:
+        _wrapper._init_process_group_state = init_group
+        _init_utils._sync_module_params_and_buffers = synchronize
+    users_mesh = module._device_mesh
+    if users_mesh is not None and shard_group is not None and shard_group is not users_group:
+        # Only now: the constructor takes a mesh other than its argument for a part of a larger one.
+        module._device_mesh = DeviceMesh.from_group(shard_group, users_mesh.device_type)
+    if not sharded:
+        module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
+
+
+@contextmanager
+def frozen_apart(
+    module: FullyShardedDataParallel, wrap: Callable[[set[nn.Parameter]], FullyShardedDataParallel]
+) -> Iterator[None]:
+    """While ``module`` is constructed, have the frozen parameters that it shares with trainable ones taken out of it.
+
+    In one flat parameter, gradients of frozen parameters would be allocated and reduced.
+
+    Args:
+        module: An instance of FSDP.
+        wrap: Wraps what ``module`` wraps, but for some parameters, to stand between the two.
+    """
+    init_handle: Any = _init_utils._init_param_handle_from_params
+    frozen_unit: FullyShardedDataParallel | None = None
+
+    def init_handles(state: Any, params: list[nn.Parameter], fully_sharded_module: nn.Module) -> None:
+        nonlocal frozen_unit
+        trainable = [p for p in params if p.requires_grad]
+        if state is module and 0 < len(trainable) < len(params):
+            frozen_unit = wrap(set(trainable) | state._ignored_params)
+            params = trainable
+        init_handle(state, params, fully_sharded_module)
+
+    _init_utils._init_param_handle_from_params = init_handles
+    try:
+        yield
+    finally:
+        _init_utils._init_param_handle_from_params = init_handle
+    if frozen_unit is not None:
+        _TAKEN_OUT.add(frozen_unit)
+        module._fsdp_wrapped_module = frozen_unit
+        frozen_unit._ignored_modules = module._ignored_modules
+        frozen_unit._ignored_buffer_names = module._ignored_buffer_names
+
+
+_TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
+"""The instances that :func:`frozen_apart` has made."""
+
+
+def summon_frozen_too() -> None:
+    """Have ``summon_full_params`` of an instance alone, without recursion, also summon what was taken out of it."""
+    original: Any = _wrapper._unshard_params
+
+    @contextmanager
+    def unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(original(module, recurse, *args, **kwargs))
+            frozen_unit = getattr(module, "_fsdp_wrapped_module", None)
+            if not recurse and frozen_unit in _TAKEN_OUT:
+                stack.enter_context(original(frozen_unit, recurse, *args, **kwargs))
+            yield
+
+    _wrapper._unshard_params = unshard_params
+
+
+def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
+    """The group that ``module`` is sharded over."""
+    group = module.process_group
+    assert group is not None
+    return group
+
+
+def intercept_construction(
+    around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
+) -> None:
+    """Have ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
+
+    ``construct()`` calls it with ``arguments``, as they are by then.
+    """
+    original = FullyShardedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            original(self, *args, **kwargs)  # to raise its own error
+            return
+        bound.apply_defaults()
+        around(lambda: original(*bound.args, **bound.kwargs), self, bound.arguments)
+
+    FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def intercept_hook_registration(
+    before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
+) -> None:
+    """Have ``before(model, state)`` run before every ``register_comm_hook``; it returns instances' own states."""
+    original = FullyShardedDataParallel.register_comm_hook
+
+    @functools.wraps(original)
+    def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        own_states = before(self, state)
+        original(self, state, hook)
+        for instance, own_state in own_states.items():
+            instance._comm_hook_state = own_state
+
+    FullyShardedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+
+
+def after_root_is_known(callback: Callable[[nn.Module], None]) -> None:
+    """Have ``callback(root)`` run once for each root, when FSDP initializes it lazily."""
+    original = runtime_utils._share_state_and_init_handle_attrs
+
+    @functools.wraps(original)
+    def share_state_and_init_handle_attrs(root_state: Any, root_module: nn.Module) -> None:
+        original(root_state, root_module)
+        callback(root_module)
+
+    runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
+
+
+def around_moves(
+    before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
+) -> None:
+    """Call ``before(instance)`` and ``after(instance)`` around each move or cast of an instance: ``to()``, ``half()``.
+
+    All of these go through ``_apply``, module by module.
+    """
+    original = FullyShardedDataParallel._apply
+
+    @functools.wraps(original)
+    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        before(self)
+        moved = original(self, *args, **kwargs)
+        after(self)
+        return moved
+
+    FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]
+
+
+def save_optimizer_states_in_any_group() -> None:
+    """Make FSDP gather the keys of optimizer states where it would broadcast them from a rank outside of the group.
+
+    FSDP broadcasts them from global rank 0, which only one node's group has if a model is sharded inside each node.
+    """
+    original: Any = _optim_utils._map_param_key_to_optim_keys
+
+    @functools.wraps(original)
+    def map_param_key_to_optim_keys(
+        optim_state_dict: dict[str, Any], group: dist.ProcessGroup | None, *args: Any, merge_keys: bool = False
+    ) -> Any:
+        elsewhere = group is not None and dist.get_process_group_ranks(group)[0] != 0
+        return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
+
+    _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys  # type: ignore[assignment]

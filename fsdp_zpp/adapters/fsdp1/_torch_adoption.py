@@ -1,0 +1,96 @@
+"""Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle, hook and shard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+from ._torch import FlatParamHandle, unshard_param_utils
+from ._torch_handle import StrategyHandle, reduction_hook
+
+_INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
+_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
+_NEEDED = (
+    Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
+    Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
+    Needed(_FLAT, "_local_shard _params", "the shard and the parameters of an instance"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
+
+
+def adopt_handle(
+    module: FullyShardedDataParallel,
+    gather: WeightGather | None,
+    lossy: bool,
+    keep_unsharded: bool,
+    reduce: GradientReduce | None,
+    mesh: ProcessMesh,
+    written_back: Callable[[], None],
+) -> StrategyHandle | None:
+    """Have ``module``'s flat parameter, if it has one, gathered by ``gather`` and its gradient reduced by ``reduce``.
+
+    Args:
+        module: An instance of FSDP.
+        gather: Gathers the weights; None leaves it to torch.
+        lossy: Whether what it gathers differs from the weights.
+        keep_unsharded: Whether what it gathered is kept until the weights change.
+        reduce: Reduces the gradients; None leaves it to torch.
+        mesh: The ranks over which the model is sharded.
+        written_back: Called after summoned or loaded parameters were written to the shard.
+
+    Returns:
+        The flat parameter's handle.
+    """
+    if reduce is not None:
+        # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
+        module._comm_hook, module._comm_hook_state = reduction_hook, reduce
+    if module._handle is None:
+        return None
+    handle: Any = module._handle
+    handle.__class__ = StrategyHandle
+    handle._gather, handle._gather_is_lossy, handle._keep_unsharded = gather, lossy, keep_unsharded
+    handle._reduce, handle._mesh, handle._owner, handle._order = reduce, mesh, module, None
+    handle._unreduced, handle._was_gathered, handle._took_part, handle._used_in_step = False, False, False, False
+    handle._written_back, handle._version_at_summon, handle._holds_decoded_weights = written_back, None, False
+    handle.zero_padding()
+    return handle
+
+
+def parameters_of(module: FullyShardedDataParallel) -> list[nn.Parameter]:
+    """The parameters of ``module``'s own unit as an optimizer may hold them by now: original, or flat."""
+    handle = module._handle
+    return [] if handle is None else list(handle.flat_param._params or (handle.flat_param,))
+
+
+def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
+    """What this rank holds of ``module``'s own unit, if it has one."""
+    handle = module._handle  # whose flat parameter is the shard itself until FSDP's lazy initialization
+    return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
+
+
+def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
+    """The handle of ``module``'s flat parameter, if a strategy has adopted it; it reads weights ahead of a gather."""
+    handle = module._handle
+    return handle if isinstance(handle, StrategyHandle) else None
+
+
+def announce_writebacks() -> None:
+    """Have ``written_back()`` of :func:`adopt_handle` called after each of FSDP's writebacks."""
+    original = unshard_param_utils._writeback_to_local_shard
+
+    @functools.wraps(original)
+    def writeback_to_local_shard(handle: FlatParamHandle, writeback_grad: bool) -> None:
+        original(handle, writeback_grad)
+        if isinstance(handle, StrategyHandle):
+            handle._written_back()
+
+    unshard_param_utils._writeback_to_local_shard = writeback_to_local_shard

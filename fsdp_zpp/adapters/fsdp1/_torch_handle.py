@@ -1,0 +1,263 @@
+"""Private names of torch's flat parameters: a handle that gathers and reduces through a strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.reduction_order import ReductionOrder
+from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+from ._torch import (
+    FlatParamHandle,
+    HandleTrainingState,
+    no_dispatch_record_stream,
+    runtime_utils,
+)
+
+_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
+_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
+_NEEDED = (
+    Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
+    Needed(_HANDLE, "_use_low_precision_shard", "encoding the full-precision shard"),
+    Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
+    Needed(_HANDLE, "reshard _free_unsharded_flat_param _prefetched", "keeping and dropping what was gathered"),
+    Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
+    Needed(_HANDLE, "flat_param_to _fully_sharded_module _reset_flat_param_grad_info_if_needed", "moves of a model"),
+    Needed(_HANDLE, "_orig_param_dtype _reduce_dtype", "the dtype of gradients"),
+    Needed(_HANDLE, "_use_orig_params _use_sharded_views _writeback_orig_params _skip_writeback_check", "writebacks"),
+    Needed(_HANDLE, "_offload_params _device_handle device rank flat_param", "shards on the CPU and their ranks"),
+    Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
+    Needed(_FLAT, "_numels_with_padding _is_padding_mask", "zeroing the padding"),
+    Needed("torch.distributed.fsdp._runtime_utils", "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
+
+
+class StrategyHandle(FlatParamHandle):
+    """A flat parameter's handle that gathers and reduces through a strategy.
+
+    Made by :func:`_torch_adoption.adopt_handle` from the handle that torch built. Whatever asks for full precision
+    (state dicts, ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own gather.
+    """
+
+    _gather: WeightGather | None
+    _gather_is_lossy: bool
+    _keep_unsharded: bool
+    _reduce: GradientReduce | None
+    _mesh: ProcessMesh
+    _owner: Any
+    _order: ReductionOrder[StrategyHandle] | None
+    _unreduced: bool
+    _was_gathered: bool
+    _took_part: bool
+    _used_in_step: bool
+    _holds_decoded_weights: bool
+    _written_back: Callable[[], None]
+    _version_at_summon: Hashable
+
+    def _wants_full_precision(self) -> bool:
+        summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+        return summoned or self._force_full_precision
+
+    def pre_unshard(self) -> bool:
+        unsharding = super().pre_unshard()
+        # Only now: super() has copied replaced parameters to the shard, which counts as a write.
+        if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+            self._version_at_summon = self.shard_version()
+        return unsharding
+
+    def unshard(self) -> None:
+        if self._keep_unsharded and self._holds_decoded_weights and not self._wants_full_precision():
+            assert self._gather is not None
+            if not self.needs_unshard():
+                self._gather.secondary.check_version(self.shard_version())
+        super().unshard()
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+        # Parameter scope N keeps what was gathered until the weights change; drop_unsharded() frees it then.
+        super().reshard(free_unsharded_flat_param and (summoned or not self._keep_unsharded))
+        if summoned and self._gather is not None:
+            # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
+            self._gather.secondary.rebase_version(self._version_at_summon, self.shard_version())
+
+    def needs_unshard(self) -> bool:
+        # FSDP keeps the root unsharded from forward to backward, and after a forward without backward. A summon
+        # in between would take those decoded weights for the true ones, and even write them back.
+        if (
+            self._holds_decoded_weights
+            and self._gather_is_lossy
+            and self._wants_full_precision()
+            and not self._uses_param_mixed_precision  # else full precision has a buffer of its own
+        ):
+            self._free_unsharded_flat_param()
+            self._holds_decoded_weights = False
+        return super().needs_unshard()
+
+    def _use_low_precision_shard(self) -> None:
+        if self._gather is None:
+            super()._use_low_precision_shard()
+        # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
+        else:
+            self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
+
+    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
+        self._was_gathered = True
+        if self._gather is None or self._wants_full_precision():
+            self._holds_decoded_weights = False
+            return super()._all_gather_flat_param(padded_unsharded_flat_param)
+        shard = self.flat_param.data
+        if shard.dtype != (dtype := self.flat_param._local_shard.dtype):
+            raise ValueError(
+                f"the parameters of {type(self._fully_sharded_module).__name__} were cast from {dtype} to "
+                f"{shard.dtype} after their first forward, which FullyShardedDataParallel can't gather; cast a model "
+                "before its first forward, or pass mixed_precision=MixedPrecision(param_dtype=...) instead"
+            )
+        self._gather(shard, padded_unsharded_flat_param, self.shard_version())
+        self._holds_decoded_weights = True
+        if self._offload_params:  # the copy on the device goes when this returns, and the encoding may still read it
+            no_dispatch_record_stream(shard, self._device_handle.current_stream())
+        return padded_unsharded_flat_param
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether a micro-batch that is not the last reduces, as far as the gradient scope says."""
+        # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
+        return self.uses_sharded_strategy and self._reduce is not None
+
+    @property
+    def is_of_micro_batch(self) -> bool:
+        """Whether ranks have gathered it for this micro-batch, used or not; the same on all of them."""
+        kept = self._keep_unsharded and not super().needs_unshard()
+        return self.reduces_early and self.flat_param.requires_grad and (self._was_gathered or kept)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is of this micro-batch, and has hops to make before the last one."""
+        return self._reduce is not None and self._reduce.communicates_early and self.is_of_micro_batch
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        dtype = self._orig_param_dtype if self._force_full_precision else self._reduce_dtype
+        assert dtype is not None
+        return dtype
+
+    def end_backward(self, synchronized: bool) -> None:
+        """The backward is over."""
+        self._was_gathered = False
+        if synchronized:
+            self._took_part, self._used_in_step = False, False
+
+    def drop_unsharded(self) -> None:
+        """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
+        flat_param = self.flat_param
+        initialized = hasattr(flat_param, "_full_param_padded")
+        # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
+        if initialized and self._training_state == HandleTrainingState.IDLE and not self._prefetched:
+            self._free_unsharded_flat_param()
+
+    def hide_gradients(self) -> None:
+        """Before the last micro-batch, hide accumulated gradients from FSDP and from optimizers."""
+        # FSDP would take them for gradients that a user has set, and copy them without waiting for the reduction.
+        for param in (*(self.flat_param._params or ()), *(self.flat_param._shared_params or ())):
+            param.grad = None
+
+    def drop_gradients(self) -> None:
+        """Drop the sum of reduced gradients that optimizers do not see before the last micro-batch."""
+        if hasattr(self.flat_param, "_saved_grad_shard"):
+            del self.flat_param._saved_grad_shard
+
+    def drop_cleared_gradients(self) -> None:
+        """Drop the flat gradient if those of all original parameters are cleared; a move would restore them from it."""
+        self._reset_flat_param_grad_info_if_needed()
+
+    def write_back(self) -> None:
+        """What FSDP does before it gathers: copy parameters that have other storage by now to the shard."""
+        # In a backward, FSDP keeps gradients where a writeback does not look for them.
+        if torch._C._current_graph_task_id() != -1 or not self._use_orig_params or self._skip_writeback_check:
+            return
+        if self._writeback_orig_params():
+            self._use_sharded_views()  # or FSDP would do it again, which counts as a write
+
+    # ---- as a ShardSource, which is asked before FSDP's gather
+
+    def can_be_read(self) -> bool:
+        """Not in a backward, where an optimizer may write to the shard."""
+        return torch._C._current_graph_task_id() == -1
+
+    def full_precision_shard(self) -> Tensor:
+        """This rank's values, flat, on the device to gather on."""
+        return self.flat_param._local_shard.to(self.device, non_blocking=True)
+
+    def shard_version(self) -> Hashable:
+        """A value that changes with every write to the shard that torch counts, and when it is moved."""
+        flat_param = self.flat_param
+        shard, originals = flat_param._local_shard, flat_param._params or ()
+        # Each new tensor counts its writes from zero, and an allocator reuses addresses. A weak reference to the
+        # storage identifies it without keeping it alive.
+        memory = StorageWeakRef(shard.untyped_storage())
+        return memory, *(tensor._version for tensor in (shard, flat_param, *originals))
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        super().flat_param_to(*args, **kwargs)
+        # While the unit is idle, a user moves it, unless FSDP offloads parameters.
+        if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
+            self.moved()
+
+    def moved(self) -> None:
+        """Handle a move or cast of the flat parameter by a user."""
+        flat_param = self.flat_param
+        shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
+        # FSDP would return to the old memory after the next forward, and lose what was written to the new memory.
+        # A changed dtype is left alone: the next gather raises.
+        same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
+        if same_kind and not self._offload_params:
+            flat_param._local_shard = flat_param.data
+        self._written_back()
+
+    def zero_padding(self) -> None:
+        """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
+        flat_param = self.flat_param
+        start, end = -self.rank * flat_param.numel() if self.uses_sharded_strategy else 0, 0
+        for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+            end = start + numel
+            if is_padding and end > 0:
+                flat_param.data[max(start, 0) : end].zero_()
+            start = end
+
+
+def reduction_hook(reduce: GradientReduce, gradient: Tensor, out: Tensor | None = None) -> None:
+    """A communication hook, which gets no ``out`` for what FSDP does not shard."""
+    reduce(gradient, gradient if out is None else out)
+
+
+def shard_gradients_in_constant_time() -> None:
+    """Have the size of a gradient's shard computed, where torch cuts the gradient into a view for every rank.
+
+    Of a thousand views one is looked at, and they take longer than all the rest of a unit's backward.
+    """
+    original = runtime_utils._get_reduce_scatter_tensors
+
+    @functools.wraps(original)
+    def get_reduce_scatter_tensors(state: Any, unsharded_grad: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(state._handle, StrategyHandle):
+            return original(state, unsharded_grad)
+        numel = unsharded_grad.numel()
+        of_shard = -(-numel // state.world_size)
+        padding = of_shard * state.world_size - numel
+        padded = F.pad(unsharded_grad, [0, padding]) if padding else unsharded_grad
+        return padded, unsharded_grad.new_empty(of_shard)
+
+    runtime_utils._get_reduce_scatter_tensors = get_reduce_scatter_tensors

@@ -1,0 +1,138 @@
+"""What FullyShardedDataParallel with a strategy refuses: on every rank, before anything is sent or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+from fsdp_zpp.collectives.agreement import check_agreement, parameter_facts
+from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
+from fsdp_zpp.runtime.validation import check_dtypes, check_no_other_parallelism, strategy_facts, topology_for
+
+
+def check_arguments(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
+    """Raise for what a strategy can't do. Collective over ``group``.
+
+    Args:
+        strategy: How to shard.
+        group: The ranks to shard over.
+        arguments: Those of FSDP's constructor; iterators among them become lists.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: Saying what to do instead.
+    """
+    _check_agreement(strategy, group, arguments)
+    topology_for(strategy, group)
+    _check_parameters(strategy, arguments)
+    _check_offload(arguments)
+
+
+def _check_group(arguments: dict[str, Any]) -> None:
+    group, mesh = arguments["process_group"], arguments["device_mesh"]
+    if isinstance(group, tuple):
+        raise ValueError(
+            "process_group is a pair of groups, as HYBRID_SHARD takes it; a Strategy takes the one group of all "
+            "ranks and makes the groups of its hops itself (gpus_per_node)"
+        )
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(
+            f"a Strategy takes a 1-D device_mesh of all ranks to shard over, got {mesh.ndim} dimensions "
+            f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node"
+        )
+
+
+def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
+    """The ranks that the arguments name, all by default; None if there is no default group.
+
+    Raises:
+        ValueError: If they name several groups or a mesh of several dimensions.
+    """
+    _check_group(arguments)
+    group, mesh = arguments["process_group"], arguments["device_mesh"]
+    if isinstance(mesh, DeviceMesh):
+        group = mesh.get_group(0)
+    return group if group is not None else dist.group.WORLD
+
+
+def _check_agreement(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
+    module: nn.Module = arguments["module"]
+    nested = {
+        p
+        for m in module.modules()
+        if isinstance(m, FullyShardedDataParallel) and m is not module
+        for p in m.parameters()
+    }
+    own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
+    facts = strategy_facts(strategy, group)
+    facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
+    call = f"FullyShardedDataParallel({model_name(module)})"
+    device = device_of(group, arguments["device_id"])
+    check_agreement(group, call, facts | parameter_facts(own), device)
+
+
+def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    module: nn.Module = arguments["module"]
+    for name in ("ignored_modules", "ignored_states"):
+        if isinstance(arguments[name], Iterable):  # an iterator would be used up here, before FSDP sees it
+            arguments[name] = list(arguments[name])
+    ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    return [(name, p) for name, p in module.named_parameters() if p not in ignored]
+
+
+def _check_parameters(strategy: Strategy, arguments: dict[str, Any]) -> None:
+    sharded = _to_be_sharded(arguments)
+    check_dtypes(sharded, "pass others in ignored_states")
+    check_no_other_parallelism(strategy, sharded)
+
+
+def ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: list[Any] | None) -> set[nn.Parameter]:
+    """The parameters that FSDP's constructor was told to leave alone."""
+    ignored: set[nn.Parameter] = set()
+    for item in (*(ignored_modules or ()), *(ignored_states or ())):
+        ignored.update(item.parameters() if isinstance(item, nn.Module) else (item,))
+    return ignored
+
+
+def _check_offload(arguments: dict[str, Any]) -> None:
+    offload = arguments["cpu_offload"]
+    if offload is not None and offload.offload_params and not torch.accelerator.is_available():
+        raise ValueError(f"{offload} needs an accelerator to offload from: FSDP pins the memory of the parameters")
+
+
+def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: Any) -> None:
+    """Raise if ``module`` is set to give local state dicts; a hook that torch calls before it makes one.
+
+    Raises:
+        ValueError: If it is.
+    """
+    # torch looks for its global rank in the group of a node, under its own HYBRID_SHARD too: all nodes but one raise.
+    if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        raise ValueError(
+            "LOCAL_STATE_DICT can't hold weights that are sharded within nodes, as the third letter I has them; "
+            "use SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+
+
+def check_one_group(found: Iterable[ManagedUnit[StrategyUnit]]) -> None:
+    """Raise if some units of a model are sharded within nodes and others are not.
+
+    Raises:
+        ValueError: Naming one of each.
+    """
+    by_scope = {managed.unit.scopes.optimizer: managed.name for managed in found}
+    if "I" in by_scope and len(by_scope) > 1:
+        other = next(name for scope, name in by_scope.items() if scope != "I")
+        raise ValueError(
+            f"{by_scope['I']} is sharded inside of nodes (the third letter of its strategy) and {other} is not, but "
+            "FSDP clips gradients and saves optimizer states of a model over one group; give all parts of a model the "
+            "third letter I, or none"
+        )

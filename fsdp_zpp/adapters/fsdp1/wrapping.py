@@ -1,0 +1,264 @@
+"""From ``FullyShardedDataParallel(..., sharding_strategy=strategy)`` to units that gather and reduce."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
+from fsdp_zpp.collectives.agreement import check_agreement, described
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
+from fsdp_zpp.frozen.resharding import follow_strategy
+from fsdp_zpp.frozen.sharded_params import register_flat_params
+from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
+from fsdp_zpp.runtime.summary import log_reduction
+from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_of
+from fsdp_zpp.runtime.validation import check_instance, mesh_for
+from fsdp_zpp.torch_internals import Patch, apply_patches
+
+from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle
+from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
+
+_LIFECYCLE_HOOKS = "_fsdp_zpp_lifecycle"
+U = TypeVar("U", bound=Unit)
+
+
+class HookedUnit:
+    """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
+
+    def __init__(self, state: QuantizedReduceState) -> None:
+        self.traffic = state.traffic
+        self.errors, self.mesh = state.errors, state.mesh
+
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Stock FSDP keeps no secondary shard."""
+
+    def drop_gradients(self) -> None:
+        """Stock FSDP has them in ``.grad`` alone."""
+
+
+def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
+    _construct_with(construct, module, arguments)
+    _torch_flat.constructed(module)
+
+
+def _construct_with(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
+    strategy = arguments["sharding_strategy"]
+    check_instance("sharding_strategy", strategy)
+    if not isinstance(strategy, Strategy):
+        construct()
+        return
+    group = group_of(arguments)
+    if group is None:
+        construct()  # to raise FSDP's own error
+        return
+    check_arguments(strategy, group, arguments)
+    unit = StrategyUnit(strategy, mesh_for(strategy, group))
+    mixed_precision = arguments["mixed_precision"]
+    quantize_for(
+        strategy,
+        arguments["module"],
+        unit.mesh,
+        ignored=ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"]),
+        device=arguments["device_id"],
+        dtype=None if mixed_precision is None else mixed_precision.param_dtype,
+        broadcast=group if arguments["sync_module_states"] else None,
+    )
+    shard_groups = {"G": group, "I": unit.mesh.intra, "N": None}
+
+    def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
+        done = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False, "ignored_modules": None}
+        own = {name: value for name, value in arguments.items() if name != "self"}
+        return FullyShardedDataParallel(**own | done | {"ignored_states": others})
+
+    with ExitStack() as stack:
+        stack.enter_context(_torch.sharding_over(module, strategy, shard_groups[unit.scopes.optimizer]))
+        if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
+            stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
+        construct()
+    _adopt(module, unit)
+    # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
+    module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+    if unit.scopes.optimizer == "I":
+        module.register_state_dict_pre_hook(refuse_local_state_dict)
+    attach(module, unit)
+
+
+def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+    """Have the flat parameter that ``module`` has now, if any, gathered and reduced by ``unit``."""
+    handle = _torch_adoption.adopt_handle(
+        module,
+        unit.gather,
+        lossy=unit.gather is not None and unit.gather.secondary.codec is not None,
+        keep_unsharded=unit.keep_unsharded,
+        reduce=unit.reduce,
+        mesh=unit.mesh,
+        written_back=unit.invalidate,
+    )
+    if unit.gather is not None:
+        unit.gather.secondary.source = handle
+    if handle is None:
+        # Not those of a flat parameter that the instance no longer has.
+        unit.on_invalidate = unit.on_drop_gradients = lambda: None
+    else:
+        unit.on_invalidate, unit.on_drop_gradients = handle.drop_unsharded, handle.drop_gradients
+
+
+def _readopt(module: FullyShardedDataParallel) -> None:
+    """Adopt another flat parameter of an instance that may have a strategy."""
+    if isinstance(unit := unit_of(module), StrategyUnit):
+        _adopt(module, unit)
+
+
+def _root_known(root: nn.Module) -> None:
+    """Start to watch the model under ``root``."""
+    found = [
+        _managed(_name_of(path), unit, module)
+        for path, module in root.named_modules()
+        if isinstance(module, FullyShardedDataParallel) and isinstance(unit := unit_of(module), StrategyUnit)
+    ]
+    check_one_group(found)
+    if found:
+        name = model_name(root)
+        setattr(root, _LIFECYCLE_HOOKS, set_up_model(name, found))
+        warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.mesh) for managed in found))
+
+
+def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
+    parameters, shards = partial(_torch_adoption.parameters_of, instance), partial(_torch_adoption.shard_of, instance)
+    return ManagedUnit(name, unit, parameters, shards)
+
+
+def _before_move(instance: FullyShardedDataParallel) -> None:
+    if (handle := _torch_adoption.handle_of(instance)) is not None:
+        handle.drop_cleared_gradients()
+
+
+def _after_move(instance: FullyShardedDataParallel) -> None:
+    if (handle := _torch_adoption.handle_of(instance)) is not None:
+        handle.moved()
+
+
+def _name_of(path: str) -> str:
+    """A unit's name: the path to what it wraps, or, of a unit between that and its FSDP instance, what it holds."""
+    name = path.replace("_fsdp_wrapped_module.", "")
+    owner = name.removesuffix("_fsdp_wrapped_module").rstrip(".")
+    return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
+
+
+def _gradients_synchronized(root: nn.Module) -> None:
+    if (hooks := vars(root).get(_LIFECYCLE_HOOKS)) is not None:
+        hooks.gradients_synchronized()
+
+
+def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
+    """Check that ``state`` reduces over the model's group, log what of it is active, and count its traffic.
+
+    Returns:
+        A state for each instance.
+    """
+    if not isinstance(state, QuantizedReduceState):
+        return {}
+    instances = {path: m for path, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)}
+    expected = dist.get_process_group_ranks(state.process_group)
+    for instance in instances.values():
+        ranks = dist.get_process_group_ranks(_torch.process_group_of(instance))
+        if ranks != expected:
+            raise ValueError(
+                f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
+                "make the state with process_group= the model's group"
+            )
+    sizes = {_name_of(path): described(_torch_adoption.shard_of(m)) for path, m in instances.items()}
+    facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
+    call = f"register_comm_hook of {model_name(model)}"
+    check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
+    follow_strategy(model, state.mesh)
+    states = {name: state.of_unit(name) for name in map(_name_of, instances)}
+    hooked: list[ManagedUnit[HookedUnit]] = []
+    error_nbytes = 0
+    for (name, own), instance in zip(states.items(), instances.values(), strict=True):
+        hooked.append(_managed(name, HookedUnit(own), instance))
+        if unit_of(instance) is None:
+            attach(instance, hooked[-1].unit)
+        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_adoption.shard_of(instance))
+    log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
+    if error_nbytes:
+        setattr(model, _LIFECYCLE_HOOKS, LifecycleHooks(hooked))
+    return dict(zip(instances.values(), states.values(), strict=True))
+
+
+PATCHES = (
+    Patch(
+        "FullyShardedDataParallel.__init__",
+        "a Strategy is taken for a sharding_strategy",
+        lambda: _torch.intercept_construction(_construct),
+    ),
+    Patch(
+        "FullyShardedDataParallel.register_comm_hook",
+        "each unit gets a QuantizedReduceState of its own",
+        lambda: _torch.intercept_hook_registration(_adopt_hook_state),
+    ),
+    Patch(
+        "_runtime_utils._share_state_and_init_handle_attrs",
+        "the root becomes known, and with it all units of the model",
+        lambda: _torch.after_root_is_known(_root_known),
+    ),
+    Patch(
+        "_runtime_utils._share_state_and_init_handle_attrs",
+        "units reduce in one order on all ranks, in two streams",
+        _torch_backward.set_up_reductions,
+    ),
+    Patch(
+        "_runtime_utils._post_backward_hook",
+        "micro-batches that are not the last reduce as far as the gradient scope says",
+        _torch_backward.reduce_in_every_backward,
+    ),
+    Patch(
+        "_runtime_utils._get_reduce_scatter_tensors",
+        "torch makes a view for every rank to find the size of a shard",
+        _torch_handle.shard_gradients_in_constant_time,
+    ),
+    Patch(
+        "_runtime_utils._post_backward_final_callback",
+        "a backward that synchronizes gradients ends: weights will change",
+        lambda: _torch_backward.after_synchronizing_backward(_gradients_synchronized),
+    ),
+    Patch(
+        "_unshard_param_utils._writeback_to_local_shard",
+        "weights change by summon_full_params(writeback=True) and load_state_dict",
+        _torch_adoption.announce_writebacks,
+    ),
+    Patch(
+        "FullyShardedDataParallel._apply",
+        "a move or cast of the model reaches the shard, and what was gathered of it is stale",
+        lambda: _torch.around_moves(_before_move, _after_move),
+    ),
+    Patch(
+        "fully_sharded_data_parallel._unshard_params",
+        "summon_full_params(recurse=False) summons frozen parameters that are kept apart, too",
+        _torch.summon_frozen_too,
+    ),
+    Patch(
+        "_optim_utils._map_param_key_to_optim_keys",
+        "torch broadcasts keys of optimizer states from global rank 0, which a node's group may not have",
+        _torch.save_optimizer_states_in_any_group,
+    ),
+)
+"""All that is replaced in torch. It changes nothing for models of torch's own strategies."""
+
+
+def install() -> None:
+    """Make FullyShardedDataParallel understand strategies."""
+    apply_patches(PATCHES)
+    register_flat_params(lambda model: _torch_flat.flat_units(model, _readopt))

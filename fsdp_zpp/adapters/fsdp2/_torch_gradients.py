@@ -1,0 +1,75 @@
+"""Private names of torch's fully_shard: unsharded gradients, and the flat tensor in which it reduces them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_NEEDED = (
+    Needed(f"{_FSDP}._fsdp_collectives", "foreach_reduce_scatter_copy_in", "the layout of a group's gradient"),
+    Needed(f"{_FSDP}._fsdp_common", "_get_dim0_padded_size", "the same"),
+    Needed(_GROUP, "_reduce_scatter_process_group _reduce_dtype device", "the same, and its dtype"),
+    Needed(_PARAM, "fsdp_placement _get_grad_inner_tensor", "the same"),
+    Needed(_PARAM, "unsharded_param unsharded_grad_data", "gradients that are not sharded yet"),
+    Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed(_PARAM, "unsharded_accumulated_grad_data", "the same", until=(2, 14)),
+)
+check_needed("adapter for fully_shard", _NEEDED)
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
+from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+def take_gradient(param: FSDPParam) -> Tensor | None:
+    """Take from a parameter the unsharded gradient of its last backward, or if there is none, the accumulated one."""
+    gradient: Tensor | None = None
+    if param.unsharded_param.grad is not None:
+        gradient, param.unsharded_param.grad = param.unsharded_grad_data, None
+    elif param.unsharded_accumulated_grad is not None:
+        gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+    return gradient
+
+
+def flatten_gradients(group: FSDPParamGroup, params: list[FSDPParam], gradients: list[Tensor | None]) -> Tensor:
+    """Unsharded gradients in one flat tensor, in the layout and dtype in which torch reduces them.
+
+    Args:
+        group: The group of the parameters.
+        params: Those that require gradients, in the order in which torch reduces them.
+        gradients: The gradient of each; None counts as zeros.
+
+    Returns:
+        Flat [world * numel], chunk i for rank i.
+    """
+    world = group._reduce_scatter_process_group.size()
+    dtype = _gradient_dtype(group, params)
+    parts: list[Tensor] = []
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is None:
+            gradient = param._get_grad_inner_tensor(torch.zeros_like(param.unsharded_param, dtype=dtype))
+        if param.fsdp_placement.dim != 0 and world > 1:
+            # The copy below cuts along dimension 0, so the shards along another one are put there.
+            gradient = torch.cat(gradient.chunk(world, dim=param.fsdp_placement.dim), dim=0)
+        parts.append(gradient.to(dtype))
+    numel = sum(_get_dim0_padded_size(part.size(), world).numel() for part in parts)
+    flat = torch.empty(numel, dtype=dtype, device=group.device)
+    foreach_reduce_scatter_copy_in(parts, flat, world)
+    return flat
+
+
+def _gradient_dtype(group: FSDPParamGroup, params: list[FSDPParam]) -> torch.dtype:
+    """The dtype in which torch reduces; the same on all ranks, whichever gradients they have."""
+    if group._reduce_dtype is not None:
+        return group._reduce_dtype
+    # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
+    dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
+    return functools.reduce(torch.promote_types, dtypes)

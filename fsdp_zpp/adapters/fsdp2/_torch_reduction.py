@@ -1,0 +1,303 @@
+"""The reduction of a parameter group's gradients: a subclass of fully_shard's group that uses its private names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.hops import PendingReduction
+from fsdp_zpp.collectives.reduction_order import ReductionOrder
+from fsdp_zpp.collectives.streams import keep_until_read
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_NEEDED = (
+    Needed(_GROUP, "post_backward reduce_grads all_reduce_grads", "reducing in every micro-batch"),
+    Needed(_GROUP, "is_unsharded wait_for_unshard _to_sharded _all_gather_result", "which groups a micro-batch uses"),
+    Needed(_GROUP, "comm_ctx device_handle", "where to reduce"),
+    Needed(_GROUP, "_all_reduce_hook _module_fqn", "taking over the reduction"),
+    Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "reduce_scatter_stream all_reduce_stream", "where to reduce"),
+    Needed(_PARAM, "sharded_param _param_fqn", "the parameters of a group"),
+    Needed(_PARAM, "unsharded_param _unsharded_param", "gradients that are not sharded yet"),
+    Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed(_GROUP, "_set_separate_reduce_scatter_group", "refusing it", since=(2, 13)),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+    Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
+)
+check_needed("adapter for fully_shard", _NEEDED)
+
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from ._torch_gradients import flatten_gradients, take_gradient
+
+
+class FinishReduction:
+    """Finishes a reduction in torch's all-reduce hook, so that the inter-node hop runs in the stream of the all-reduce.
+
+    Attributes:
+        pending: What has been started and is to be finished, if anything.
+        then: A user's hook, which runs afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.pending: PendingReduction | None = None
+        self.then: Callable[[Tensor], None] | None = None
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Complete ``gradient`` in place."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.finish()
+        # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
+        keep_until_read(gradient)
+        if self.then is not None:
+            self.then(gradient)
+
+
+class ReducingGroup(FSDPParamGroup):
+    """A parameter group whose gradients a strategy reduces.
+
+    Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
+    last of its step reduces all parameters of a group, and so does the last one of that step. Parameters that no rank
+    has used get no gradient in the end, as with torch's own reduction (:meth:`drop_unused_gradients`).
+
+    Attributes:
+        reduction: Reduces the gradients; None where torch does.
+        order: The order in which groups reduce; set before the first forward.
+        own_all_reduce: The function that must be the all-reduce hook; None if users may set one.
+        completion: The all-reduce hook, which runs a user's; None if reductions are finished where they start.
+    """
+
+    reduction: GradientReduce | None
+    order: ReductionOrder[ReducingGroup]
+    own_all_reduce: Callable[[Tensor], None] | None
+    completion: FinishReduction | None
+    _was_gathered: bool
+    _took_part: bool
+    _used: set[int]
+    _unused: dict[int, tuple[FSDPParam, Any, Any]]
+
+    def adopt(self) -> None:
+        """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
+        self.reduction, self.own_all_reduce, self.completion = None, None, None
+        self.order = ReductionOrder([self])
+        self._was_gathered, self._took_part = False, False
+        self._used, self._unused = set(), {}
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether a backward completes the gradients of its step, as FSDPModule's setters say."""
+        defers_hops = self.reduction is not None and self.reduction.defers_hops
+        # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs our deferred hops.
+        return self.reduce_grads and (self.all_reduce_grads or not defers_hops)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether ranks have gathered the group for this micro-batch, and it has hops to make before the last one."""
+        early = self.reduction is not None and self.reduction.communicates_early and not self.is_last_micro_batch
+        return early and (self._was_gathered or self.is_unsharded) and bool(self._trainable())
+
+    def post_backward(self, *unused: Any) -> None:
+        """See [Note: What a micro-batch reduces] in gradient_reduce.py."""
+        self._check_hooks()
+        self._was_gathered |= self.is_unsharded  # before it is resharded
+        if self.reduction is None or self.is_last_micro_batch:
+            self._reduce_step(*unused)
+            return
+        # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
+        # Even then, torch must keep the gradients unreduced until the group's turn.
+        reduce_grads, self.reduce_grads = self.reduce_grads, False
+        try:
+            super().post_backward(*unused)
+        finally:
+            self.reduce_grads = reduce_grads
+        if not self.reduction.communicates_early:
+            self.reduce_micro_batch()
+            return
+        for group in self.order.finished(self):
+            group.reduce_micro_batch()
+
+    def _check_hooks(self) -> None:
+        if self.own_all_reduce is not None and self._all_reduce_hook is not self.own_all_reduce:
+            raise RuntimeError(
+                f"set_all_reduce_hook has replaced the hook by which the strategy reduces the gradients of "
+                f"{self._module_fqn or 'root'}, on which its third letter N relies; leave the call out, or choose a "
+                "strategy whose third letter is not N"
+            )
+        if self.completion is not None and self._all_reduce_hook is not self.completion:
+            self.completion.then, self._all_reduce_hook = self._all_reduce_hook, self.completion
+
+    # ---- before the last micro-batch
+
+    @torch.no_grad()
+    def reduce_micro_batch(self) -> None:
+        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
+        assert self.reduction is not None
+        self._drop_prefetch()
+        params = self._trainable()
+        gradients = [take_gradient(param) for param in params]
+        used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
+        self._used |= used
+        self._took_part |= self._was_gathered and bool(params)
+        if not params or not (used or self.reduction.communicates_early):
+            return
+        flat = flatten_gradients(self, params, gradients)
+        inside, between = self.comm_ctx.reduce_scatter_stream, self.comm_ctx.all_reduce_stream
+        if self.own_all_reduce is not None:
+            inside = between  # where the last micro-batch adds its sums to the accumulated ones
+        inside.wait_stream(self.device_handle.current_stream())
+        with self.device_handle.stream(inside):
+            pending = self.reduction.accumulate(flat)
+            if flat.is_cuda:
+                flat.record_stream(inside)  # it was allocated in the stream of the backward
+        # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
+        # intra-node hop of the next group, in the stream of its reduce-scatter, need not wait for the slow network.
+        if self.completion is None:
+            between = inside
+        elif between is not inside:
+            between.wait_stream(inside)
+        with self.device_handle.stream(between):
+            pending.finish()
+
+    def _drop_prefetch(self) -> None:
+        """Finish a first gather that was prefetched and not used.
+
+        Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
+        """
+        if self._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
+            self.wait_for_unshard()
+            self._to_sharded()
+
+    def _trainable(self) -> list[FSDPParam]:
+        """The parameters that require gradients, in the order in which torch reduces them."""
+        order = getattr(self, "_reduce_scatter_param_indices", range(len(self.fsdp_params)))  # from torch 2.14 on
+        params = [self.fsdp_params[index] for index in order]
+        return [param for param in params if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")]
+
+    @staticmethod
+    def _has_gradient(param: FSDPParam) -> bool:
+        return param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+    # ---- the last micro-batch
+
+    def _reduce_step(self, *unused: Any) -> None:
+        """Reduce in the last micro-batch of a step, by torch's own post_backward."""
+        params = self._trainable()
+        has_gradient = [self._has_gradient(param) for param in params]
+        if self.reduction is not None:
+            self._fill_missing(params, has_gradient)
+        # Where torch reduces what is not used, all ranks do, whatever this one has.
+        if self._took_part or any(has_gradient) or (params and self._reduces_unused):
+            self.order.synchronized(self)
+        # Optimizers in the backward must not step on gradients that perhaps no rank has used.
+        for param, _, _ in self._unused.values():
+            param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        try:
+            super().post_backward(*unused)
+        finally:
+            for param, _, hooks in self._unused.values():
+                param.sharded_param._post_accumulate_grad_hooks = hooks
+
+    def _fill_missing(self, params: list[FSDPParam], has_gradient: list[bool]) -> None:
+        """Add zero gradients where this micro-batch has none, but earlier ones or other ranks may have some."""
+        assert self.reduction is not None
+        # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
+        if not self._took_part and not (self.reduction.errors is not None and any(has_gradient)):
+            return
+        for param, has in zip(params, has_gradient, strict=True):
+            if has:
+                self._used.add(id(param))
+            else:
+                dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
+                param.unsharded_param.grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
+        # Until torch 2.14, accumulated gradients have another dtype, and torch reduces gradients of a single dtype.
+        kept = any(param.unsharded_accumulated_grad is not None for param in params)
+        if kept and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+            for param in params:
+                param.to_accumulated_grad_if_needed()
+        if not self._must_agree:
+            return
+        for param in params:
+            if id(param) in self._used:
+                self._unused.pop(id(param), None)  # a module that runs twice comes here twice
+            elif id(param) not in self._unused:
+                sharded = param.sharded_param
+                self._unused[id(param)] = param, sharded.grad, getattr(sharded, "_post_accumulate_grad_hooks", None)
+
+    @property
+    def _must_agree(self) -> bool:
+        """Whether parameters that no rank uses are to get no gradient, so that ranks exchange what they have used.
+
+        Not with error feedback, whose errors must be sent on, nor if set_reduce_scatter_unused_params asks for zeros.
+        """
+        assert self.reduction is not None
+        return self.reduction.errors is None and not self._reduces_unused
+
+    @property
+    def _reduces_unused(self) -> bool:
+        """Whether torch was told to reduce zeros for parameters without gradients, which it knows from 2.13 on."""
+        return getattr(self, "reduce_scatter_unused_params", False)
+
+    def layout(self) -> Hashable:
+        """The parameters that a gradient consists of."""
+        return tuple(param._param_fqn for param in self._trainable())
+
+    def _set_separate_reduce_scatter_group(self, enable: bool, *groups: Any) -> None:
+        if enable and self.reduction is not None:
+            raise NotImplementedError(
+                f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
+                f"gradients of {self._module_fqn or 'root'} over process groups of its own; leave the call out"
+            )
+        torchs: Any = super()
+        torchs._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on
+
+    # ---- gradients that are dropped
+
+    def drop_gradients(self) -> None:
+        """Outside of a backward, drop the gradients that torch has kept, and forget which parameters they were of."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # an optimizer in the backward has cleared what it has stepped with
+        self._used = set()
+        for param in self._trainable():
+            while take_gradient(param) is not None:  # until torch 2.14, there may be two
+                pass
+
+    # ---- after the backward
+
+    def used_in_step(self) -> list[bool]:
+        """For each parameter, whether this rank has used it in the step; empty if ranks need not agree on that."""
+        if not self._took_part or not self._must_agree:
+            return []
+        return [id(param) in self._used for param in self._trainable()]
+
+    def drop_unused_gradients(self, used_by_any: Callable[[], list[bool]]) -> None:
+        """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
+        if not self._unused:
+            return
+        by_id = dict(zip(map(id, self._trainable()), used_by_any(), strict=True))
+        for param, before, hooks in self._unused.values():
+            if not by_id[id(param)]:
+                param.sharded_param.grad = before
+                continue
+            for hook in (hooks or {}).values():
+                hook(param.sharded_param)
+
+    def end_backward(self, synchronized: bool) -> None:
+        """The backward is over."""
+        self._was_gathered = False
+        if synchronized:
+            self._took_part, self._used, self._unused = False, set(), {}
+
+    def reset_step(self) -> None:
+        """An exception has ended a step: drop the gradients of its micro-batches."""
+        if self.reduction is not None:
+            self.reduction.drop_accumulated()
+        self.drop_gradients()  # torch itself drops unsharded ones from 2.15 on only
+        self.end_backward(synchronized=True)

@@ -1,0 +1,215 @@
+"""From ``fully_shard(module, strategy=strategy)`` to units that gather and reduce."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
+
+from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement, parameter_facts
+from fsdp_zpp.collectives.devices import default_device_type
+from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
+from fsdp_zpp.frozen.sharded_params import register_sharded_params
+from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
+from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, unit_of
+from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
+from fsdp_zpp.torch_internals import Patch, apply_patches
+
+from . import _torch, _torch_backward, _torch_owned, _torch_reduction
+from .comms import StrategyAllReduce, StrategyReduceScatter, all_gather_of
+from .validation import check_arguments, check_strategy, is_stock, named_own_parameters
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    **arguments: Any,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    **arguments: Any,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    **arguments: Any,
+) -> FSDPModule | list[FSDPModule]:
+    """Apply torch's ``fully_shard`` to ``module``, in place, and shard it by ``strategy``.
+
+    Call it bottom-up, like torch's. Different calls in one model may use different strategies, or torch's own. Clipping
+    the gradients of all of them together needs one mesh, so give them the same third letter.
+
+    Args:
+        module: The module, or several that are gathered together.
+        strategy: Where each model state lives and how each hop is encoded.
+        mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
+            How they split into nodes is the strategy's ``gpus_per_node``.
+        reshard_after_forward: As torch's, but for an int: keeping a secondary shard inside of each node is what
+            the strategy's first letter ``I`` stands for. ``Strategy("GGG")`` on one node is torch's ``fully_shard``
+            itself and accepts all of its arguments.
+        **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
+
+    Returns:
+        ``module``, whose class is now torch's ``FSDPModule``.
+
+    Raises:
+        TypeError: If ``strategy`` is not a :class:`Strategy`, or a parameter has a dtype that none can shard.
+        ValueError: If the mesh or another argument does not fit a strategy.
+        NotImplementedError: If the strategy can't be combined with another parallelism that has sharded the module.
+
+    Example:
+        >>> for layer in model.layers:
+        ...     fully_shard(layer, strategy=Strategy.zeropp())
+        >>> fully_shard(model, strategy=Strategy.zeropp())
+    """
+    passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_strategy(strategy)
+    _check_agreement(modules, strategy, passed_on)
+    check_arguments(modules, strategy, passed_on)
+    unit = _unit_for(strategy, passed_on)
+    policy = passed_on.get("mp_policy")
+    for each in modules:
+        ignored = passed_on.get("ignored_params") or ()
+        dtype = None if policy is None else policy.param_dtype
+        quantize_for(strategy, each, unit.mesh, ignored=ignored, dtype=dtype)
+    sharded = torch_fully_shard(module, **passed_on)
+    group = _torch.adopt_group(modules[0], _root_known)
+    if is_stock(strategy):
+        for each in modules:
+            attach(each, unit)
+    elif group is not None:  # else the module has no parameters of its own
+        _apply(unit, modules, group)
+    return sharded
+
+
+PATCHES = (
+    Patch(
+        "FSDPModule._apply",
+        "a move or cast of the model keeps our marks on parameters, and what was gathered of it is stale",
+        lambda: _torch.after_moves(weights_moved),
+    ),
+)
+"""All that is replaced in torch. Groups and states of sharded modules get subclasses of their classes besides."""
+
+
+def install() -> None:
+    """Prepare torch for strategies."""
+    apply_patches(PATCHES)
+    register_sharded_params(lambda model: _torch_owned.owned_parameters(model, _parameter_released))
+
+
+# torch's function has its state under this name, and torch's users look it up there.
+fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
+
+
+def _check_agreement(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
+    mesh = arguments["mesh"]
+    if mesh is None and not dist.is_initialized():
+        dist.init_process_group()  # as torch would have done
+    group = dist.group.WORLD if mesh is None else mesh.get_group() if getattr(mesh, "ndim", None) == 1 else None
+    if group is None:
+        return
+    facts = strategy_facts(strategy, group)
+    facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
+    ignored = arguments.get("ignored_params") or ()
+    own = ((name, p) for name, p in named_own_parameters(modules) if p not in ignored)
+    call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
+    check_agreement(group, call, facts | parameter_facts(own))
+
+
+def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
+    """A unit on the ranks that ``arguments`` name; replaces their mesh by that of the ranks to shard over."""
+    mesh = arguments["mesh"]
+    if is_stock(strategy) or mesh is None:
+        assert dist.group.WORLD is not None
+        unit = StrategyUnit(strategy, mesh_for(strategy, dist.group.WORLD))
+    else:
+        unit = StrategyUnit(strategy, mesh_for(strategy, mesh.get_group()))
+    if unit.scopes.optimizer != "G" and unit.mesh.topology.world > 1:
+        group = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
+        assert group is not None
+        device_type = default_device_type() if mesh is None else mesh.device_type
+        arguments["mesh"] = DeviceMesh.from_group(group, device_type)
+    return unit
+
+
+def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyGroup) -> None:
+    """Have ``group``, of ``modules``, gathered and reduced by ``unit``."""
+    sharded = modules[0]
+    assert isinstance(sharded, FSDPModule)
+    world = unit.mesh.topology.world
+    unit.on_invalidate, unit.on_drop_gradients = group.drop_unsharded, group.drop_gradients
+    if unit.gather is not None:
+        unit.gather.secondary.source = group
+        sharded.set_custom_all_gather(all_gather_of(unit.gather, group))
+    if unit.keep_unsharded and unit.gather is not None:
+        group.staleness_guard = unit.gather.secondary
+    if unit.reduce is not None:
+        group.reduction = unit.reduce
+        if unit.scopes.optimizer == "N":
+            group.own_all_reduce = StrategyAllReduce(unit.reduce, group, world)
+            sharded.set_all_reduce_hook(group.own_all_reduce)
+        else:
+            sharded.set_custom_reduce_scatter(StrategyReduceScatter(unit.reduce, group, world))
+            if unit.reduce.has_two_hops:
+                group.completion = _torch_reduction.FinishReduction()
+    # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
+    for owner in {owner for owners in group.parameter_owners() for owner in owners}:
+        owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+    for module in modules:
+        attach(module, unit)
+
+
+def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
+    """What is left of a group is to be gathered anew; if nothing is, the unit of its ``modules`` has nothing to do."""
+    for module in modules:
+        if isinstance(unit := unit_of(module), StrategyUnit):
+            unit.invalidate()
+            if empty:
+                detach(module)
+
+
+def _root_known(root: nn.Module) -> None:
+    """Start to watch the model under ``root``."""
+    found: dict[str, ManagedUnit[StrategyUnit]] = {}
+    groups: dict[_torch.StrategyGroup, ProcessMesh] = {}  # modules that were passed as a list share one
+    for module in root.modules():
+        unit = unit_of(module)
+        group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
+        if isinstance(unit, StrategyUnit) and group is not None:
+            found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group.parameter_owners)
+            groups[group] = unit.mesh
+    model, members = model_name(root), list(found.values())
+    hooks = set_up_model(model, members)
+    warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.mesh) for managed in members))
+    _torch_backward.watch_backwards(root, hooks.gradients_synchronized, lambda: _agree_on_use(groups))
+
+
+def _agree_on_use(groups: dict[_torch.StrategyGroup, ProcessMesh]) -> None:
+    """Remove the gradients of parameters that no rank has used in the step that ends. Collective."""
+    asked = [(group, mesh, used) for group, mesh in groups.items() if (used := group.used_in_step())]
+    for group, used_by_any in agree_on_use(asked):
+        group.drop_unused_gradients(used_by_any)

@@ -1,0 +1,1 @@
+"""How values become bytes for a hop, and values again. Each codec is one class and knows nothing about ranks."""

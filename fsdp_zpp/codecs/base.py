@@ -1,0 +1,122 @@
+"""Codecs: how a chunk of values is encoded as bytes for one hop, and decoded again.
+
+A *chunk* is one rank's shard of a flat tensor. FSDP orders chunks by rank, which is (node, local); a hop takes or
+leaves them in (local, node) order. So every method that handles full-precision values takes the grid of chunks as
+``rows`` x ``cols`` and transposes it: chunk (r, c) on one side is chunk (c, r) on the other. A caller that needs no
+reordering passes ``rows=1`` or ``cols=1``.
+
+The bytes of a chunk, scales included, are one row of a uint8 tensor, so a hop is a single collective. Rows have the
+same length for every chunk, and no block spans two chunks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Codec(ABC):
+    """How values are encoded. Subclass it to add a codec; instances are immutable and hashable.
+
+    Attributes:
+        for_frozen_only: Whether the codec is for weights that are quantized once, not for what each step sends.
+    """
+
+    for_frozen_only: ClassVar[bool] = False
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the payload of a chunk of ``numel`` values. They depend on nothing else, so ranks know all sizes."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        """Encode ``rows * cols`` chunks.
+
+        Args:
+            values: Flat values of shape [rows * cols * numel], bf16, fp16 or fp32.
+            rows: Rows of the grid of chunks in ``values``.
+            cols: Columns of the grid.
+
+        Returns:
+            uint8 payload of shape [cols * rows, nbytes(numel)], with the grid transposed.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        """Decode a payload, a grid of ``rows`` x ``cols`` chunks, and transpose the grid.
+
+        Args:
+            payload: uint8 of shape [rows * cols, nbytes(numel)].
+            out: Flat output of shape [cols * rows * numel], bf16, fp16 or fp32.
+            rows: Rows of the grid of chunks in ``payload``.
+            cols: Columns of the grid.
+        """
+
+    @abstractmethod
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        """Decode the payloads of several peers, sum them, and transpose the grid.
+
+        Args:
+            payload: uint8 of shape [peers, rows * cols, nbytes(numel)].
+            out: Flat output as for :meth:`decode`: the fp32 sums times ``scale``, rounded once.
+            rows: Rows of the grid of chunks in each peer's payload.
+            cols: Columns of the grid.
+            scale: Factor on the sums.
+        """
+
+    def decode_sum_encode(self, payload: Tensor, numel: int, codec: Codec, scale: float) -> Tensor:
+        """Decode and sum as :meth:`decode_sum` does, then encode the fp32 sums with another codec, in the same order.
+
+        Args:
+            payload: uint8 of shape [peers, chunks, nbytes(numel)].
+            numel: Number of values in a chunk.
+            codec: The codec of the next hop.
+            scale: Factor on the sums.
+
+        Returns:
+            uint8 payload of shape [chunks, codec.nbytes(numel)].
+        """
+        chunks = payload.shape[1]
+        return codec.encode(self.sums(payload, numel, scale), 1, chunks)
+
+    def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
+        """The fp32 sums of :meth:`decode_sum`, in the same order, flat: [chunks * numel]."""
+        chunks = payload.shape[1]
+        sums = torch.empty(chunks * numel, dtype=torch.float32, device=payload.device)
+        self.decode_sum(payload, sums, 1, chunks, scale)
+        return sums
+
+
+def check_block(codec: Codec, block: object) -> None:
+    """Raise a TypeError unless the ``block`` given to a codec is an int."""
+    # Python counts bool as an int, and True would pass for a block of 1.
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"{type(codec).__name__}'s block must be an int, got {block!r}")
+
+
+@dataclass(frozen=True)
+class FullPrecision(Codec):
+    """No codec: values are sent as they are, in ``dtype``. A strategy writes it as ``None``."""
+
+    dtype: torch.dtype
+
+    def nbytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        # Contiguous, so that a view can flatten the transposed grid and show it as bytes.
+        grid = values.to(self.dtype).view(rows, cols, -1).transpose(0, 1).contiguous()
+        return grid.view(rows * cols, -1).view(torch.uint8)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        grid = payload.view(self.dtype).view(rows, cols, -1)
+        out.view(cols, rows, -1).copy_(grid.transpose(0, 1))
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        # fp32 whatever the dtype sent: bf16 sums over many ranks would lose the smaller terms.
+        sums = payload.view(self.dtype).sum(dim=0, dtype=torch.float32).mul_(scale)
+        out.view(cols, rows, -1).copy_(sums.view(rows, cols, -1).transpose(0, 1))

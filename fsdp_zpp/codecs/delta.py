@@ -1,0 +1,96 @@
+"""Weights sent between nodes as deltas: the change since the last gather, in 4 bits.
+
+A step changes weights only slightly. So the delta ``W - R`` from the base R, which the receivers hold, takes far fewer
+bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their base,
+the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender holds the
+same base, bit for bit, and its next delta is taken against it, so that delta includes what this one left out.
+
+Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as R
+is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from fsdp_zpp.kernels import add_delta, quantize_delta
+
+from .base import Codec
+from .blockwise import Int4, Int8
+
+
+@dataclass(frozen=True)
+class Int4Delta(Codec):
+    """Codec of weights that sends changes between nodes in 4 bits: half the bytes of ``Int8`` at nearly its error.
+
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``). The top of delta.py
+    explains how it works.
+
+    Args:
+        block: Number of deltas that share a scale, a power of two from 32 to 4096.
+        whole: Codec of whole weights, of the secondary shard, and of the hop inside a node.
+
+    Raises:
+        ValueError: If ``block`` is not a power of two in that range.
+        TypeError: If ``block`` is not an int, or ``whole`` is not an :class:`Int8`.
+    """
+
+    block: int = 256
+    whole: Int8 = field(default_factory=Int8)
+
+    def __post_init__(self) -> None:
+        Int4(self.block)  # raises if the block is not valid
+        if not isinstance(self.whole, Int8):
+            raise TypeError(f"Int4Delta's whole must be an Int8(...), got {self.whole!r}")
+
+    def __str__(self) -> str:
+        return f"{self.whole}, changes as {self.changes}"
+
+    @cached_property
+    def changes(self) -> Int4:
+        """Codec of the deltas."""
+        return Int4(self.block)
+
+    def nbytes(self, numel: int) -> int:
+        return self.whole.nbytes(numel)
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        return self.whole.encode(values, rows, cols)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        self.whole.decode(payload, out, rows, cols)
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        self.whole.decode_sum(payload, out, rows, cols, scale)
+
+    def encode_delta(self, base: Tensor, row_index: int, shard: Tensor) -> Tensor:
+        """Encode what the other ranks of a hop must add to their copy of this rank's row of the base.
+
+        Args:
+            base: uint8 [ranks, nbytes(numel)], the same on all ranks of the hop.
+            row_index: This rank's row.
+            shard: The values that the row is to hold, flat [numel].
+
+        Returns:
+            uint8 [1, changes.nbytes(numel)].
+        """
+        codec, changes = self.whole, self.changes
+        row = base[row_index : row_index + 1]
+        return quantize_delta(shard, row, codec.bits, codec.block, changes.bits, changes.block)
+
+    def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
+        """Add every rank's :meth:`encode_delta` to ``base``.
+
+        Args:
+            base: As for :meth:`encode_delta`.
+            deltas: uint8 [ranks, changes.nbytes(numel)].
+            numel: Number of values in a row.
+
+        Returns:
+            The new base, uint8 in the shape of ``base``.
+        """
+        codec, changes = self.whole, self.changes
+        return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block)

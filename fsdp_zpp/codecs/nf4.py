@@ -1,0 +1,116 @@
+"""NF4, the 4-bit code for normally distributed weights of QLoRA (arXiv 2305.14314, section 3).
+
+bitsandbytes encodes and decodes, so that weights round exactly as they do there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_zpp.kernels import PayloadLayout
+
+from .base import Codec, check_block
+
+MIN_BLOCK = 64
+"""The smallest block for which bitsandbytes has kernels on all devices."""
+
+
+@dataclass(frozen=True)
+class NF4(Codec):
+    """16 levels from -1 to 1, dense around 0, times the absmax of a block; 0.5 + 4 / block bytes per value.
+
+    For frozen weights. A block with a NaN or an infinity decodes to NaN. Codes and scales lie where those of
+    :class:`Int4` do.
+
+    Args:
+        block: Number of values that share one fp32 scale, a power of two from 64 to 4096.
+
+    Raises:
+        TypeError: If ``block`` is not an int.
+        ValueError: If ``block`` is not a power of two in that range.
+        ModuleNotFoundError: If bitsandbytes is not installed.
+    """
+
+    block: int = 64
+    for_frozen_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_block(self, self.block)
+        if self.block < MIN_BLOCK:
+            raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
+        _ = self.layout  # raises if the block is no power of two or too large
+        # Looked up, not imported: that takes seconds, and a strategy may be made only for a plan.
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModuleNotFoundError("NF4 needs bitsandbytes: pip install 'fsdp_zpp[nf4]'", name="bitsandbytes")
+
+    def __str__(self) -> str:
+        return f"nf4({self.block})"
+
+    @property
+    def layout(self) -> PayloadLayout:
+        """Where codes and scales lie in a payload of whole blocks."""
+        return PayloadLayout(4, self.block)
+
+    def nbytes(self, numel: int) -> int:
+        return self.layout.nbytes(self._padded(numel))
+
+    def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        chunks, numel = rows * cols, values.numel() // (rows * cols)
+        padded, layout = self._padded(numel), self.layout
+        payload = values.new_zeros((chunks, self.nbytes(numel)), dtype=torch.uint8)
+        if numel == 0:
+            return payload
+        grid = values.view(rows, cols, numel).transpose(0, 1).reshape(chunks, numel)
+        # Zeros complete the last block without changing its absmax.
+        codes, scales = self._quantize(F.pad(grid, (0, padded - numel)).view(-1))
+        layout.codes(payload, padded).copy_(codes.view(chunks, -1))
+        layout.scales(payload, padded).copy_(scales.view(chunks, -1))
+        return payload
+
+    def _quantize(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of whole blocks; the scale of a block that is not finite is NaN."""
+        # bitsandbytes quantizes in CUDA's default stream, whichever stream is current. So that stream waits for the
+        # values, and the current one for the result.
+        current = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        if current is not None:
+            torch.cuda.default_stream(flat.device).wait_stream(current)
+        codes, state = _bitsandbytes().quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
+        if current is not None:
+            current.wait_stream(torch.cuda.default_stream(flat.device))
+        finite = flat.view(-1, self.block).isfinite().all(dim=1)
+        return codes, state.absmax.masked_fill(~finite, torch.nan)
+
+    def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        if out.numel():
+            values = self._values(payload, out.numel() // (rows * cols), out.dtype)
+            out.view(cols, rows, -1).copy_(values.view(rows, cols, -1).transpose(0, 1))
+
+    def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        raise NotImplementedError("NF4 can't sum payloads: it encodes frozen weights, which no reduction carries")
+
+    def _values(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Decode a payload [chunks, nbytes] in the same order: ``dtype`` [chunks, numel]."""
+        chunks, padded, layout = len(payload), self._padded(numel), self.layout
+        codes = layout.codes(payload, padded).reshape(-1, 1)  # bitsandbytes keeps packed codes as a column
+        absmax = layout.scales(payload, padded).contiguous().view(-1)
+        shape = torch.Size((chunks, padded))
+        functional = _bitsandbytes()
+        state = functional.QuantState(absmax, shape=shape, blocksize=self.block, quant_type="nf4", dtype=dtype)
+        return functional.dequantize_4bit(codes, state)[:, :numel]
+
+    def _padded(self, numel: int) -> int:
+        """``numel`` rounded up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""
+        return -(-numel // self.block) * self.block
+
+
+def _bitsandbytes() -> Any:
+    # Imported on use, since that takes seconds.
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional

@@ -1,0 +1,202 @@
+"""What ranks must agree on: their arguments, that none has failed, which parameters any of them has used.
+
+[Note: Agreement]
+Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
+of different sizes: they would hang, or misread each other's bytes. So whatever sets up communication first compares
+its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
+differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
+
+The comparison is call by call: a rank that wraps a block while another wraps the root, or already runs its first
+forward, is a difference, too. A rank that never makes such a call (because it uses torch's own strategies) can't be
+noticed: the others hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .devices import collective_device
+from .mesh import ProcessMesh
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MOST_DIFFERENCES = 4
+U = TypeVar("U")
+
+
+def check_agreement(
+    group: dist.ProcessGroup | None, call: str, facts: Mapping[str, object], device: torch.device | None = None
+) -> None:
+    """Raise on every rank of ``group`` unless all of them make the same call. Collective. See [Note: Agreement].
+
+    Args:
+        group: The ranks. For None, a group of one rank and torch's fake backend, nothing is compared.
+        call: The call, as errors name it.
+        facts: Its arguments by name, compared by ``repr``.
+        device: The device that FSDP was given, for backends that don't take CPU tensors.
+
+    Raises:
+        ValueError: If ranks differ; it names the ranks and what differs.
+    """
+    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    said = {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
+    digest = hashlib.sha256(json.dumps([call, *said.items()]).encode()).digest()
+    # 56 bits: the number and its negative fit an int64, and the MAX of both tells whether all ranks have the same.
+    number = int.from_bytes(digest[:7], "big")
+    where = collective_device(group, device)
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=where)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, negated = bounds.tolist()
+    if highest == -negated:
+        return
+    everyone: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size(group)
+    with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
+        dist.all_gather_object(everyone, (call, said), group=group)
+    raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))))
+
+
+def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What must be the same on all ranks about each parameter, by name; its device need not be."""
+    return {
+        f"parameter {name}": f"{parameter.dtype} {list(parameter.shape)}{' frozen' * (not parameter.requires_grad)}"
+        for name, parameter in parameters
+    }
+
+
+def described(shards: Iterable[Tensor]) -> str:
+    """The dtypes and sizes of padded shards as text; equal shardings give equal texts on all ranks."""
+    sizes: dict[torch.dtype, list[int]] = {}
+    for shard in shards:
+        sizes.setdefault(shard.dtype, []).append(shard.numel())
+    return " and ".join(f"{dtype} shards of {numels}" for dtype, numels in sizes.items()) or "nothing"
+
+
+def _difference(everyone: Mapping[int, tuple[str, dict[str, str]]]) -> str:
+    """The error's text, given each rank's call and arguments."""
+    calls = {rank: call for rank, (call, _) in everyone.items()}
+    if len(set(calls.values())) > 1:
+        return (
+            f"ranks do not make the same calls: {_who_said(calls)}; wrap the same modules in the same order on every "
+            "rank"
+        )
+    names = list(dict.fromkeys(name for _, said in everyone.values() for name in said))
+    differing = []
+    for name in names:
+        values = {rank: said.get(name, "missing") for rank, (_, said) in everyone.items()}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name}: {_who_said(values)}")
+    if not differing:
+        differing = [f"order: {_who_said({rank: ', '.join(said) for rank, (_, said) in everyone.items()})}"]
+    shown = differing[:_MOST_DIFFERENCES]
+    if len(differing) > len(shown):
+        shown.append(f"and {len(differing) - len(shown)} more")
+    call = next(iter(calls.values()))
+    return f"{call}: ranks were given different arguments: {'; '.join(shown)}; pass the same on every rank"
+
+
+def _who_said(values: Mapping[int, str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in ranks_of.items())
+
+
+def named_ranks(ranks: list[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 6``."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+_T = TypeVar("_T")
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Callable[[_T], str], difference: str) -> _T:
+    """Run ``act`` on every rank of ``group``, and raise on all of them if it fails on any. Collective.
+
+    Args:
+        group: The ranks; None means this process alone.
+        act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
+        summary: Returns what must be the same on all ranks, given the result of ``act``.
+        difference: What ranks did that differ, for the error, such as "read different files from".
+
+    Returns:
+        The result of ``act`` on this rank.
+
+    Raises:
+        ValueError: If ranks differ in ``summary``.
+        Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, the message of the first rank that
+            fails, as a ValueError or TypeError if it is one there, otherwise as a RuntimeError.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return act()
+    failure: Exception | None = None
+    digest, said = 0, ("", "")
+    try:
+        result = act()
+        digest = int.from_bytes(hashlib.sha256(summary(result).encode()).digest()[:7], "big")
+    except Exception as error:  # of any kind: the other ranks would hang in the collective below
+        failure, said = error, (type(error).__name__, str(error))
+    bounds = torch.tensor([failure is not None, digest, -digest], dtype=torch.int64, device=collective_device(group))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    any_failed, highest, negated = bounds.tolist()
+    if not any_failed and highest == -negated:
+        return result
+    everyone: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (*said, digest), group=group)
+    if failure is not None:
+        raise failure
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (kind, message, _) in zip(ranks, everyone, strict=True):
+        if kind:
+            raise _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {message}")
+    others = [rank for rank, (_, _, digest) in zip(ranks, everyone, strict=True) if digest != everyone[0][2]]
+    raise ValueError(f"{named_ranks(others)} {difference} rank {ranks[0]}")
+
+
+def agree_on_use(
+    asked: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
+) -> list[tuple[U, Callable[[], list[bool]]]]:
+    """Exchange which parameters each rank has used. Collective, once a mesh.
+
+    Args:
+        asked: Units, their ranks, and for each of their parameters whether this rank has used it; the same units on
+            all ranks.
+
+    Returns:
+        Each unit, with a function that waits for the device and returns, for each of its parameters, whether any rank
+        has used it. A caller that has used all of them knows the answer and need not call it.
+    """
+    answers: list[tuple[U, Callable[[], list[bool]]]] = []
+    for mesh in dict.fromkeys(mesh for _, mesh, _ in asked):
+        members = [(unit, used) for unit, its_mesh, used in asked if its_mesh == mesh]
+        of_all = functools.cache(_used_by_any([flag for _, used in members for flag in used], mesh))
+        start = 0
+        for unit, used in members:
+            answers.append((unit, functools.partial(_part_of, of_all, start, len(used))))
+            start += len(used)
+    return answers
+
+
+def _used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
+    if mesh.group is None or mesh.topology.world == 1:
+        return lambda: list(used)
+    flags = torch.tensor(used, dtype=torch.uint8, device=collective_device(mesh.group))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.group)
+    return lambda: [bool(flag) for flag in flags.tolist()]
+
+
+def _part_of(of_all: Callable[[], list[bool]], start: int, length: int) -> list[bool]:
+    return of_all()[start : start + length]

@@ -1,0 +1,78 @@
+"""A secondary shard from a checkpoint, and whether it matches the current weights.
+
+[Note: Weights of a checkpoint]
+A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. These may be
+loaded before it or after it, and other weights may be loaded or written later, so the order of events proves nothing.
+A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks that gather from each
+other exchange whether their fingerprints match. If all do, they continue from the saved shard; otherwise the weights
+are sent whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hops import Hop
+
+
+@dataclass(frozen=True)
+class CheckpointedShard:
+    """This rank's row of a secondary shard from a checkpoint. See [Note: Weights of a checkpoint].
+
+    Args:
+        row: The row, uint8 [1, nbytes], on the CPU.
+        fresh: Whether it encodes the weights saved with it; otherwise it is the base of their next delta.
+        fingerprint: The fingerprint of those weights; None if unknown, in which case it matches nothing.
+    """
+
+    row: Tensor
+    fresh: bool
+    fingerprint: str | None
+
+    @classmethod
+    def of(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
+        """What is to be saved of a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
+        return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a dict, of which :meth:`load` makes it again."""
+        return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> CheckpointedShard | None:
+        """What :meth:`state_dict` gave; None if there was nothing."""
+        row = state["row"]
+        return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
+
+    def is_of(self, shard: Tensor, nbytes: int) -> bool:
+        """Whether it was saved with these weights, by a codec whose payload has ``nbytes``. Waits for the device."""
+        return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
+
+    def gathered(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
+        """The rows of all ranks of ``hop``, uint8 [ranks, nbytes], if each is of its rank's weights. Collective.
+
+        Args:
+            hop: The inter-node hop.
+            shard: This rank's weights.
+            nbytes: Bytes of a payload.
+            label: Names the unit in profiles.
+        """
+        matches = torch.tensor([[self.is_of(shard, nbytes)]], dtype=torch.uint8)
+        rows = hop.all_gather(torch.cat((self.row, matches), dim=1).to(shard.device), label)
+        return rows[:, :-1].contiguous() if rows[:, -1].all() else None
+
+
+NOTHING: dict[str, Any] = {"row": None, "fresh": False, "fingerprint": None}
+"""The state dict where there is nothing to be saved."""
+
+
+def fingerprint(shard: Tensor) -> str:
+    """A hash of the values, in which -0 and 0 are equal. Waits for the device."""
+    # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
+    values = (shard.detach() + 0.0).cpu().contiguous().view(torch.uint8)
+    return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"

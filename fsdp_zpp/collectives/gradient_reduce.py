@@ -1,0 +1,219 @@
+"""The reduction of one unit's gradients, over the micro-batches of a step.
+
+    unsharded gradient      [world * numel], in its own dtype, of one micro-batch
+        | intra-node hop    encode, all-to-all among the ranks of this node, decode and sum in fp32, times 1 / world
+    sums of the node        fp32; gradient scope I accumulates micro-batches here, N above, G below
+        | inter-node hop    encode, all-to-all among the ranks with this local index, decode and sum in fp32
+    mean over all ranks     this rank's chunk
+        | gathered back     optimizer scopes I and N only: encoded, over the same hops, to all who hold a replica
+    optimizer's gradient
+
+two_hop_reduce.py has the hops. This file has what happens between micro-batches.
+
+[Note: What a micro-batch reduces]
+The gradient scope says how far a micro-batch that is not the last of its step goes: ``N`` sums on the rank, ``I`` over
+the node, ``G`` over all ranks. The sums accumulate there, in fp32 whatever the dtype of the parameters, and the last
+micro-batch makes the remaining hops, once (PaRO, arXiv 2310.06003, section 3.2). So with ``I`` the traffic between
+nodes does not depend on the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs, error_nbytes
+
+from .error_state import ErrorFeedbackState
+from .hops import PendingReduction, Traffic, hop_over
+from .mesh import ProcessMesh
+from .streams import keep_until_read
+from .two_hop_reduce import DONE, TwoHopAllReduce, TwoHopReduceScatter
+
+
+class GradientReduce:
+    """Reduces one flat gradient over a mesh, leaving each rank the mean of its part.
+
+    Args:
+        mesh: The ranks.
+        intra_codec: Encodes the gradients for the hop inside a node; None sends them in their own dtype.
+        inter_codec: Encodes the partial sums for the hop between nodes; None sends them in the gradients' dtype.
+        traffic: Where bytes are counted.
+        label: Names the unit in profiles and errors.
+        gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
+        optimizer_scope: Which part of the sums a rank needs; see the top of two_hop_reduce.py.
+        error_feedback: Feeds the codecs' errors back; see [Note: Error feedback] in error_buffer.py.
+        native: Whether to use torch's own reduce-scatter, whose bytes are not counted, instead of an all-to-all where
+            there is one hop and it has no codec.
+
+    Attributes:
+        errors: The errors that are fed back, if any.
+        has_two_hops: Whether gradients go both inside and between nodes, which take two networks.
+        defers_hops: Whether a micro-batch that is not the last leaves hops to be made by the last one.
+    """
+
+    def __init__(
+        self,
+        mesh: ProcessMesh,
+        intra_codec: Codec | None,
+        inter_codec: Codec | None,
+        traffic: Traffic,
+        label: str = "unit",
+        *,
+        gradient_scope: str = "G",
+        optimizer_scope: str = "G",
+        error_feedback: LoCo | None = None,
+        native: bool = False,
+    ) -> None:
+        self._topology = mesh.topology
+        self._parts = mesh.topology.shard_count(optimizer_scope)
+        self._gradient_scope, self._optimizer_scope = gradient_scope, optimizer_scope
+        self._codecs = intra_codec, inter_codec
+        self._error_feedback = error_feedback
+        # Their sizes come with the first gradient.
+        specs = error_buffer_specs(error_feedback, self._codecs, optimizer_scope, mesh.topology, 0)
+        self.errors = ErrorFeedbackState(error_feedback, specs) if error_feedback is not None and specs else None
+        intra = hop_over(mesh.intra, "reduce", "intra", traffic)
+        inter = hop_over(mesh.inter, "reduce", "inter", traffic)
+        kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
+        native = native and inter is None and intra_codec is None and gradient_scope == "G"
+        self._two_hop = kind(mesh.topology, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
+        self._accumulated: Tensor | None = None
+        self.has_two_hops = intra is not None and inter is not None
+        left = {"N": (intra, inter), "I": (inter,), "G": ()}[gradient_scope]
+        self.defers_hops = any(hop is not None for hop in left)
+
+    @property
+    def label(self) -> str:
+        """The unit's name in profiles and errors."""
+        return self._two_hop.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._two_hop.label = label
+
+    @property
+    def communicates_early(self) -> bool:
+        """Whether a micro-batch that is not the last makes hops."""
+        return self._gradient_scope != "N"
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether there are accumulated gradients of earlier micro-batches."""
+        return self._accumulated is not None
+
+    def drop_accumulated(self) -> None:
+        """Forget the gradients of earlier micro-batches."""
+        self._accumulated = None
+
+    def error_nbytes(self, numel: int) -> int:
+        """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
+        return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
+
+    @torch.no_grad()
+    def accumulate(self, gradient: Tensor) -> PendingReduction:
+        """Take a micro-batch's gradient as far as the gradient scope says, and add it to those of earlier ones.
+
+        Args:
+            gradient: As in :meth:`start`.
+        """
+        if self._gradient_scope == "N":
+            # The gradient is the caller's, who may write to it.
+            self._add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone())
+            return DONE
+        if self._gradient_scope == "I":
+            self._add(self._two_hop.reduce_intra_node(gradient))
+            return DONE
+        part = torch.empty(gradient.numel() // self._topology.world, dtype=torch.float32, device=gradient.device)
+        return _PendingAccumulation(self, self._two_hop.start(gradient, None, part, 1.0), part)
+
+    def _add(self, part: Tensor) -> None:
+        # Under scope G the current stream is that of the inter-node hop, not the one that allocated ``part``.
+        keep_until_read(part)
+        if self._accumulated is None:
+            self._accumulated = part
+        else:
+            keep_until_read(self._accumulated).add_(part)
+
+    def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
+        """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
+
+        Arguments and errors as :meth:`start`.
+        """
+        self.start(gradient, out, factor).finish()
+
+    @torch.no_grad()
+    def start(self, gradient: Tensor, out: Tensor, factor: float = 1.0, layout: Hashable = None) -> PendingReduction:
+        """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
+
+        Gradients of earlier micro-batches are added to it, and are accumulated no more.
+
+        Args:
+            gradient: Flat, contiguous, bf16, fp16 or fp32: [world * numel] for optimizer scope ``G``, chunk i for rank
+                i; [gpus_per_node * numel] for ``I``, chunk i for local index i; [numel] for ``N``.
+            out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
+            factor: Applied in fp32, with the last sum.
+            layout: Identifies the parameters that the gradient consists of. Errors that are fed back belong to one
+                layout; if it changes, they start from zero.
+
+        Raises:
+            ValueError: If the sizes do not fit, before any communication.
+        """
+        self._check_sizes(gradient, out)
+        if self.errors is not None:
+            self.errors.begin(gradient.device, layout)
+        accumulated, self._accumulated = self._accumulated, None
+        if self._gradient_scope == "G" and accumulated is not None:
+            last = torch.empty_like(accumulated)
+            return _PendingWithAccumulated(
+                self._two_hop.start(gradient, None, last, factor), last, accumulated, out, factor
+            )
+        if self._gradient_scope == "N" and accumulated is not None:
+            # The hops send the dtype that FSDP would have sent, whatever the sum is in.
+            return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
+        return self._two_hop.start(gradient, accumulated, out, factor)
+
+    def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
+        parts = self._parts
+        if gradient.numel() != parts * out.numel():
+            raise ValueError(
+                f"{self.label}: a reduction over {self._topology.world} ranks to {out.numel()} values needs a gradient "
+                f"of {parts * out.numel()} values, got {gradient.numel()}; is the state that "
+                "reduces it built for another process group?"
+            )
+
+
+@dataclass(frozen=True)
+class _PendingAccumulation(PendingReduction):
+    """Of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
+
+    owner: GradientReduce
+    reduction: PendingReduction
+    part: Tensor
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self.reduction.finish()
+        self.owner._add(self.part)
+
+
+@dataclass(frozen=True)
+class _PendingWithAccumulated(PendingReduction):
+    """Of the last micro-batch, where earlier ones have reduced over all ranks: writes the fp32 sum of all."""
+
+    reduction: PendingReduction
+    last: Tensor
+    accumulated: Tensor
+    out: Tensor
+    factor: float
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self.reduction.finish()
+        # Both were allocated in the stream that started the reduction, and are freed when this returns.
+        last, accumulated = keep_until_read(self.last), keep_until_read(self.accumulated)
+        self.out.copy_(last.add_(accumulated, alpha=self.factor))

@@ -1,0 +1,220 @@
+"""One hop: values are encoded, exchanged between the ranks of one network level, and decoded again.
+
+Every byte is counted and every phase has a name in profiles: ``fsdp_zpp::<phase> (<unit>)``.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from fsdp_zpp.codecs.base import Codec
+
+from .error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
+from .streams import keep_until_read
+
+logger = logging.getLogger("fsdp_zpp")
+
+Kind = Literal["gather", "reduce"]
+Level = Literal["inter", "intra"]
+
+
+_NOTHING = nullcontext()
+
+
+@dataclass
+class Traffic:
+    """Bytes sent by this rank, per kind of collective and level of the network.
+
+    An all-gather of a payload of b bytes over n ranks sends b * (n - 1), an all-to-all b * (n - 1) / n: what
+    each rank must put on the wire when every byte goes to its destination once.
+    """
+
+    sent: dict[tuple[Kind, Level], int] = field(default_factory=dict)
+
+    def add(self, kind: Kind, level: Level, nbytes: int) -> None:
+        """Count ``nbytes`` sent."""
+        self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """The collectives of one kind over one process group.
+
+    Args:
+        group: Ranks of this hop, in the order of the chunks.
+        kind: ``"gather"`` for weights, ``"reduce"`` for gradients.
+        level: ``"inter"`` between nodes or ``"intra"`` inside one.
+        traffic: Where the bytes are counted.
+    """
+
+    group: dist.ProcessGroup
+    kind: Kind
+    level: Level
+    traffic: Traffic
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size()
+
+    def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
+        self._count_gather(payload)
+        return self._all_gather(payload, label, out)
+
+    def _count_gather(self, payload: Tensor) -> None:
+        self.traffic.add(self.kind, self.level, payload.nbytes * (self.size - 1))
+
+    def _all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
+        with labelled(f"{self.level}_all_gather", label):
+            all_gather_single()(gathered, payload, group=self.group)
+        return gathered
+
+    def all_to_all(self, payload: Tensor, label: str) -> Tensor:
+        """Send the i-th part of ``payload`` [size * chunks, nbytes] to rank i; return what all sent, by rank."""
+        received = torch.empty_like(payload)
+        self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
+        with labelled(f"{self.level}_all_to_all", label):
+            dist.all_to_all_single(received, payload, group=self.group)
+        return received
+
+    def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
+        """torch's own reduce-scatter into ``out``; not counted, as the bytes of torch's collectives never are."""
+        with labelled(f"{self.level}_reduce_scatter", label):
+            _reduce_scatter_single()(out, values, group=self.group)
+
+
+def all_gather_together(hops: list[Hop], payloads: list[Tensor], label: str) -> list[Tensor]:
+    """As :meth:`Hop.all_gather` of one payload [1, nbytes] for each hop, all over the same ranks, in one collective."""
+    for hop, payload in zip(hops, payloads, strict=True):
+        hop._count_gather(payload)
+    gathered = hops[0]._all_gather(torch.cat(payloads, dim=1), label)
+    # Each part is cut out of longer rows, and kernels take contiguous ones.
+    return [part.contiguous() for part in gathered.split([payload.shape[1] for payload in payloads], dim=1)]
+
+
+class PendingReduction(ABC):
+    """A reduction that has started, and whose inter-node hop has not: while the slow network is busy with one unit's
+    sums, the fast one can sum up the next unit's."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make the inter-node hop, in whatever stream is current, which must come after the one that started it."""
+
+
+@dataclass(frozen=True)
+class PendingHop(PendingReduction):
+    """The last hop of a reduction to a chunk on each rank.
+
+    Args:
+        hop: The hop.
+        codec: Decodes what it receives.
+        payload: uint8 [size, nbytes], by destination.
+        out: Receives the sum, flat.
+        factor: Applied to the sum, in fp32.
+        label: Names the unit.
+    """
+
+    hop: Hop
+    codec: Codec
+    payload: Tensor
+    out: Tensor
+    factor: float
+    label: str
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self.payload.is_cuda:
+            keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
+        received = self.hop.all_to_all(self.payload, self.label)
+        log_launched(self.label)
+        decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label)
+
+
+def log_launched(label: str) -> None:
+    """Log at DEBUG that the last hop of the reduction of unit ``label`` was launched."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: last hop of the reduction launched", label)
+
+
+def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic: Traffic) -> Hop | None:
+    """The hop over ``group``, or None for a level that has one rank only and so nothing to send."""
+    return None if group is None else Hop(group, kind, level, traffic)
+
+
+def all_gather_single() -> Callable[..., Any]:
+    """torch's collective of this kind, ``f(out, in, group=...)``."""
+    # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
+    # tools that wrap torch.distributed's functions see ours too.
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter_single() -> Callable[..., Any]:
+    """As :func:`all_gather_single`."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---- what is done to values before and after a collective
+
+
+def encode(codec: Codec, values: Tensor, rows: int, cols: int, label: str, errors: ErrorBuffer | None = None) -> Tensor:
+    """:meth:`Codec.encode` for the unit ``label``, with error feedback if there are ``errors``."""
+    with labelled("encode", label):
+        if errors is None:
+            return codec.encode(values, rows, cols)
+        return encode_with_feedback(codec, values, rows, cols, errors)
+
+
+def decode(codec: Codec, payload: Tensor, out: Tensor, rows: int, cols: int, label: str) -> None:
+    """:meth:`Codec.decode` for the unit ``label``."""
+    with labelled("decode", label):
+        codec.decode(payload, out, rows, cols)
+
+
+def decode_sum(codec: Codec, received: Tensor, out: Tensor, cols: int, scale: float, label: str) -> None:
+    """:meth:`Codec.decode_sum` of ``cols`` chunks, in order, for the unit ``label``."""
+    with labelled("decode_sum", label):
+        codec.decode_sum(received, out, 1, cols, scale)
+
+
+def decode_sum_encode(
+    codec: Codec,
+    received: Tensor,
+    numel: int,
+    next_codec: Codec,
+    scale: float,
+    label: str,
+    errors: ErrorBuffer | None = None,
+) -> Tensor:
+    """:meth:`Codec.decode_sum_encode` for the unit ``label``, with error feedback if there are ``errors``."""
+    with labelled("decode_sum_encode", label):
+        if errors is None:
+            return codec.decode_sum_encode(received, numel, next_codec, scale)
+        return decode_sum_encode_with_feedback(codec, received, numel, next_codec, scale, errors)
+
+
+def profiled() -> bool:
+    """Whether a profiler is recording; True if this torch does not tell."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))  # private to torch
+
+
+def labelled(phase: str, unit: str) -> AbstractContextManager[Any]:
+    """Label the block ``fsdp_zpp::<phase> (<unit>)`` for the profiler, if one is recording.
+
+    Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
+    """
+    if profiled():
+        return record_function(f"fsdp_zpp::{phase} ({unit})")
+    return _NOTHING

@@ -1,0 +1,196 @@
+"""Ranks as a mesh of nodes x GPUs, and the process groups of its two hops."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp_zpp.config.topology import Topology
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """A process group laid out by a :class:`Topology`, with a subgroup for each hop.
+
+    Attributes:
+        topology: The layout.
+        rank: This rank in the group.
+        intra: The ranks of this node; None if it has one rank.
+        inter: The ranks with this local index on all nodes, or None if there is one node.
+        group: All of its ranks, or None if this one is alone.
+    """
+
+    topology: Topology
+    rank: int
+    intra: dist.ProcessGroup | None
+    inter: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
+
+    def own_node(self) -> ProcessMesh:
+        """This rank's node, as a mesh of its own."""
+        gpus = self.topology.gpus_per_node
+        return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Stands for the group itself where a hop is over all of it: to hold the group would keep it alive."""
+
+
+_Subgroup = dist.ProcessGroup | _Whole | None
+# A group's subgroups are made once, however many layers ask for them.
+_own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
+# By default group, the subgroups that were made of other groups: torch keeps a group until it is destroyed explicitly.
+_made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
+_made_of = WeakKeyDictionary()
+# By the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit of a model.
+_layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
+
+
+def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> ProcessMesh:
+    """The mesh of ``group``; its subgroups are made at the first call for each layout. Collective over ``group``.
+
+    Args:
+        group: A process group; each rank must be a member.
+        gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from torchrun.
+
+    Raises:
+        ValueError: If the layout is not possible, on every rank before any communication.
+    """
+    topology = topology_of(group, gpus_per_node)
+    made = _subgroups.setdefault(group, {})
+    if topology.gpus_per_node not in made:
+        _destroy_orphans()
+        intra = _subgroup(group, topology.intra_partition())
+        inter = _subgroup(group, topology.inter_partition())
+        made[topology.gpus_per_node] = intra, inter
+        _remember(group, intra, inter)
+    intra, inter = (group if isinstance(hop, _Whole) else hop for hop in made[topology.gpus_per_node])
+    return ProcessMesh(topology, dist.get_rank(group), intra, inter, group)
+
+
+def own_rank() -> dist.ProcessGroup:
+    """This rank as a group of its own, made at the first call."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _own_ranks:
+        # By its one member alone: a job has as many of these groups as ranks, and need not agree on each of them.
+        _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _own_ranks[world]
+
+
+def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> Topology:
+    """The layout of ``group``; does not communicate. Arguments and errors as :func:`process_mesh`."""
+    world = dist.get_world_size(group)
+    if gpus_per_node is not None:
+        return Topology(world, gpus_per_node)
+    if world == 1:
+        return Topology(1, 1)
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "gpus_per_node was not given and LOCAL_WORLD_SIZE is not set (torchrun sets it); "
+            "pass gpus_per_node, the number of ranks that share a node"
+        )
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    launched, nodes_launched = dist.get_world_size(), int(os.environ.get("GROUP_WORLD_SIZE", 0))
+    if nodes_launched and nodes_launched * local_world != launched:
+        # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
+        raise ValueError(
+            f"the nodes are of different sizes: {launched} ranks on {nodes_launched} nodes, {local_world} of them on "
+            "this one; a Strategy needs as many on each, or gpus_per_node to say how to split them"
+        )
+    found = _layouts.setdefault(group, {})
+    if local_world not in found:
+        found[local_world] = Topology(world, _ranks_on_each_node(group, local_world))
+    return found[local_world]
+
+
+def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:
+    """How many ranks of ``group`` are on each node, where the launcher has started ``local_world`` on each.
+
+    Raises:
+        ValueError: If they do not lie on nodes in equal, consecutive shares.
+    """
+    nodes = [rank // local_world for rank in dist.get_process_group_ranks(group)]
+    sizes = set(Counter(nodes).values())
+    if nodes != sorted(nodes) or len(sizes) != 1:
+        raise ValueError(
+            f"the ranks {dist.get_process_group_ranks(group)} do not lie on nodes of {local_world} "
+            "(LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node to say how they lie"
+        )
+    return sizes.pop()
+
+
+def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:
+    """This rank's part of a partition of ``group``'s ranks into parts of one size; None for parts of one rank."""
+    if len(partition[0]) == 1:
+        return None
+    if len(partition) == 1:
+        return _Whole()
+    # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
+    # (data parallel beside tensor parallel) can't have the others call that. If NCCL is bound to devices, the group
+    # can be split. Otherwise its members make it among themselves; torch then derives its name from the number of
+    # groups that each of them has been in, which must be the same.
+    everyone = dist.get_world_size(group) == dist.get_world_size()
+    timeout = _timeout_of(group)
+    if not everyone and getattr(group, "bound_device_id", None) is not None:
+        return dist.split_group(parent_pg=group, split_ranks=partition, timeout=timeout)
+    backend = None if group is dist.group.WORLD else dist.get_backend(group)
+    rank = dist.get_rank(group)
+    own = None
+    for part in partition:
+        if everyone or rank in part:
+            made = dist.new_group(
+                [dist.get_global_rank(group, member) for member in part],
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=not everyone,
+            )
+            own = made if rank in part else own
+    return own
+
+
+def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
+    """Note ``subgroups``, to destroy them after ``parent`` is destroyed. Those of the default group, torch destroys."""
+    world = dist.group.WORLD
+    if world is not None and parent is not world:
+        made = _made_of.setdefault(world, [])
+        made += [(ref(parent), subgroup) for subgroup in subgroups if isinstance(subgroup, dist.ProcessGroup)]
+
+
+def _destroy_orphans() -> None:
+    """Destroy the subgroups of groups that users have destroyed.
+
+    Not in a finalizer of the parent group: finalizers run at different times on each rank, and NCCL destroys a
+    communicator on all of its ranks together.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made_of.get(world, [])
+    orphans = [subgroup for parent, subgroup in made if not _is_registered(parent())]
+    made[:] = [(parent, subgroup) for parent, subgroup in made if _is_registered(parent())]
+    for subgroup in filter(_is_registered, orphans):
+        dist.destroy_process_group(subgroup)
+
+
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
+    try:
+        return group is not None and dist.get_group_rank(group, dist.get_rank()) >= 0
+    except ValueError:  # which torch raises for a group that was destroyed
+        return False
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of ``group``'s collectives, which those of its hops take over; None if its backend has none."""
+    device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

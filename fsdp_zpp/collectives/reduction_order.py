@@ -1,0 +1,72 @@
+"""The order in which the units of a model reduce gradients before the last micro-batch of a step.
+
+[Note: The order of reductions]
+All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
+ranks must use the same units in the same order; in earlier ones, each rank may use other units in another order. A
+strategy that reduces earlier micro-batches, too, can therefore not reduce units in the order in which autograd finishes
+them. It reduces every unit that ranks have gathered for the micro-batch, used or not, once, in the order of the last
+backward that synchronized gradients, which is the same on all ranks. Before the first such backward, the order is the
+reverse of the model's. A unit that autograd finishes before its turn keeps its gradients until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+
+class OrderedUnit(Protocol):
+    """A unit whose gradients are reduced in its turn."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether ranks have gathered it for the micro-batch whose backward runs; the same on all ranks."""
+
+
+U = TypeVar("U", bound=OrderedUnit)
+
+
+class ReductionOrder(Generic[U]):
+    """Tells which units to reduce next; see [Note: The order of reductions].
+
+    Args:
+        units: The units of a model, in the model's order.
+    """
+
+    def __init__(self, units: Iterable[U]) -> None:
+        self._order: list[U] = list(units)[::-1]
+        self._synchronized: list[U] = []
+        self._turn = 0
+        self._finished: set[int] = set()
+        self._returned: set[int] = set()
+
+    def finished(self, unit: U) -> list[U]:
+        """Autograd has finished a unit's gradients. Returns the units whose turn has come, maybe not this one."""
+        self._finished.add(id(unit))
+        due = []
+        while self._turn < len(self._order):
+            following = self._order[self._turn]
+            if following.takes_part:
+                if id(following) not in self._finished:
+                    break
+                due.append(following)
+            self._turn += 1
+        self._returned.update(map(id, due))
+        return due
+
+    def remaining(self) -> list[U]:
+        """The backward of a micro-batch ends. Returns the units that have not had their turn in it."""
+        # A unit may be gathered only after its turn: in the second of two backwards after two forwards, say.
+        due = [unit for unit in self._order if unit.takes_part and id(unit) not in self._returned]
+        self.restart()
+        return due
+
+    def synchronized(self, unit: U) -> None:
+        """Note that a unit reduces in a backward that synchronizes gradients."""
+        self._synchronized.append(unit)
+
+    def restart(self) -> None:
+        """A backward ends: start the next one at the first turn, in the order in which this one synchronized."""
+        first = list(dict.fromkeys(self._synchronized))
+        self._order = first + [unit for unit in self._order if unit not in first]
+        self._synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0

@@ -1,0 +1,58 @@
+"""Whether ranks that hold the same part of a model hold the same values.
+
+Averaged gradients keep replicas equal only if they start equal. Ranks that were seeded differently would each train a
+model of their own, and nothing but the loss would show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .devices import for_collectives
+from .mesh import ProcessMesh
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model: str) -> None:
+    """Raise on every rank of ``mesh`` if what its replicas hold differs. Collective over ``mesh``.
+
+    Args:
+        held: What this rank holds of the model.
+        mesh: The ranks.
+        scope: ``I`` if the nodes are replicas of each other, ``N`` if all ranks are; nothing is to be checked for
+            ``G``.
+        model: The model's name in the error.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if scope == "G":
+        return
+    # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.
+    sums = [tensor.detach().view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in held]
+    if not sums:
+        return
+    total = torch.stack(sums).sum()
+    bounds = torch.stack([total, -total])
+    group = mesh.inter if mesh.inter is not None else mesh.intra
+    if group is not None:
+        bounds = for_collectives(bounds, group)  # parameters may be offloaded
+    if mesh.inter is not None:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
+    if scope == "I":  # other ranks of the node hold other parts, but are to raise too
+        bounds = torch.stack([(bounds[0] != -bounds[1]).long(), bounds.new_zeros(())])
+    if mesh.intra is not None:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)
+    highest, lowest = bounds[0].item(), -bounds[1].item()
+    if highest != lowest:
+        who = "nodes" if scope == "I" else "ranks"
+        raise ValueError(
+            f"{model}: the third letter {scope} of its strategy makes the {who} replicas of each other, but they hold "
+            "different weights: before the first forward, seed all ranks alike, load the same checkpoint on all of "
+            "them, or broadcast rank 0's weights (sync_module_states=True, broadcast_from_rank0)"
+        )

@@ -1,0 +1,236 @@
+"""The hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
+
+quantize -> all-to-all inside the node -> decode, sum -> quantize -> all-to-all between nodes -> decode, sum.
+A value is rounded once a hop however many ranks there are, where a ring would round it at every rank; and the
+slow network carries each partial sum once, all GPUs of a node using it in parallel (ZeRO++, arXiv 2306.10209,
+section 3.3). A level with one rank has no hop, and its codec is not applied.
+
+The optimizer scope says which part of the sums a rank needs: its chunk of all ranks' (``G``), all that its local
+index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
+same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
+
+A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`, which an
+adapter runs in streams of their own: while the slow network is busy with one unit's sums, the fast one can sum up the
+next unit's.
+
+The result is the mean over all ranks. The one division is made on the fp32 sums of the intra-node hop, before they
+are encoded again: in fp16 a sum may overflow where the mean does not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_zpp.codecs.base import Codec, FullPrecision
+from fsdp_zpp.config.topology import Topology
+
+from .error_buffer import ErrorBuffer
+from .error_state import ErrorFeedbackState
+from .hops import Hop, PendingHop, PendingReduction, decode, decode_sum, decode_sum_encode, encode, log_launched
+from .streams import keep_until_read
+
+
+class _Done(PendingReduction):
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+DONE = _Done()
+
+
+class TwoHopReduce(ABC):
+    """What the two ways to reduce have in common.
+
+    Args:
+        topology: The ranks.
+        hops: The hop inside a node and the one between nodes; None for a level that has one rank.
+        codecs: Of both; None sends the dtype of the gradient.
+        errors: Fed back to what is encoded, if any.
+        label: Names the unit in profiles and errors.
+        optimizer_scope: See the top of this file.
+        native: Whether a single hop without a codec is torch's own reduce-scatter.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        hops: tuple[Hop | None, Hop | None],
+        codecs: tuple[Codec | None, Codec | None],
+        errors: ErrorFeedbackState | None,
+        label: str,
+        optimizer_scope: str,
+        native: bool,
+    ) -> None:
+        self.label = label
+        self._errors = errors
+        self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
+        # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
+        self._chunks = self._nodes if optimizer_scope == "G" else 1
+        self._intra, self._inter = hops
+        self._intra_codec, self._inter_codec = codecs
+        self._optimizer_scope, self._native = optimizer_scope, native
+
+    @abstractmethod
+    def start(
+        self,
+        gradient: Tensor,
+        accumulated: Tensor | None,
+        out: Tensor,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+    ) -> PendingReduction:
+        """Reduce up to the inter-node hop.
+
+        Args:
+            gradient: Flat, contiguous; a part for each rank that shares it.
+            accumulated: The fp32 sums of earlier micro-batches in this node, which the inter-node hop is to add.
+            out: Receives this rank's part of the mean, times ``factor``.
+            factor: Applied in fp32, with the last sum.
+            wire_dtype: The dtype in which hops without a codec send; None is the gradient's.
+        """
+
+    def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
+        """The fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
+        mean = 1.0 / self._world
+        if self._intra is None:
+            return gradient.float() * mean
+        codec, received = self._exchange_intra_node(gradient, wire_dtype)
+        part = gradient.numel() // self._gpus
+        sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
+        decode_sum(codec, received, sums, received.shape[1], mean, self.label)
+        return sums
+
+    def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
+        """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, chunks, nbytes]."""
+        assert self._intra is not None
+        codec = self._intra_codec or FullPrecision(wire_dtype or gradient.dtype)
+        chunks, gpus = self._chunks, self._gpus
+        errors = self._errors_of("intra", chunks * gpus, gradient.numel() // (chunks * gpus), gradient.device)
+        received = self._intra.all_to_all(encode(codec, gradient, chunks, gpus, self.label, errors), self.label)
+        return codec, received.view(gpus, chunks, -1)
+
+    def _errors_of(self, hop: str, chunks: int, numel: int, device: torch.device) -> ErrorBuffer | None:
+        """The errors of what is sent, if they are fed back, ready for ``chunks`` chunks of ``numel`` values."""
+        buffer = None if self._errors is None else self._errors.buffer(hop)
+        return None if buffer is None else buffer.begin(chunks, numel, device)
+
+
+class TwoHopReduceScatter(TwoHopReduce):
+    """To a chunk on each rank: optimizer scope ``G``."""
+
+    def start(
+        self,
+        gradient: Tensor,
+        accumulated: Tensor | None,
+        out: Tensor,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+    ) -> PendingReduction:
+        mean = 1.0 / self._world
+        if self._inter is None:
+            self._reduce_single_level(gradient, wire_dtype, out, factor)
+            log_launched(self.label)
+            return DONE
+        codec = self._inter_codec or FullPrecision(wire_dtype or gradient.dtype)
+        if accumulated is not None:
+            sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
+            payload = encode(codec, sums, 1, self._nodes, self.label, self._inter_errors(out))
+        elif self._intra is None:
+            payload = encode(codec, gradient, 1, self._nodes, self.label, self._inter_errors(out))
+            factor *= mean  # there was no intra-node sum to apply the mean to
+        else:
+            intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
+            errors = self._inter_errors(out)
+            payload = decode_sum_encode(intra_codec, received, out.numel(), codec, mean, self.label, errors)
+        return PendingHop(self._inter, codec, payload, out, factor, self.label)
+
+    def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
+        return self._errors_of("inter", self._nodes, out.numel(), out.device)
+
+    def _reduce_single_level(
+        self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float
+    ) -> None:
+        mean = 1.0 / self._world
+        if self._intra is None:
+            torch.mul(gradient, factor, out=out)
+        elif self._native:
+            self._reduce_natively(gradient, out, mean * factor)
+        else:
+            codec, received = self._exchange_intra_node(gradient, wire_dtype)
+            decode_sum(codec, received, out, 1, mean * factor, self.label)
+
+    def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
+        assert self._intra is not None
+        # In fp16 a sum may overflow where the mean does not.
+        scale_first = gradient.dtype == torch.float16 and factor < 1
+        sums = out if out.dtype == gradient.dtype else torch.empty_like(out, dtype=gradient.dtype)
+        self._intra.reduce_scatter(gradient * factor if scale_first else gradient, sums, self.label)
+        if sums is not out:
+            out.copy_(sums)
+        if not scale_first and factor != 1:
+            out.mul_(factor)
+
+
+class TwoHopAllReduce(TwoHopReduce):
+    """To replicas: optimizer scopes ``I``, where ranks of one local index hold the same, and ``N``, where all do."""
+
+    def start(
+        self,
+        gradient: Tensor,
+        accumulated: Tensor | None,
+        out: Tensor,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+    ) -> PendingReduction:
+        wire_dtype = wire_dtype or gradient.dtype
+        sums = self.reduce_intra_node(_padded(gradient, -gradient.numel() % self._gpus), wire_dtype)
+        if accumulated is not None:
+            sums.add_(accumulated)
+        return _PendingAllReduce(self, sums, FullPrecision(wire_dtype), out, factor)
+
+    def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
+        """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
+        nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
+        chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
+        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), wire_codec, factor)
+        if self._optimizer_scope == "N" and self._intra is not None:
+            payload = self._intra.all_gather(payload, self.label)
+        decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
+        decode(codec, payload, decoded, 1, payload.shape[0], self.label)
+        out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
+
+    def _sum_between(self, sums: Tensor, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
+        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes]."""
+        if self._inter is None:
+            codec = self._intra_codec or wire_codec
+            errors = self._errors_of("back", 1, sums.numel(), sums.device)
+            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors)
+        codec, nodes, chunk = self._inter_codec or wire_codec, self._nodes, sums.numel() // self._nodes
+        errors = self._errors_of("inter", nodes, chunk, sums.device)
+        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors), self.label)
+        errors = self._errors_of("back", 1, chunk, sums.device)
+        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors)
+        return codec, self._inter.all_gather(payload, self.label)
+
+
+@dataclass(frozen=True)
+class _PendingAllReduce(PendingReduction):
+    reduce: TwoHopAllReduce
+    sums: Tensor
+    wire_codec: FullPrecision
+    out: Tensor
+    factor: float
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self.reduce.all_reduce_inter_node(self.sums, self.wire_codec, self.out, self.factor)
+        log_launched(self.reduce.label)
+
+
+def _padded(values: Tensor, padding: int) -> Tensor:
+    return F.pad(values, (0, padding)) if padding else values  # pad() copies even where there is nothing to add

@@ -1,0 +1,224 @@
+"""A DeepSpeed configuration, read as the arguments of a Strategy.
+
+The strategy is the one that DeepSpeed would run, not the one that the keys might suggest: DeepSpeed honours ZeRO++'s
+keys only under its stage 3 and ignores them elsewhere, so there they raise, and the error names both ways out. This
+module ignores no key: it translates, logs or refuses each.
+
+Differences from DeepSpeed:
+
+- Our codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale. In DeepSpeed,
+  up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its matrix has.
+- The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
+  visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
+- DeepSpeed quantizes only frozen weights of more than 500,000 values, and resets LoCo's errors tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+
+from .deepspeed_keys import (
+    OFFLOAD_KEYS,
+    TOP_REFUSED,
+    TOP_SCRIPT,
+    TOP_WITHOUT_EFFECT,
+    ZERO_REFUSED,
+    ZERO_SCRIPT,
+    ZERO_WITHOUT_EFFECT,
+)
+from .deepspeed_section import Section, load
+from .error_feedback import LoCo
+
+logger = logging.getLogger("fsdp_zpp")
+
+_STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
+_STAGE_3 = "ZeRO stage 3"
+_PARO = ("NII", "NIG", "ING", "IIG", "IGG")  # those that PaRO's branch of DeepSpeed has a name for
+# DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 inside a node.
+_CODECS: dict[str, dict[str, Codec]] = {
+    "zero_quantized_weights": {"weights": Int8(256)},
+    "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
+    "zero_quantized_nontrainable_weights": {"frozen": Int8(256)},
+}
+_OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
+_WHERE = ("stage", "paro_strategy", "zero_hpz_partition_size", "mics_shard_size")
+_ZERO_KEYS = (
+    {*_WHERE, *_CODECS, "zeropp_loco_param", *_OFFLOADS}
+    | ZERO_WITHOUT_EFFECT
+    | ZERO_SCRIPT.keys()
+    | ZERO_REFUSED.keys()
+)
+_TOP_KEYS = {"zero_optimization"} | TOP_WITHOUT_EFFECT | TOP_SCRIPT.keys() | TOP_REFUSED.keys()
+
+
+def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of the Strategy that ``config`` asks for. Logs in one line what it leaves to others.
+
+    Args:
+        config: A DeepSpeed configuration, or the path of one in JSON.
+
+    Returns:
+        Keyword arguments, without those that keep their default.
+
+    Raises:
+        ValueError: If a key is unknown, can't be honoured or contradicts another; the error names it.
+        TypeError: If a value has the wrong type; the error names its key.
+        OSError: If the file can't be read.
+    """
+    top = Section("", load(config))
+    top.check_known(_TOP_KEYS, inside=_ZERO_KEYS)
+    zero = Section(
+        "zero_optimization.", top.mapping("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}') or {}
+    )
+    zero.check_known(_ZERO_KEYS, outside=_TOP_KEYS)
+    top.refuse(TOP_REFUSED)
+    zero.refuse(ZERO_REFUSED)
+    _refuse_offload(zero)
+    place = _place(zero)
+    arguments = place.arguments() | _codecs(zero, place)
+    _log(arguments, top, zero)
+    return arguments
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the states live, and the engine of DeepSpeed that would place them there."""
+
+    levels: str
+    engine: str
+    gpus_per_node: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        size = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
+        return {"levels": self.levels, **size}
+
+
+def _place(zero: Section) -> _Place:
+    """The scopes, from the stage or PaRO's name and the two group sizes that stage 3 takes."""
+    place = _stage_or_paro(zero)
+    # The defaults switch both off: a group of one rank keeps nothing, and MiCS takes -1 for no.
+    secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
+    mics = zero.number("mics_shard_size", default=-1, least=-1)
+    asked = {"zero_hpz_partition_size": secondary > 1, "mics_shard_size": mics > 0}
+    for key, is_on in asked.items():
+        if is_on and place.engine != _STAGE_3:
+            raise zero.error(
+                key,
+                f"can't be honoured: DeepSpeed honours it only under {_STAGE_3} and ignores it under {place.engine}; "
+                "set stage to 3, or remove it",
+            )
+    if all(asked.values()):
+        raise zero.error(
+            "zero_hpz_partition_size",
+            "can't be honoured: mics_shard_size already shards everything within its group, and DeepSpeed then ignores "
+            "this key; remove one of the two",
+        )
+    if asked["mics_shard_size"]:
+        return _Place("III", "MiCS", mics)
+    return _Place("IGG", _STAGE_3, secondary) if asked["zero_hpz_partition_size"] else place
+
+
+def _stage_or_paro(zero: Section) -> _Place:
+    stage = zero.number("stage", default=0, least=0)
+    if stage >= len(_STAGES):
+        raise zero.error("stage", "must be 0, 1, 2 or 3")
+    name = zero.values.get("paro_strategy")
+    if name is None:
+        return _Place(_STAGES[stage], f"ZeRO stage {stage}")
+    if name not in _PARO and name not in _STAGES[1:]:
+        known = ", ".join(_STAGES[1:] + _PARO)
+        raise zero.error("paro_strategy", f"must be one of {known}; for other scopes, write Strategy(letters)")
+    if "stage" in zero.values and _STAGES[stage] != name:
+        raise zero.error(
+            "paro_strategy", f"contradicts stage={stage}, which is {_STAGES[stage]}; remove one of the two"
+        )
+    return _Place(name, f"ZeRO stage {_STAGES.index(name)}" if name in _STAGES else f"PaRO's {name}")
+
+
+def _codecs(zero: Section, place: _Place) -> dict[str, Any]:
+    """The codecs and the error feedback, as arguments of a Strategy."""
+    asked = [key for key in _CODECS if zero.flag(key)]
+    arguments: dict[str, Any] = {name: codec for key in asked for name, codec in _CODECS[key].items()}
+    loco = _loco(zero)
+    if loco is not None:
+        if "gradients" not in arguments:
+            raise zero.error(
+                "zeropp_loco_param",
+                "can't be honoured: it corrects the error of quantized gradients, and gradients are not quantized; set "
+                "zero_quantized_gradients to true, or remove it",
+            )
+        asked.append("zeropp_loco_param")
+        arguments["error_feedback"] = loco
+    if asked and place.engine != _STAGE_3:
+        raise zero.error(
+            asked[0],
+            f"can't be honoured: DeepSpeed quantizes only under {_STAGE_3} and ignores {', '.join(asked)} under "
+            f"{place.engine}; remove what it ignores to train as DeepSpeed does, or write "
+            f"{_written(place.arguments() | arguments)} to quantize",
+        )
+    return arguments
+
+
+def _loco(zero: Section) -> LoCo | None:
+    """LoCo as DeepSpeed runs it: err_beta weighs the old error, as our beta does, and both hops keep 8-bit errors."""
+    values = zero.mapping("zeropp_loco_param")
+    if values is None:
+        return None
+    section = Section(f"{zero.prefix}zeropp_loco_param.", values)
+    section.check_known(("err_beta", "reset_T"))
+    section.check_not_auto("err_beta")
+    beta = values.get("err_beta", 0.8)
+    if isinstance(beta, bool) or not isinstance(beta, int | float):
+        raise section.error("err_beta", "must be a number", TypeError)
+    # 0 means never in our LoCo, but resets at every step in DeepSpeed.
+    reset_every = section.number("reset_T", default=1024, least=1)
+    try:
+        return LoCo(beta=beta, reset_every=reset_every, hops="both", dtype=Int8(256))
+    except ValueError as error:  # LoCo names its own argument, but the reader knows DeepSpeed's key
+        raise section.error("err_beta", str(error)) from error
+
+
+def _refuse_offload(zero: Section) -> None:
+    for key in _OFFLOADS:
+        if zero.values.get(key) is None:
+            continue
+        if key.startswith("cpu_"):  # older keys, which are true or false
+            device = "cpu" if zero.flag(key) else "none"
+        else:
+            section = Section(f"{zero.prefix}{key}.", zero.mapping(key) or {})
+            section.check_known(OFFLOAD_KEYS)
+            section.check_not_auto("device")
+            device = section.values.get("device", "none")
+        if device == "none":
+            continue
+        cause = "FSDP offloads parameters, gradients and the optimizer step together, by its own argument"
+        if device != "cpu":
+            cause = f"FSDP has no device {device!r} to offload to, only cpu"
+        raise zero.error(
+            key,
+            f"can't be honoured: {cause}; pass cpu_offload=CPUOffload(offload_params=True) to "
+            "FullyShardedDataParallel, or offload_policy=CPUOffloadPolicy() to fully_shard, and remove it",
+        )
+
+
+def _log(arguments: Mapping[str, object], top: Section, zero: Section) -> None:
+    without = sorted(key for key in zero.values if key in ZERO_WITHOUT_EFFECT)
+    without += sorted(key for key in top.values if key in TOP_WITHOUT_EFFECT)
+    script = [f"{key} ({ZERO_SCRIPT[key]})" for key in sorted(zero.values) if key in ZERO_SCRIPT]
+    script += [f"{key} ({TOP_SCRIPT[key]})" for key in sorted(top.values) if key in TOP_SCRIPT]
+    parts = [f"DeepSpeed configuration read as {_written(arguments)}"]
+    parts += [f"not part of a strategy, set these in your script: {', '.join(script)}"] if script else []
+    parts += [f"without effect under FSDP: {', '.join(without)}"] if without else []
+    logger.info("; ".join(parts))
+
+
+def _written(arguments: Mapping[str, object]) -> str:
+    """The source code of the strategy."""
+    return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"

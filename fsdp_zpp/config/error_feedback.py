@@ -1,0 +1,113 @@
+"""Configuration of error feedback on quantized gradients, and the error buffers that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int8
+
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class LoCo:
+    """LoCo's error feedback: it sends ``Q(h)`` with ``h = g + e``, then ``e = beta*e + (1-beta)*(h - deq(Q(h)))``.
+
+    Source: LoCo, arXiv 2407.04480. ``beta`` weighs the old error, so 0 is classical error feedback.
+
+    Args:
+        beta: Weight of the old error, in [0, 1).
+        reset_every: Number of optimizer steps after which all errors are reset to zero; 0 never resets them.
+        hops: The hops that have errors: ``"inter"`` (parameters / gpus_per_node values) or ``"both"``.
+        dtype: ``Int8(block)`` keeps the errors in 8 bits; None keeps them in fp32.
+
+    Raises:
+        ValueError: If ``beta``, ``reset_every`` or ``hops`` is out of range.
+        TypeError: If ``dtype`` is neither an ``Int8`` nor None.
+    """
+
+    beta: float = 0.8
+    reset_every: int = 1024
+    hops: Literal["inter", "both"] = "inter"
+    dtype: Int8 | None = None
+
+    def __post_init__(self) -> None:
+        # bool counts as an int in Python; a beta of 1 would never take in a new error.
+        if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be in [0, 1), got {self.beta!r}")
+        if isinstance(self.reset_every, bool) or not isinstance(self.reset_every, int) or self.reset_every < 0:
+            raise ValueError(f"reset_every must be an int of 0 or more optimizer steps, got {self.reset_every!r}")
+        if self.hops not in ("inter", "both"):
+            raise ValueError(f"hops must be 'inter' or 'both', got {self.hops!r}")
+        if self.dtype is not None and not isinstance(self.dtype, Int8):
+            raise TypeError(f"dtype must be Int8(...) or None (fp32), got {self.dtype!r}")
+
+    def __str__(self) -> str:
+        reset = f"reset every {self.reset_every} steps" if self.reset_every else "never reset"
+        return f"beta {self.beta}, {reset}, kept in {self.dtype or 'fp32'}"
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the errors for a chunk of ``numel`` values."""
+        return 4 * numel if self.dtype is None else self.dtype.nbytes(numel)
+
+
+@dataclass(frozen=True)
+class ErrorBufferSpec:
+    """What one rank encodes for one hop, and therefore keeps errors for: ``chunks`` chunks of ``numel`` values."""
+
+    chunks: int
+    numel: int
+
+
+def error_buffer_specs(
+    config: LoCo | None,
+    codecs: tuple[Codec | None, Codec | None],
+    optimizer_scope: str,
+    topology: Topology,
+    numel: int,
+) -> dict[str, ErrorBufferSpec]:
+    """The error buffers of a gradient reduction, by the name of the transfer.
+
+    ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
+    They are encoded once more, by the codec of the hop that made them, and have errors if that hop has.
+
+    Args:
+        config: Error feedback of the reduction, if any.
+        codecs: Codecs of the intra-node and of the inter-node hop.
+        optimizer_scope: The scope of the optimizer state.
+        topology: The layout of the ranks.
+        numel: Number of values of the gradient that a rank keeps.
+
+    Returns:
+        What each transfer that has errors keeps, by its name.
+    """
+    if config is None:
+        return {}
+    intra, inter = codecs
+    nodes, gpus = topology.nodes, topology.gpus_per_node
+    # ``numel`` is a rank's chunk under G, the part of one local index under I, and everything under N. Both divisions
+    # round up, since the reduction pads parts and chunks to equal size.
+    part = -(-numel // gpus) if optimizer_scope == "N" else numel
+    chunk = numel if optimizer_scope == "G" else -(-part // nodes)
+    # A hop among one rank sends nothing and so encodes nothing.
+    found: dict[str, ErrorBufferSpec] = {}
+    if config.hops == "both" and gpus > 1 and intra is not None:
+        found["intra"] = ErrorBufferSpec(gpus * nodes, numel) if optimizer_scope == "G" else ErrorBufferSpec(gpus, part)
+    if nodes > 1 and inter is not None:
+        found["inter"] = ErrorBufferSpec(nodes, chunk)
+    # On one node it is the intra-node hop that makes the sums; only N gathers them back over it.
+    if optimizer_scope != "G" and ("inter" in found or (nodes == 1 and optimizer_scope == "N" and "intra" in found)):
+        found["back"] = ErrorBufferSpec(1, chunk)
+    return found
+
+
+def error_nbytes(
+    config: LoCo | None, codecs: tuple[Codec | None, Codec | None], optimizer_scope: str, topology: Topology, numel: int
+) -> int:
+    """Bytes of all errors that a rank keeps for a gradient reduction; arguments as of :func:`error_buffer_specs`."""
+    if config is None:
+        return 0
+    specs = error_buffer_specs(config, codecs, optimizer_scope, topology, numel).values()
+    return sum(spec.chunks * config.nbytes(spec.numel) for spec in specs)

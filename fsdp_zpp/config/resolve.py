@@ -1,0 +1,127 @@
+"""The effective strategy on a layout of ranks: its scopes, and the codecs that are active.
+
+[Note: One node]
+Codecs trade computation for bytes on the slow network between nodes. A single node has no such network, and encoding
+takes longer than its fast links take to send the bytes saved. So the codecs meant for the slow network are inactive
+there: those of weights and gradients, and what "auto" derives from the latter for the hop inside a node. Torch's own
+collectives then do whatever the scopes leave to them. A codec named explicitly for the intra-node hop stays active, as
+does error feedback on it.
+
+The links inside a node may be slow, too (PCIe). ``gpus_per_node=1`` says so and makes every hop an inter-node hop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int8
+
+from .error_feedback import LoCo, error_buffer_specs
+from .topology import Topology
+
+
+class Scopes(NamedTuple):
+    """Where a parameter, its gradient and its optimizer state live: ``N``, ``I`` or ``G`` each."""
+
+    parameters: str
+    gradients: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class ResolvedStrategy:
+    """A strategy on a layout of ranks. :meth:`Strategy.resolve` makes it once; everything downstream takes it.
+
+    Attributes:
+        levels: The requested scopes as letters; the first one places a frozen base.
+        topology: The layout.
+        scopes: The effective scopes; see :func:`resolve_scopes`.
+        weights: Codec of the weight all-gather, if active.
+        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction, if active.
+        error_feedback: Error feedback on the gradient codecs, if active.
+        frozen: Codec of frozen parameters.
+    """
+
+    levels: str
+    topology: Topology
+    scopes: Scopes
+    weights: Codec | None
+    gradient_codecs: tuple[Codec | None, Codec | None]
+    error_feedback: LoCo | None
+    frozen: Codec | None
+
+
+def resolve(
+    levels: str,
+    *,
+    weights: Codec | None,
+    gradients: Codec | None,
+    intra_gradients: Codec | Literal["auto"] | None,
+    error_feedback: LoCo | None,
+    frozen: Codec | None,
+    topology: Topology,
+) -> ResolvedStrategy:
+    """Leave out what is inactive on ``topology``; see [Note: One node]. Arguments as of :class:`Strategy`.
+
+    A single rank keeps its codecs: it sends nothing, so they cost nothing.
+    """
+    if topology.nodes == 1 and topology.world > 1:
+        weights = gradients = None
+        inside = finer_inside(intra_gradients, None)
+        if error_feedback is not None and (error_feedback.hops == "inter" or inside is None):
+            error_feedback = None
+    # Only now: on one node, "auto" must follow a gradient codec that is inactive.
+    codecs = finer_inside(intra_gradients, gradients), gradients
+    scopes = resolve_scopes(Scopes(*levels), topology, error_feedback, codecs)
+    return ResolvedStrategy(levels, topology, scopes, weights, codecs, error_feedback, frozen)
+
+
+def resolve_scopes(
+    scopes: Scopes,
+    topology: Topology,
+    error_feedback: LoCo | None = None,
+    gradient_codecs: tuple[Codec | None, Codec | None] = (None, None),
+) -> Scopes:
+    """The effective scopes on ``topology``: a network level that does not exist shards nothing.
+
+    On one node, ``I`` is the same as ``G``. On nodes of one GPU, ``I`` is the same as ``N``, except for a secondary
+    shard (parameters ``I`` beside an optimizer ``G``): it then holds all weights, but still encoded, which ``N`` does
+    not express.
+
+    Error feedback must see the sum of all micro-batches. So gradients accumulate before the first hop that has error
+    feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already.
+
+    Args:
+        scopes: The requested scopes.
+        topology: The layout of the ranks.
+        error_feedback: Error feedback on the gradient codecs, if active.
+        gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction.
+    """
+    asked = "".join(scopes)
+    if topology.nodes == 1:
+        scopes = Scopes(*asked.replace("I", "G"))
+    elif topology.gpus_per_node == 1:
+        keeps_secondary = scopes.parameters == "I" and scopes.optimizer == "G"
+        scopes = Scopes(*asked.replace("I", "N"))
+        scopes = scopes._replace(parameters="I") if keeps_secondary else scopes
+    # Only the names of the hops matter here, not the sizes of their buffers.
+    fed_back = error_buffer_specs(error_feedback, gradient_codecs, scopes.optimizer, topology, 0)
+    if "intra" in fed_back or ("inter" in fed_back and topology.gpus_per_node == 1):
+        return scopes._replace(gradients="N")
+    if "inter" in fed_back and scopes.gradients == "G":
+        return scopes._replace(gradients="I")
+    return scopes
+
+
+def finer_inside(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:
+    """The codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the block of the inter-node codec.
+
+    The intra-node network is fast, so its hop can afford the precision that the slow hop can't. SDP4Bit (arXiv
+    2410.15526, section 3.2) finds 8 bits inside nodes and 4 between them enough to keep the loss.
+    """
+    if intra != "auto":
+        return intra
+    # A codec of a user's own may have no block; 256 is the default of Int8.
+    return None if inter is None else Int8(getattr(inter, "block", 256))

@@ -1,0 +1,291 @@
+"""A sharding strategy: where each model state lives, and how each hop of communication is encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.codecs.delta import Int4Delta
+
+from .deepspeed import strategy_arguments
+from .error_feedback import LoCo
+from .resolve import ResolvedStrategy, finer_inside, resolve
+from .topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SCOPES = "NIG"
+
+
+def _legal_levels() -> tuple[str, ...]:
+    """All (parameter, gradient, optimizer) letters whose optimizer scope is at least as fine as the other two.
+
+    A coarser optimizer state costs memory and saves no communication (PaRO, arXiv 2310.06003, section 3).
+    """
+    fineness = _SCOPES.index
+    return tuple(
+        p + g + o for o, g, p in product(_SCOPES, repeat=3) if fineness(o) >= fineness(g) and fineness(o) >= fineness(p)
+    )
+
+
+LEGAL_LEVELS: tuple[str, ...] = _legal_levels()
+"""The 14 legal combinations of letters."""
+
+
+@dataclass(frozen=True)  # hashable, too: FSDP1 looks up its sharding strategy in a dict
+class Strategy:
+    """Where parameters, gradients and optimizer state live, and how each hop is encoded.
+
+    Pass it as ``FullyShardedDataParallel(..., sharding_strategy=strategy)``. ``None`` as a codec means full
+    precision: values are sent in the dtype in which FSDP would have sent them.
+
+    Args:
+        levels: Three letters for parameters, gradients and optimizer state: ``N`` replicated on every rank,
+            ``I`` sharded inside a node, ``G`` sharded over all ranks. ``GGG`` is ZeRO-3; ``IGG`` keeps a
+            secondary shard of the weights inside each node (ZeRO++'s hpZ).
+        weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
+            full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the inter-node
+            hop carries only the changes, in 4 bits. On a single node, weights and gradients are sent in full
+            precision: see [Note: One node] in resolve.py.
+        gradients: Codec of the gradient reduction between nodes (ZeRO++'s qgZ).
+        intra_gradients: Codec of the gradient reduction inside a node; active on a single node, too. ``"auto"`` is
+            finer than ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several
+            nodes, else full precision.
+        error_feedback: Error feedback on the gradient codecs.
+        frozen: Codec of frozen parameters, which are quantized once.
+        gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
+            many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
+
+    Raises:
+        ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place, or
+            error feedback has no gradient codec to correct.
+        TypeError: If a codec is not a :class:`Codec`, or another argument has the wrong type.
+
+    Example:
+        >>> strategy = Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
+    """
+
+    levels: str = "GGG"
+    _: dataclasses.KW_ONLY
+    weights: Codec | None = None
+    gradients: Codec | None = None
+    intra_gradients: Codec | Literal["auto"] | None = "auto"
+    error_feedback: LoCo | None = None
+    frozen: Codec | None = None
+    gpus_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        # Letters and types come first: the later checks rely on them.
+        self._check_levels()
+        for name in ("weights", "gradients", "frozen"):
+            _check_codec(name, getattr(self, name))
+        self._check_deltas()
+        if self.intra_gradients != "auto":
+            _check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
+        for name in ("weights", "gradients", "intra_gradients"):
+            check_hop_codec(name, getattr(self, name))
+        check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
+        check_gpus_per_node(self.gpus_per_node)
+
+    def _check_levels(self) -> None:
+        if not isinstance(self.levels, str):
+            raise TypeError(f"levels must be three letters such as 'GGG', got {self.levels!r}")
+        if self.levels in LEGAL_LEVELS:
+            return
+        reason = "levels are three of the letters N, I, G"
+        # Three valid letters can break only the rule about the optimizer.
+        if len(self.levels) == 3 and set(self.levels) <= set(_SCOPES):
+            reason = "the optimizer letter must be at least as fine (N < I < G) as the other two"
+        raise ValueError(f"levels {self.levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}")
+
+    def _check_deltas(self) -> None:
+        for name in ("gradients", "intra_gradients", "frozen"):
+            if isinstance(getattr(self, name), Int4Delta):
+                raise ValueError(
+                    f"{name} can't be an Int4Delta: a delta needs a base that its receivers hold, and only weights "
+                    "have one; choose Int8(...) or Int4(...)"
+                )
+        if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
+            raise ValueError(
+                f"weights={self.weights!r} sends deltas against the secondary shard in each node, which levels "
+                f"{self.levels!r} do not keep; choose I for parameters and G for the optimizer, such as 'IGG', or "
+                f"weights={self.weights.whole!r}"
+            )
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """Whether each node keeps a secondary shard of weights whose optimizer state is sharded over all ranks."""
+        return (self.parameters, self.optimizer) == ("I", "G")
+
+    @property
+    def parameters(self) -> str:
+        """The scope of the parameters."""
+        return self.levels[0]
+
+    @property
+    def optimizer(self) -> str:
+        """The scope of the optimizer state."""
+        return self.levels[2]
+
+    @property
+    def gradient_codecs(self) -> tuple[Codec | None, Codec | None]:
+        """Codecs of the intra-node and the inter-node hop of the gradient reduction."""
+        return finer_inside(self.intra_gradients, self.gradients), self.gradients
+
+    def resolve(self, topology: Topology) -> ResolvedStrategy:
+        """The effective strategy on ``topology``: its scopes there, and the codecs that are active."""
+        return resolve(
+            self.levels,
+            weights=self.weights,
+            gradients=self.gradients,
+            intra_gradients=self.intra_gradients,
+            error_feedback=self.error_feedback,
+            frozen=self.frozen,
+            topology=topology,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
+        encoded = (self.weights, *self.gradient_codecs, self.frozen)
+        return self.levels == "GGG" and all(codec is None for codec in encoded)
+
+    @classmethod
+    def zeropp(cls, **overrides: Any) -> Strategy:
+        """ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
+        preset: dict[str, Any] = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
+        return cls(**preset | overrides)
+
+    @classmethod
+    def mixzpp(cls, **overrides: Any) -> Strategy:
+        """MixZ++: ZeRO++ whose frozen weights are quantized once and stay quantized."""
+        return cls.zeropp(**{"frozen": Int8(256)} | overrides)
+
+    @classmethod
+    def loco(cls, **overrides: Any) -> Strategy:
+        """ZeRO++ with LoCo's error feedback on the gradients (arXiv 2407.04480)."""
+        return cls.zeropp(**{"error_feedback": LoCo()} | overrides)
+
+    @classmethod
+    def zero1(cls, **overrides: Any) -> Strategy:
+        """ZeRO-1: only the optimizer state is sharded."""
+        return cls(**{"levels": "NNG"} | overrides)
+
+    @classmethod
+    def zero2(cls, **overrides: Any) -> Strategy:
+        """ZeRO-2: gradients and optimizer state are sharded."""
+        return cls(**{"levels": "NGG"} | overrides)
+
+    @classmethod
+    def zero3(cls, **overrides: Any) -> Strategy:
+        """ZeRO-3, FSDP's FULL_SHARD: everything is sharded over all ranks."""
+        return cls(**{"levels": "GGG"} | overrides)
+
+    @classmethod
+    def mics(cls, **overrides: Any) -> Strategy:
+        """MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
+        return cls(**{"levels": "III"} | overrides)
+
+    @classmethod
+    def auto(
+        cls,
+        model: nn.Module,
+        *,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+        inter_gbps: float | None = None,
+        intra_gbps: float | None = None,
+        gpu_memory: float | None = None,
+        **options: Any,
+    ) -> Strategy:
+        """The strategy that :func:`fsdp_zpp.plan` predicts to be the fastest of those that fit.
+
+        If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
+
+        Args:
+            model: The model, not wrapped yet. Its trainable and frozen parameters are counted layer by layer.
+            nodes: Number of nodes. None takes it from the running job.
+            gpus_per_node: GPUs of each node. None takes it from the running job.
+            inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
+            intra_gbps: Gbit/s of one GPU to the others of its node. None measures it, too.
+            gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
+            **options: The other options of :func:`fsdp_zpp.plan`: codecs, ``micro_batches``, ``activations``, ...
+
+        Raises:
+            ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is
+                initialized.
+            TypeError: If an argument has the wrong type.
+        """
+        # Imported by name: the planner makes strategies, so it is a layer above this one and imports this module.
+        planner = importlib.import_module("fsdp_zpp.planner.auto")
+        strategy: Strategy = planner.choose_strategy(
+            model,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            inter_gbps=inter_gbps,
+            intra_gbps=intra_gbps,
+            gpu_memory=gpu_memory,
+            **options,
+        )
+        return strategy
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Strategy:
+        """The strategy that a DeepSpeed configuration asks for; logs in one line what it leaves to your script.
+
+        Args:
+            config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
+
+        Raises:
+            ValueError: If a key is unknown, can't be honoured or contradicts another; says what to do instead.
+            TypeError: If a value has the wrong type.
+            OSError: If the file can't be read.
+        """
+        return cls(**strategy_arguments(config))
+
+
+def check_error_feedback(error_feedback: object, name: str, intra: Codec | None, inter: Codec | None) -> None:
+    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` with a codec to correct.
+
+    ``name`` is the argument that holds ``inter``, for the error message.
+    """
+    if error_feedback is None:
+        return
+    if not isinstance(error_feedback, LoCo):
+        hint = " (did you mean LoCo()?)" if error_feedback is LoCo else ""
+        raise TypeError(f"error_feedback must be a LoCo or None, got {error_feedback!r}{hint}")
+    if inter is None and (intra is None or error_feedback.hops == "inter"):
+        raise ValueError(
+            f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
+            f"set {name}=Int4(...) or Int8(...), or remove error_feedback"
+        )
+
+
+def check_hop_codec(name: str, value: object) -> None:
+    """Raise a ValueError if a codec is only for frozen weights, which are encoded once."""
+    if isinstance(value, Codec) and value.for_frozen_only:
+        raise ValueError(f"{name} can't be {value!r}, which is for frozen weights alone; choose Int8(...) or Int4(...)")
+
+
+def check_gpus_per_node(gpus_per_node: int | None) -> None:
+    """Raise unless ``gpus_per_node`` is None or a positive int."""
+    if gpus_per_node is None:
+        return
+    if not isinstance(gpus_per_node, int) or isinstance(gpus_per_node, bool):  # Python counts bool as an int
+        raise TypeError(f"gpus_per_node must be a positive int or None, got {gpus_per_node!r}")
+    if gpus_per_node < 1:
+        raise ValueError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
+
+
+def _check_codec(name: str, value: object, also: str = "") -> None:
+    if value is not None and not isinstance(value, Codec):
+        hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
+        raise TypeError(f"{name} must be a codec such as Int8(256) or Int4(128), or None{also}, got {value!r}{hint}")

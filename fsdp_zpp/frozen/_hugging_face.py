@@ -1,0 +1,163 @@
+"""Patches PEFT to add adapters to a quantized base, and transformers not to save half of it.
+
+PEFT looks at a model's parameters to find tied weights, targets and word embeddings, and to count elements. Frozen
+weights are not parameters, since FSDP must not see them. So while one of the methods of PEFT below runs, the tensors
+that stand for frozen weights are registered as parameters of their modules.
+
+For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is parametrized
+on a stand-in module instead.
+
+transformers' ``save_pretrained`` would write only the part of a model that is not quantized. It raises instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fsdp_zpp.module_names import model_name
+
+from ._tensor import frozen_tensor
+from .modules import FrozenModule, frozen_modules, frozen_sites, frozen_weights_of, replaced
+
+logger = logging.getLogger("fsdp_zpp")
+
+_SEES = (
+    ("peft.peft_model", "PeftModel", "__init__"),
+    ("peft.peft_model", "PeftModel", "add_adapter"),
+    ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
+)
+"""Methods that look at the parameters of the object they are called on, or of their arguments."""
+_COMPUTES = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
+_OURS = "_fsdp_zpp_shows_frozen"
+
+
+def show_to_peft() -> None:
+    """Let PEFT see frozen weights, if it is imported or may be later. See the top of this file."""
+    # Importing PEFT takes seconds, which a process without any of Hugging Face's libraries need not spend.
+    if not {"peft", "transformers"} & set(sys.modules):
+        return
+    try:
+        importlib.import_module("peft")
+    except ImportError:
+        return
+    for module, cls, method in _SEES:
+        _wrap(module, cls, method, _seeing)
+    _wrap(*_COMPUTES, _computing)
+
+
+@contextmanager
+def shown_as_parameters(*models: object) -> Iterator[None]:
+    """A context in which the frozen weights of ``models`` are parameters of their modules.
+
+    Args:
+        models: The models; objects that are not modules are skipped, so that any arguments of a call can be passed.
+    """
+    put: list[tuple[FrozenModule, str]] = []
+    for model in models:
+        for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
+            # PEFT's methods call each other. Only the outermost context puts weights in, and takes them out.
+            if name not in module._parameters:
+                module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
+                put.append((module, name))
+    try:
+        yield
+    finally:
+        for module, name in put:
+            module._parameters.pop(name, None)
+
+
+def refuse_lost_ties(model: nn.Module) -> None:
+    """Raise if a sharded model has tied adapters, whose tie FSDP does not keep.
+
+    Raises:
+        ValueError: It names the adapter.
+    """
+    modules = list(model.modules())
+    if not any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in modules):
+        return
+    for configs in [vars(module).get("peft_config") for module in modules]:
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "target_modules_to_tie", None):
+                raise ValueError(
+                    f"the adapter {name!r} has ensure_weight_tying=True and targets a tied embedding: PEFT makes the "
+                    "adapters of tied layers views of one memory, but FSDP shards each on its own, so they would "
+                    "differ after the first step. Train the embedding by modules_to_save or trainable_token_indices, "
+                    "which stay tied, or target it without ensure_weight_tying"
+                )
+
+
+def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    found = getattr(importlib.import_module(module), cls, None)
+    original = getattr(found, method, None)
+    if original is None:
+        logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
+    # Only once: this runs for every base.
+    elif not hasattr(original, _OURS):
+        wrapped = functools.wraps(original)(how(original))
+        setattr(wrapped, _OURS, True)
+        setattr(found, method, wrapped)
+
+
+def _seeing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # In __init__, self is not a module yet that could be walked.
+        own = [self] if "_modules" in vars(self) else []
+        with shown_as_parameters(*own, *args, *kwargs.values()):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def method(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        base, name = self.get_base_layer(), self.parameter_name
+        if not isinstance(base, FrozenModule) or name not in frozen_weights_of(base):
+            with original(self, active_adapters):
+                yield
+            return
+        stand_in = nn.Module()
+        stand_in.register_buffer(name, frozen_tensor(frozen_weights_of(base)[name]))
+        # On this instance alone: the original asks for the base layer to parametrize it, and again to undo that.
+        self.get_base_layer = lambda: stand_in
+        try:
+            with original(self, active_adapters), replaced(base, name, lambda: getattr(stand_in, name)):
+                yield
+        finally:
+            del self.get_base_layer
+
+    return method
+
+
+_METHOD = "save_pretrained"
+
+
+def guard_save_pretrained(model: nn.Module) -> None:
+    """Make ``save_pretrained`` of ``model`` and its submodules raise while any of their weights are quantized."""
+    for module in model.modules():
+        # PeftModel's own save_pretrained writes only adapters, which are complete.
+        if hasattr(type(module), _METHOD) and not hasattr(type(module), "get_base_model"):
+            # On the instance, since other models of the class are not quantized.
+            vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
+
+
+def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    weights = {weight for _, _, weight in frozen_modules(module)}
+    if weights:
+        raise RuntimeError(
+            f"{len(weights)} weights of this {model_name(module)} are frozen and quantized, and save_pretrained "
+            "would leave them out; call fsdp_zpp.save_frozen_params(model, path) to save the quantized base, or "
+            "fsdp_zpp.save_adapter(model, path) to save an adapter. For a checkpoint in full precision, call "
+            "fsdp_zpp.dequantize_frozen_params(model) first, on every rank and before sharding"
+        )
+    return getattr(type(module), _METHOD)(module, *args, **kwargs)

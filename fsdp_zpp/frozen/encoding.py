@@ -1,0 +1,134 @@
+"""Quantizes the parameters that were selected of a model, and puts frozen weights in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.module_names import model_name
+
+from .base import UngroupedPayload, base_for
+from .modules import freeze, frozen_modules
+from .placement import Placement
+from .report import FrozenReport, named_left
+from .selection import Candidate, Selection
+from .weight import FrozenBase, FrozenWeight, ReadRows
+
+Encoded = tuple[FrozenWeight, Tensor]
+"""A frozen weight and its local payload."""
+
+MIN_NUMEL = 4096
+"""A weight with fewer values costs more in bookkeeping than it saves in memory."""
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    """How to quantize: the arguments of :func:`quantize_frozen_params` with their defaults resolved.
+
+    Attributes:
+        codec: How weights are quantized.
+        placement: Which rank holds which chunk.
+        min_numel: Weights with fewer values stay as they are.
+        device: The device that keeps the codes; None keeps each weight's codes on the weight's device.
+        dtype: The dtype that weights dequantize to by default; None is each weight's own.
+        broadcast: The group whose first rank has the right values; None if every rank has them.
+    """
+
+    codec: Codec
+    placement: Placement
+    min_numel: int = MIN_NUMEL
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    broadcast: dist.ProcessGroup | None = None
+
+
+def quantize_selected(
+    model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
+) -> tuple[FrozenReport, FrozenBase | None]:
+    """Quantize the weights that were chosen of ``model``. The caller has checked the arguments. Collective.
+
+    Args:
+        model: The model.
+        selection: Its weights to quantize.
+        options: How to quantize.
+        encoded: The selected weights, already quantized. Default: quantize them from the model.
+
+    Returns:
+        What was done, and the base that has the weights; None if the model has no frozen weights at all.
+
+    Raises:
+        ValueError: If a weight has no values.
+    """
+    on_meta = [candidate.name for candidate in selection.chosen if candidate.parameter.is_meta]
+    if on_meta and encoded is None and options.broadcast is None:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device and has no values; give quantize_frozen_params a checkpoint= to read "
+            "them from, before you wrap the model, or load it first"
+        )
+    if encoded is None:
+        # A generator: the memory that one weight is gathered or broadcast into is free before the next one's.
+        encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
+    # Also if nothing was chosen now: parts of the model may have bases, which become one.
+    base = base_for(model) if selection.chosen or any(True for _ in frozen_modules(model)) else None
+    before, after = 0, 0
+    for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
+        assert base is not None
+        before += candidate.parameter.nbytes
+        after += row.nbytes
+        install(candidate, weight, row, base)
+    left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
+    report = FrozenReport(
+        model_name(model),
+        options.codec,
+        options.placement,
+        len(selection.chosen),
+        sum(candidate.parameter.numel() for candidate in selection.chosen),
+        before,
+        after,
+        named_left(selection.left),
+        sum(parameter.numel() for parameter in left),
+    )
+    return report, base
+
+
+def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None) -> Encoded:
+    """Quantize this rank's chunk of one weight, from what ``read`` returns or, by default, from the model."""
+    parameter = candidate.parameter
+    own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
+    weight = FrozenWeight(candidate.name, parameter.shape, options.dtype or own_dtype, options.codec, options.placement)
+    device = options.device if options.device is not None else parameter.device
+    read = _reader(candidate, options, device) if read is None else read
+    with torch.no_grad():
+        # A model without values has no device yet either, and files are read on the CPU.
+        return weight, weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
+
+
+def install(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
+    """Replace a parameter in all its modules by a frozen weight, whose local payload is ``row``."""
+    if candidate.owner is not None:
+        candidate.owner.release()  # otherwise FSDP would put the parameter back, and keep its memory
+    weight.base, weight.holder = base, UngroupedPayload(row)
+    base.weights.append(weight)
+    for _, module, name in candidate.sites:
+        freeze(module, name, weight)
+
+
+def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
+    """A function that reads rows of a weight: from the model, or from the first rank's. Collective."""
+    parameter = candidate.parameter
+    if candidate.owner is not None:
+        whole = candidate.owner.whole()
+        return lambda first, last: whole[first:last]
+    if options.broadcast is None:
+        return lambda first, last: parameter[first:last]
+    group = options.broadcast
+    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs other rows.
+    whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+    whole = whole.contiguous()
+    dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
+    return lambda first, last: whole[first:last]

@@ -1,0 +1,153 @@
+"""``save_adapter``: PEFT adapters of sharded models, in the files that PEFT itself writes and reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_zpp.module_names import original_path, parameter_name
+
+from .full_tensors import full_parameters
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def save_adapter(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    adapters: Sequence[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> None:
+    """Save adapters in the files that ``PeftModel.from_pretrained(base, path)`` reads. Collective.
+
+    Rank 0 writes ``adapter_config.json`` and ``adapter_model.safetensors``; adapters other than ``"default"`` go to
+    folders of their names. The files can be read on any number of GPUs. The model in memory does not change.
+
+    Args:
+        model: A PEFT model, plain or sharded by either FSDP, or a module that contains one.
+        path: The folder.
+        adapters: Names of adapters. Default: all.
+        process_group: The ranks of the model. Default: all ranks.
+        **options: Further arguments of ``PeftModel.save_pretrained``.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names.
+        RuntimeError: If rank 0 can't write the files; every rank raises.
+    """
+    peft_model = peft_model_in(model)
+    names = list(peft_model.peft_config)
+    if unknown := set(adapters or ()) - set(names):
+        raise ValueError(f"there is no adapter {sorted(unknown)} in this model; choose from {names}")
+    state = adapter_state(model)  # on all ranks, since it is collective
+    error = ""
+    if not dist.is_initialized() or dist.get_rank(process_group) == 0:
+        try:
+            selected = list(adapters) if adapters is not None else names
+            with _original_paths(peft_model), _whole_prompts(peft_model, state):
+                peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
+        except Exception as failure:  # any at all: the other ranks wait to hear whether it went well
+            error = f"{type(failure).__name__}: {failure}"
+    if dist.is_initialized():
+        said = [error]
+        first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+        dist.broadcast_object_list(said, src=first, group=process_group)
+        (error,) = said
+    if error:
+        raise RuntimeError(f"the adapter could not be saved to {os.fspath(path)}: {error}")
+
+
+def peft_model_in(model: nn.Module) -> PeftModel:
+    """The PEFT model that ``model`` is or contains.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If there is none.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError("save_adapter needs peft; install fsdp_zpp[peft]") from error
+    found = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if found is None:
+        raise ValueError(f"there is no PeftModel in this {type(model).__name__}; make one with peft.get_peft_model")
+    return found
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Full tensors of adapters and of everything trainable, by the names that PEFT has for them. Collective."""
+    peft_model = peft_model_in(model)
+    prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
+    names = _names(model)
+    # Adapters that are not active are frozen, so requires_grad alone would miss them.
+    marks = ("lora_", "modules_to_save", "prompt_encoder.")
+    state = full_parameters(
+        model, lambda name, parameter: parameter.requires_grad or any(mark in name for mark in marks)
+    )
+    for name in list(state):
+        state |= {other: state[name].clone() for other in names.get(name, ()) if other not in state}
+    state |= _adapter_buffers(model, peft_model)
+    return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by the first of them; PEFT stores a tied parameter under each of its names."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(original_path(name))
+    return {names[0]: names for names in found.values()}
+
+
+def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
+    """The buffers of adapters (VeRA's, say), by all of their names; PEFT registers them under the adapter's name."""
+    copies: dict[int, Tensor] = {}
+    state = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is None or name not in peft_model.peft_config or name in module._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.to("cpu", copy=True)
+            state[parameter_name(path, name)] = copies[id(buffer)]
+    return state
+
+
+@contextmanager
+def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which prompt encoders have full parameters: PEFT saves the prompts that they compute."""
+    sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
+    encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
+    for path, module in encoders.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            whole = state.get(parameter_name(f"prompt_encoder.{path}", name))
+            if parameter is not None and whole is not None:
+                sharded.append((module, name, parameter))
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def _original_paths(peft_model: PeftModel) -> Iterator[None]:
+    """A context in which modules have their FQNs without wrappers, by which PEFT chooses what to save."""
+
+    def named_modules(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in nn.Module.named_modules(peft_model, *arguments, **options):
+            yield original_path(path), module
+
+    peft_model.named_modules = named_modules  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del peft_model.named_modules

@@ -1,9 +1,0 @@
-"""Adapter to torch's FullyShardedDataParallel: ``FullyShardedDataParallel(..., sharding_strategy=Strategy(...))``."""
-
-from ..torch_version import check_torch_version
-
-check_torch_version("FullyShardedDataParallel")
-
-from . import wrapping  # noqa: E402  (after the check: an unknown torch may lack what it imports)
-
-wrapping.install()

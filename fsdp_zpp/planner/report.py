@@ -1,0 +1,231 @@
+"""A plan and its report, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_zpp.config.resolve import ResolvedStrategy
+from fsdp_zpp.config.strategy import LEGAL_LEVELS
+
+from .config import GIB, Cluster, MemoryBudget, Precision, StepConfig
+from .estimate import Estimate, seconds
+from .model_size import ModelSize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of :func:`plan`.
+
+    Attributes:
+        size: The size of the model.
+        cluster: The cluster it trains on.
+        work: The work of a step.
+        budget: The memory of a GPU.
+        precision: The dtypes.
+        estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``.
+        choice: The best that fits, or None if nothing does.
+        reason: Why it is the choice, in a sentence.
+        notes: What to know when reading the figures.
+    """
+
+    size: ModelSize
+    cluster: Cluster
+    work: StepConfig
+    budget: MemoryBudget
+    precision: Precision
+    estimates: tuple[Estimate, ...]
+    choice: Estimate | None
+    reason: str
+    notes: tuple[str, ...]
+
+    def __getitem__(self, levels: str) -> Estimate:
+        """The estimate of a strategy by its letters.
+
+        Raises:
+            KeyError: If the letters are not one of the 14 legal combinations.
+        """
+        for estimate in self.estimates:
+            if estimate.levels == levels:
+                return estimate
+        raise KeyError(f"{levels!r}; there are {', '.join(LEGAL_LEVELS)}")
+
+    @property
+    def resolved(self) -> ResolvedStrategy:
+        """What the strategies encode on this cluster, shown by the letters that take any codec."""
+        return self["IGG"].strategy.resolve(self.cluster.topology)
+
+    def __str__(self) -> str:
+        return format_plan(self)
+
+
+KNOWN_AS = {
+    "NNN": "DDP",
+    "III": "MiCS, HSDP",
+    "NNG": "ZeRO-1",
+    "NGG": "ZeRO-2",
+    "IGG": "hpZ, ZeRO++",
+    "IIG": "PaRO",
+    "GGG": "ZeRO-3, FSDP",
+}
+
+_HEADER = (
+    ("", "", "GiB a GPU:", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
+    (
+        "",
+        "known as",
+        "weights",
+        "shards",
+        "optimizer",
+        "gradients",
+        "errors",
+        "working",
+        "total",
+        "out of node",
+        "in node, a GPU",
+        "communication",
+        "step",
+    ),
+)
+
+_LEGEND = """\
+weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.
+working: units that are gathered at a time, and a unit's gradient. total: with activations and reserve.
+out of node: sent by all GPUs of a node together. in node: sent by one GPU, to others of its node.
+communication: both, one after the other. step: the longer of communication and computation."""
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as a table, by speed after the choice, with what does not fit last; the reason; and a legend."""
+    ranked = sorted(
+        plan.estimates,
+        # The choice is the fastest only within a tolerance, so it goes first by name.
+        key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
+    )
+    rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
+    if plan.resolved.error_feedback is None:  # a column of zeros
+        errors = _HEADER[1].index("errors")
+        rows = [row[:errors] + row[errors + 1 :] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    rule = "-" * max(map(len, lines))
+    first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
+    if first_out is not None and plan.budget.gpu_memory is not None:
+        lines.insert(len(_HEADER) + first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
+    lines.insert(len(_HEADER), rule)
+    return "\n".join([*_title(plan), "", *lines, rule, plan.reason, "", _LEGEND, *plan.notes])
+
+
+def _title(plan: Plan) -> list[str]:
+    size, cluster, work = plan.size, plan.cluster, plan.work
+    networks = [f"{_count(cluster.nodes, 'node')} x {_count(cluster.gpus_per_node, 'GPU')}"]
+    if cluster.inter_gbps is not None:
+        networks.append(f"{cluster.inter_gbps:,.4g} Gbit/s out of a node")
+    if cluster.intra_gbps is not None:
+        networks.append(f"{cluster.intra_gbps:,.4g} Gbit/s a GPU inside")
+    strategy = plan.resolved
+    intra, inter = strategy.gradient_codecs
+    trainable = "all trainable" if not size.frozen else f"{size.trainable:,} ({_percent(size)}) trainable"
+    active = size.active_trainable + size.active_frozen
+    if active < size.params:
+        trainable += f", {active:,} active for a token"
+    units, micro_batches = _count(size.count, "unit"), _count(work.micro_batches, "micro-batch", "es")
+    return [
+        f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
+        ", ".join(networks),
+        f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
+        + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
+        + (f", frozen weights {_codec(strategy.frozen or strategy.weights)}" if size.frozen else ""),
+    ]
+
+
+def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
+    memory = estimate.memory
+    states = (
+        memory.parameters,
+        memory.shard,
+        memory.optimizer,
+        memory.gradients,
+        memory.errors,
+        memory.working,
+        memory.total,
+    )
+    return (
+        ("-> " if chosen else "   ") + estimate.levels,
+        KNOWN_AS.get(estimate.levels, ""),
+        *(_number(state / GIB) for state in states),
+        _number(estimate.inter_node_bytes / 1e9),
+        _number(estimate.volume.intra / 1e9),
+        seconds(estimate.time.communication),
+        seconds(estimate.time.total),
+    )
+
+
+def _percent(size: ModelSize) -> str:
+    return f"{100 * size.trainable / size.params:.3g} %"
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    names = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+    return names + [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+
+
+def _number(value: float) -> str:
+    """Two decimals, or as many as a small number needs: models of a few MB have figures, too."""
+    return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{plural * (number != 1)}"
+
+
+def _codec(codec: object) -> str:
+    return "unencoded" if codec is None else f"as {codec}"
+
+
+def plan_to_json(plan: Plan) -> str:
+    """All inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
+    report: dict[str, Any] = {
+        "choice": None if plan.choice is None else plan.choice.levels,
+        "reason": plan.reason,
+        "notes": plan.notes,
+        "model": {
+            "params": plan.size.params,
+            "trainable": plan.size.trainable,
+            "active": plan.size.active_trainable + plan.size.active_frozen,
+            "units": [dataclasses.asdict(unit) for unit in plan.size.units],
+        },
+        "cluster": dataclasses.asdict(plan.cluster),
+        "work": dataclasses.asdict(plan.work),
+        "budget_gib": dataclasses.asdict(plan.budget),
+        "precision": dataclasses.asdict(plan.precision),
+        "codecs": _codecs(plan),
+        "strategies": {estimate.levels: _figures(estimate) for estimate in plan.estimates},
+    }
+    return json.dumps(report, indent=1, default=str)
+
+
+def _codecs(plan: Plan) -> dict[str, str | None]:
+    strategy = plan.resolved
+    intra, inter = strategy.gradient_codecs
+    codecs: dict[str, object] = {
+        "weights": strategy.weights,
+        "gradients": inter,
+        "intra_gradients": intra,
+        "frozen": strategy.frozen,
+    }
+    codecs["error_feedback"] = strategy.error_feedback
+    return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "fits": estimate.fits,
+        "memory_bytes": dataclasses.asdict(estimate.memory) | {"total": estimate.memory.total},
+        "inter_node_bytes": estimate.inter_node_bytes,
+        "sent_bytes_per_gpu": dataclasses.asdict(estimate.volume),
+        "seconds": dataclasses.asdict(estimate.time)
+        | {"communication": estimate.time.communication, "step": estimate.time.total},
+    }

@@ -1,0 +1,76 @@
+"""The functions that users call with a model: ``traffic`` and ``invalidate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fsdp_zpp.collectives.hops import Kind, Level
+
+from .unit import PARTS, Communicator, unit_of
+
+
+def units(model: nn.Module) -> Iterator[Communicator]:
+    """The units of a model, outermost first, then its frozen base.
+
+    Raises:
+        ValueError: If nothing of fsdp_zpp is in ``model``.
+    """
+    # Dicts, since modules may share a unit, and all those of a frozen base list the base; a set would change the order
+    # from run to run.
+    found: dict[Communicator, None] = {unit: None for unit in map(unit_of, model.modules()) if unit is not None}
+    found |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
+    if not found:
+        raise ValueError(
+            f"no part of this {type(model).__name__} communicates through fsdp_zpp; wrap it with a Strategy, register "
+            "a quantized_reduce_hook, or quantize its frozen weights first"
+        )
+    yield from found
+
+
+def invalidate(model: nn.Module) -> None:
+    """Declare that the weights of ``model`` have changed; call it on every rank.
+
+    A backward that synchronizes gradients, a step of a torch optimizer, ``load_state_dict`` and
+    ``summon_full_params(writeback=True)`` do this by themselves. After any other write to the weights (clipping,
+    ``p.data.copy_()``, averaging), call this before the next forward, so that the weights are gathered between nodes
+    again. A forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in
+    a hook, say), call this before the forward reaches the unit that was written to.
+
+    Args:
+        model: A model wrapped with a :class:`Strategy`, or a part of one.
+
+    Raises:
+        ValueError: If nothing of fsdp_zpp is in ``model``.
+    """
+    for unit in units(model):
+        unit.invalidate()
+
+
+def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
+    """Bytes that this rank has sent for ``model`` so far, by kind and hop.
+
+    It counts what the strategies, comm hooks and frozen bases of fsdp_zpp send. It does not count torch's own
+    collectives: full-precision gathers for state dicts and ``summon_full_params``, and, on one node, whatever is not
+    encoded. An all-gather of a payload of b bytes over n ranks counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
+
+    Args:
+        model: A model, or a part of one, that is wrapped with a :class:`Strategy`, has a
+            :func:`quantized_reduce_hook`, or has a quantized frozen base.
+
+    Returns:
+        ``{"gather": {"inter": ..., "intra": ...}, "reduce": {"inter": ..., "intra": ...}}``, in bytes.
+
+    Raises:
+        ValueError: If nothing of fsdp_zpp is in ``model``.
+    """
+    total: dict[Kind, dict[Level, int]] = {
+        "gather": {"inter": 0, "intra": 0},
+        "reduce": {"inter": 0, "intra": 0},
+    }
+    # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
+    for counter in {id(unit.traffic): unit.traffic for unit in units(model)}.values():
+        for (kind, level), nbytes in counter.sent.items():
+            total[kind][level] += nbytes
+    return total

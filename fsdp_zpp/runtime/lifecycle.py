@@ -1,0 +1,265 @@
+"""The events in a model's life that its units react to.
+
+Weights change ([Note: Staleness] in secondary_shard.py), gradients are cleared, steps are made or skipped
+([Note: The lifetime of errors] in error_state.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fsdp_zpp.collectives.agreement import check_agreement, described
+from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
+from fsdp_zpp.collectives.replicas import check_replicas
+from fsdp_zpp.collectives.weight_gather import WeightGather
+
+from .method_hooks import Hook, register_method_post_hook, register_step_hook
+from .summary import log_summary
+from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
+
+_IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
+"""Attribute of parameters that were given to some optimizer; see :meth:`LifecycleHooks._units_of`."""
+
+
+class LifecycleHooks:
+    """Tells the units of a model when their weights change and when their gradients are cleared.
+
+    A backward that synchronizes gradients counts as a change of the weights: an optimizer step follows it, and not
+    every optimizer announces its steps. Some are not torch's, some write through ``p.data`` or in the middle of their
+    step. torch's optimizers announce their steps as well, which covers steps that no backward precedes.
+
+    A step changes all trainable units of the model, whichever parameters the optimizer holds: some users leave out
+    those of which their rank has no element, and ranks must agree.
+
+    Args:
+        units: The units of the model.
+    """
+
+    def __init__(self, units: Sequence[ManagedUnit[Unit]]) -> None:
+        self._units = units
+        self._heard: weakref.ref[GradScaler] | None = None  # the last scaler that units were told of since a step
+        # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
+        weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
+        weakref.finalize(self, register_method_post_hook(Optimizer, "zero_grad", _weak(self.gradients_cleared)))
+        weakref.finalize(self, register_method_post_hook(nn.Module, "zero_grad", _weak(self.module_cleared)))
+        weakref.finalize(self, register_method_post_hook(GradScaler, "step", _weak(self.scaler_stepped)))
+        # ShardedGradScaler inherits step, but overrides scale without calling GradScaler's.
+        for kind in (GradScaler, ShardedGradScaler):
+            weakref.finalize(self, register_method_post_hook(kind, "scale", _weak(self.loss_scaled)))
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Handle a step of ``optimizer``, which may be another model's."""
+        held = _held_by(optimizer)
+        if not self._holds_any(held):
+            return
+        self._heard = None  # with a step units forget the scaler, so they must be told of it again
+        self._weights_change()
+        # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
+        self._step_made(held, getattr(optimizer, "found_inf", None))
+
+    def _step_made(self, held: set[int], skipped: Tensor | None) -> None:
+        if all(managed.unit.errors is None for managed in self._units):
+            return
+        units = list(self._units_of(held))
+        # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
+        if any(unit.errors is not None and unit.errors.has_uncommitted for unit in units):
+            for unit in units:
+                if unit.errors is not None:
+                    unit.errors.step_made(skipped)
+
+    def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Handle ``scaler.step(optimizer)``, which has made a step or skipped it; it may be another model's."""
+        held = _held_by(optimizer)
+        if not scaler.is_enabled() or not self._holds_any(held):
+            return
+        self._heard = None
+        if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
+            self._step_made(held, None)  # an optimizer that is not torch's runs no step hook
+        for unit in self._units_of(held):
+            if unit.errors is not None:
+                unit.errors.scaler_stepped(scaler)
+
+    def loss_scaled(self, scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+        """Handle ``scaler.scale(loss)``, the loss of this or of another model."""
+        # Units read the scale by having the scaler scale a 1, which calls this again.
+        if not scaler.is_enabled() or (self._heard is not None and self._heard() is scaler):
+            return
+        self._heard = weakref.ref(scaler)
+        for managed in self._units:
+            if managed.unit.errors is not None:
+                managed.unit.errors.loss_scaled(scaler)
+
+    def gradients_cleared(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
+        held = _held_by(optimizer)
+        if self._holds_any(held):
+            for unit in self._units_of(held):
+                unit.drop_gradients()
+
+    def module_cleared(self, module: nn.Module, set_to_none: bool = True) -> None:
+        """Handle ``module.zero_grad()`` of the model or of a part of it, wrapped or not."""
+        cleared = {id(part) for part in (*module.parameters(), *module.modules())}
+        for managed in self._units:
+            parameters = managed.parameters()
+            # While a unit is unsharded, its modules show other tensors than the optimizer holds, so zero_grad has not
+            # reached the gradients that the optimizer will read.
+            hidden = [
+                parameter
+                for parameter, owners in zip(parameters, managed.owners(), strict=False)  # owners may be empty
+                if any(id(owner) in cleared for owner in owners)
+            ]
+            for parameter in hidden:
+                _clear_gradient(parameter, set_to_none)
+            if hidden or any(id(parameter) in cleared for parameter in parameters):
+                managed.unit.drop_gradients()
+
+    def _units_of(self, held: set[int]) -> Iterator[Unit]:
+        """The units of which an optimizer holds a parameter, given the ids of all it holds; the same on all ranks.
+
+        One of several optimizers, or one that steps within the backward, clears the gradients of its own units only. A
+        rank may hold no element of a unit; its empty parameters count like any others. If users leave these out of all
+        optimizers, nothing tells which one they belong to, and any optimizer of the model clears the unit.
+        """
+        for managed in self._units:
+            parameters = managed.parameters()
+            if any(id(p) in held for p in parameters) or not any(
+                _local_numel(p) or getattr(p, _IN_OPTIMIZER, False) for p in parameters
+            ):
+                yield managed.unit
+
+    def _holds_any(self, held: set[int]) -> bool:
+        """Whether an optimizer that holds these is one of this model's."""
+        return any(id(p) in held for managed in self._units for p in managed.parameters())
+
+    def gradients_synchronized(self) -> None:
+        """Handle a backward that has synchronized gradients, for a step to come."""
+        self._weights_change()
+
+    def _weights_change(self) -> None:
+        for managed in self._units:
+            if managed.is_trained:
+                managed.unit.invalidate(by_step=True)
+
+
+def _weak(method: Callable[..., None]) -> Hook:
+    """A bound method as a hook that does not keep its object alive."""
+    # Hooks are kept on torch's classes: a strong reference would keep a model's units alive there, and the finalizers
+    # that remove the hooks would never run.
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any, **kwargs: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args, **kwargs)
+
+    return hook
+
+
+def _held_by(optimizer: Optimizer) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@torch.no_grad()
+def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.zero_()
+
+
+def _local_numel(parameter: nn.Parameter) -> int:
+    """Elements that this rank holds."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+
+
+def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
+    """Whether a scaler has skipped the step of an optimizer.
+
+    ``item()`` costs no wait of its own: to decide on that step, ``GradScaler.step`` has just waited for these values.
+    """
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+
+
+def weights_moved(module: nn.Module) -> None:
+    """Handle a move or a cast of the weights of ``module``'s unit; a cast may change their values."""
+    unit = unit_of(module)
+    if isinstance(unit, StrategyUnit):
+        unit.invalidate()
+
+
+def set_up_model(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LifecycleHooks:
+    """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
+
+    Args:
+        model: The model's name in errors and in the log line.
+        units: Its units.
+
+    Raises:
+        ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
+            values.
+    """
+    # First: the collectives below hang if ranks have different units.
+    _check_agreement(model, units)
+    groups = defaultdict(list)
+    for managed in units:
+        managed.unit.rename(managed.name)
+        groups[managed.unit.strategy, managed.unit.mesh].append(managed)
+    for (strategy, mesh), members in groups.items():
+        resolved = members[0].unit.resolved
+        log_summary(strategy, resolved, mesh, model, len(members), sum(map(_error_nbytes, members)))
+        held = (shard for managed in members for shard in managed.shards())
+        check_replicas(held, mesh, resolved.scopes.optimizer, model)
+    _prefetch_secondary_shards([managed.unit.gather for managed in units if managed.unit.can_prefetch])
+    return LifecycleHooks(units)
+
+
+def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
+    """Let one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
+    readable = [gather for gather in gathers if gather is not None and gather.secondary.source is not None]
+    prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in readable)
+    for gather in readable:
+        gather.prefetcher = prefetcher
+
+
+def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> None:
+    """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
+    # A dict, not a set: ranks must go through the groups in the same order, and a set's order differs by process.
+    for group in dict.fromkeys(managed.unit.mesh.group for managed in units):
+        facts = {}
+        for managed in units:
+            unit = managed.unit
+            if unit.mesh.group is group:
+                # A node size that was left to the launcher and the same one given explicitly are no difference.
+                strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
+                facts[managed.name] = f"{strategy}, {described(managed.shards())}"
+        check_agreement(group, f"the first forward of {model}", facts)
+
+
+def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
+    """Bytes of error state that a unit will take on this rank."""
+    reduce = managed.unit.reduce
+    if reduce is None or not managed.is_trained:
+        return 0
+    return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
+
+
+def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Mark the parameters of the group that was just added to an optimizer, which is its last."""
+    for parameter in optimizer.param_groups[-1]["params"]:
+        setattr(parameter, _IN_OPTIMIZER, True)
+
+
+# At import: a model is watched from its first forward on, and optimizers are constructed before that.
+register_method_post_hook(Optimizer, "add_param_group", _tag_parameters)

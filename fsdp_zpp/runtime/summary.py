@@ -1,0 +1,160 @@
+"""The one log line of a model: which parts of its strategy are active on a mesh, which are not, and why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs
+from fsdp_zpp.config.resolve import ResolvedStrategy
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.config.topology import Topology
+
+logger = logging.getLogger("fsdp_zpp")
+
+_ALONE = "one rank: nothing is sent"
+_FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
+
+
+@dataclass(frozen=True)
+class StrategySummary:
+    """The parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
+
+    active: tuple[str, ...]
+    inactive: tuple[str, ...]
+
+    def __str__(self) -> str:
+        words = "; ".join(self.active) or "nothing to communicate"
+        return words + (f"; NOT active: {'; '.join(self.inactive)}" if self.inactive else "")
+
+
+def summarize(strategy: Strategy, resolved: ResolvedStrategy, error_nbytes: int = 0) -> StrategySummary:
+    """Sort the parts of ``strategy`` into active and inactive ones; error state takes ``error_nbytes`` a rank."""
+    codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
+    parts = _weights(strategy, resolved) + _reduction(*codecs, topology)
+    if strategy.gradients is not None and codecs[1] is None:
+        parts.append((f"gradients reduced as {strategy.gradients}", _FAST_LINKS))
+    parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
+    accumulated = {"N": "on each rank", "I": "inside nodes", "G": None}[scopes.gradients]
+    if topology.world > 1 and accumulated is not None:
+        parts.append((f"micro-batches accumulated {accumulated}", None))
+    return _summary(parts)
+
+
+def _weights(strategy: Strategy, resolved: ResolvedStrategy) -> list[tuple[str, str | None]]:
+    """Texts on how parameters are gathered, each with the reason why it is inactive, or None."""
+    parts: list[tuple[str, str | None]] = []
+    scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
+    why_not = _ALONE if topology.world == 1 else None
+    if scopes.optimizer == "N" and why_not is None:
+        why_not = "every rank has all of them"
+    if strategy.weights is not None:
+        left_off = _FAST_LINKS if codec is None else None
+        parts.append((f"weights gathered as {strategy.weights}", why_not or left_off))
+    if codec is None and why_not is None:
+        parts.append(("weights gathered in full precision", None))
+    if scopes.parameters == "N" and why_not is None:
+        parts.append(("weights kept gathered until they change", None))
+    if strategy.keeps_secondary:
+        parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
+    return parts
+
+
+def _summary(parts: list[tuple[str, str | None]]) -> StrategySummary:
+    """Group texts, each with the reason why it is inactive or None, so that each reason is given once."""
+    by_reason: dict[str | None, list[str]] = {None: []}
+    for text, why_not in parts:
+        by_reason.setdefault(why_not, []).append(text)
+    active = tuple(by_reason.pop(None))
+    return StrategySummary(active, tuple(f"{', '.join(texts)} ({why_not})" for why_not, texts in by_reason.items()))
+
+
+def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:
+    """Texts on a gradient reduction with these codecs inside and between nodes; see :func:`_weights`."""
+    if intra is None and inter is None:
+        return [("gradients reduced in full precision", None)] if topology.world > 1 else []
+    parts: list[tuple[str, str | None]] = []
+    for codec, level, why_not in (
+        (intra, "inside nodes", _no_hop_inside(topology)),
+        (inter, "between nodes", _no_hop_between(topology)),
+    ):
+        if codec is not None:
+            parts.append((f"gradients reduced as {codec} {level}", why_not))
+        elif why_not is None:
+            parts.append((f"gradients reduced in full precision {level}", None))
+    return parts
+
+
+def _feedback(
+    config: LoCo | None,
+    codecs: tuple[Codec | None, Codec | None],
+    optimizer_scope: str,
+    topology: Topology,
+    nbytes: int,
+) -> list[tuple[str, str | None]]:
+    """Texts on error feedback; see :func:`_weights`."""
+    if config is None:
+        return []
+    # Only which hops have errors matters here, not their sizes, so any number of values does.
+    fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
+    parts: list[tuple[str, str | None]] = []
+    for hop, level, why_not in (
+        ("intra", "inside nodes", _no_hop_inside(topology)),
+        ("inter", "between nodes", _no_hop_between(topology)),
+    ):
+        if hop not in fed_back and (hop == "inter" or config.hops == "both"):
+            parts.append((f"error feedback {level}", why_not or "full precision: no error"))
+    levels = [level for hop, level in (("intra", "inside"), ("inter", "between")) if hop in fed_back]
+    if levels:
+        parts.append((f"error feedback {' and '.join(levels)} nodes ({config}; {_size(nbytes)} a rank)", None))
+    return parts
+
+
+def _size(nbytes: int) -> str:
+    """A number of bytes, readable."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"
+
+
+def _no_hop_between(topology: Topology) -> str | None:
+    if topology.world == 1:
+        return _ALONE
+    return "one node: no inter-node hop" if topology.nodes == 1 else None
+
+
+def _no_hop_inside(topology: Topology) -> str | None:
+    if topology.world == 1:
+        return _ALONE
+    return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
+
+
+def log_summary(
+    strategy: Strategy, resolved: ResolvedStrategy, mesh: ProcessMesh, model: str, units: int, error_nbytes: int
+) -> None:
+    """Log once, on the mesh's first rank, what is active; as a warning if something that was asked for is inactive."""
+    _log(f"{model}: {strategy.levels}", mesh, units, summarize(strategy, resolved, error_nbytes))
+
+
+def log_reduction(
+    codecs: tuple[Codec | None, Codec | None],
+    error_feedback: LoCo | None,
+    mesh: ProcessMesh,
+    model: str,
+    units: int,
+    error_nbytes: int,
+) -> None:
+    """As :func:`log_summary`, for a comm hook, which reduces gradients and gathers nothing."""
+    parts = _reduction(*codecs, mesh.topology)
+    # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
+    parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
+    _log(f"{model}: quantized_reduce_hook", mesh, units, _summary(parts))
+
+
+def _log(subject: str, mesh: ProcessMesh, units: int, report: StrategySummary) -> None:
+    if mesh.rank == 0:
+        level = logging.WARNING if report.inactive else logging.INFO
+        logger.log(level, "%s on %s, %d units: %s", subject, mesh.topology, units, report)

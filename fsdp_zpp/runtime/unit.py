@@ -1,0 +1,185 @@
+"""One group of parameters under a strategy: how it is gathered, how it is reduced, what it has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from fsdp_zpp.collectives.error_state import ErrorFeedbackState
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.config.strategy import Strategy
+
+_ATTRIBUTE = "_fsdp_zpp_unit"
+PARTS = "_fsdp_zpp_parts"
+"""Name of the attribute in which a module lists what communicates for it besides its unit: its frozen base."""
+
+
+class Communicator(Protocol):
+    """A part of a model that communicates."""
+
+    traffic: Traffic
+
+    def invalidate(self) -> None:
+        """Declare the secondary shard stale."""
+
+
+class Unit(Communicator, Protocol):
+    """One group of parameters that is gathered and reduced together."""
+
+    @property
+    def errors(self) -> ErrorFeedbackState | None:
+        """The error state of its gradient codecs; None without error feedback."""
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """Its ranks."""
+
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Declare the secondary shard stale; ``by_step`` says that the weights have changed by a step only."""
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients accumulated from earlier micro-batches of the step."""
+
+
+def attach(module: nn.Module, unit: Unit) -> None:
+    """Make ``unit`` findable from ``module``."""
+    setattr(module, _ATTRIBUTE, unit)
+
+
+def detach(module: nn.Module) -> None:
+    """Forget the unit attached to ``module``."""
+    delattr(module, _ATTRIBUTE)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit attached to ``module`` itself."""
+    # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.
+    return vars(module).get(_ATTRIBUTE)
+
+
+class StrategyUnit:
+    """A group of parameters that is gathered together and whose gradients are reduced together.
+
+    Args:
+        strategy: Its strategy. Parts that gain nothing on the mesh are inactive; see [Note: One node] in resolve.py.
+        mesh: Its ranks.
+
+    Attributes:
+        resolved: The strategy as resolved on the mesh.
+        scopes: Its effective scopes.
+        traffic: Bytes it has sent.
+        gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
+        keep_unsharded: Whether the weights stay gathered until they change.
+        reduce: Reduces its gradients; None if there is only one rank.
+        on_invalidate: Called in every :meth:`invalidate`, for what the adapter itself keeps of the old weights.
+        on_drop_gradients: Called in every :meth:`drop_gradients`, for what the adapter itself has accumulated.
+    """
+
+    def __init__(self, strategy: Strategy, mesh: ProcessMesh) -> None:
+        self.strategy = strategy
+        self.mesh = mesh
+        self.resolved = strategy.resolve(mesh.topology)
+        self.scopes = self.resolved.scopes
+        self.traffic = Traffic()
+        self.on_invalidate: Callable[[], None] = lambda: None
+        self.on_drop_gradients: Callable[[], None] = lambda: None
+        self.gather = self._make_gather()
+        self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
+        self.reduce = self._make_reduce()
+
+    def _make_gather(self) -> WeightGather | None:
+        if self.scopes.optimizer == "N":
+            return None
+        # Under the optimizer scope I each node has all shards, so there is nothing to gather between nodes.
+        within_node = self.scopes.optimizer == "I"
+        mesh = self.mesh.own_node() if within_node else self.mesh
+        # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
+        ours_on_one_level = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
+        if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
+            return None
+        return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
+
+    def _make_reduce(self) -> GradientReduce | None:
+        intra, inter = self.resolved.gradient_codecs
+        if self.mesh.intra is None and self.mesh.inter is None:
+            return None
+        return GradientReduce(
+            self.mesh,
+            intra,
+            inter,
+            self.traffic,
+            gradient_scope=self.scopes.gradients,
+            optimizer_scope=self.scopes.optimizer,
+            error_feedback=self.resolved.error_feedback,
+            native=True,
+        )
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether weights cross nodes once after a change, and are kept after that, as a secondary shard or whole."""
+        return self.gather is not None and self.gather.secondary.hop is not None and self.scopes.parameters != "G"
+
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Declare stale what is kept of the old weights, the secondary shard above all; see :class:`SecondaryShard`.
+
+        Args:
+            by_step: Whether a training step changes the weights: by little, so that a delta codec may send the change.
+        """
+        if self.gather is not None:
+            self.gather.secondary.mark_stale(by_step=by_step)
+        self.on_invalidate()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients accumulated from earlier micro-batches of the step."""
+        if self.reduce is not None:
+            self.reduce.drop_accumulated()
+        self.on_drop_gradients()
+
+    @property
+    def errors(self) -> ErrorFeedbackState | None:
+        """The error state of its gradient codecs; None without error feedback."""
+        return None if self.reduce is None else self.reduce.errors
+
+    def rename(self, name: str) -> None:
+        """Set its name in profiles and errors."""
+        for part in (self.gather, self.reduce):
+            if part is not None:
+                part.label = name
+
+
+# Covariant, so that units of a class can be passed where a protocol that they satisfy is expected.
+U = TypeVar("U", bound=Unit, covariant=True)
+
+
+@dataclass(frozen=True)
+class ManagedUnit(Generic[U]):
+    """A unit of a model, and functions that look up its parameters.
+
+    They look anew at each use: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may replace
+    parameters and shards, and a reference to the old ones would keep their memory.
+
+    Args:
+        name: The unit's name in profiles, errors and log lines.
+        unit: The unit.
+        parameters: Returns its current parameters, as an optimizer holds them.
+        shards: Returns this rank's current shards.
+        owners: Returns, for each parameter, the modules on which it is registered, if these show other tensors while
+            the unit is unsharded; by default nothing, for adapters whose modules always show the parameters.
+    """
+
+    name: str
+    unit: U
+    parameters: Callable[[], Sequence[nn.Parameter]]
+    shards: Callable[[], Sequence[Tensor]]
+    owners: Callable[[], Iterable[Sequence[nn.Module]]] = tuple
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters())

@@ -1,0 +1,99 @@
+"""Checks that both adapters make before they send anything, and the mesh that a strategy runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh, topology_of
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.config.topology import Topology
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_instance(name: str, value: object) -> None:
+    """Raise if the class Strategy was passed where an instance was meant.
+
+    Raises:
+        TypeError: If ``value`` is the class.
+    """
+    if isinstance(value, type) and issubclass(value, Strategy):
+        raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
+
+
+def strategy_facts(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, object]:
+    """What all ranks must agree on about a strategy, by name; see [Note: Agreement] in agreement.py."""
+    facts = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    # As it works out rather than as given: ranks that leave it to the launcher may have been launched differently.
+    return facts | {"gpus_per_node": node_size(strategy, group) or launched_node_size(group)}
+
+
+def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
+    """Raise if a parameter has a dtype that no codec takes.
+
+    Args:
+        parameters: Names and parameters.
+        remedy: What to do about it, for the error.
+
+    Raises:
+        TypeError: It names the parameter.
+    """
+    for name, parameter in parameters:
+        if parameter.dtype not in DTYPES:
+            raise TypeError(
+                f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; {remedy}"
+            )
+
+
+def check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if a parameter is sharded already, by tensor parallelism say, and ``strategy`` can't be combined with that.
+
+    Raises:
+        NotImplementedError: It names the parameter.
+    """
+    # Under G the shards are those of torch's own FSDP, which composes with other parallelisms.
+    for name, parameter in parameters if strategy.optimizer != "G" else ():
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"{strategy.levels!r} shards over a part of the data-parallel ranks, which can't be combined with "
+                f"another parallelism, but {name} is sharded already; choose a strategy whose third letter is G"
+            )
+
+
+def topology_for(strategy: Strategy, group: dist.ProcessGroup) -> Topology:
+    """The layout of ``group`` under ``strategy``, without communication. Raises what :func:`topology_of` raises."""
+    return topology_of(group, node_size(strategy, group))
+
+
+def mesh_for(strategy: Strategy, group: dist.ProcessGroup) -> ProcessMesh:
+    """The mesh of ``group`` under ``strategy``. Collective over ``group``. Raises what :func:`process_mesh` raises."""
+    return process_mesh(group, node_size(strategy, group))
+
+
+def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
+    """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
+
+    A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then count
+    as one node, and torch's own collectives do the work.
+    """
+    if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
+        return dist.get_world_size(group)
+    return strategy.gpus_per_node
+
+
+def launched_node_size(group: dist.ProcessGroup) -> object:
+    """``gpus_per_node`` of ``group`` as launched; LOCAL_WORLD_SIZE as text if that gives no layout.
+
+    The caller compares it between ranks: nodes of unequal size then raise on all of them, not just on some.
+    """
+    try:
+        return topology_of(group).gpus_per_node
+    except ValueError:
+        return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"

@@ -1,0 +1,288 @@
+"""The operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
+
+The ops themselves check their arguments, so direct calls of ``torch.ops.fsdp_zpp`` and tracing check them, too.
+``dispatch.py`` chooses the backend; all backends have the same functions.
+"""
+
+from torch import Tensor
+
+from .checks import (
+    check_add_delta,
+    check_delta,
+    check_device,
+    check_errors,
+    check_requantize,
+    check_rows,
+    check_sum,
+    check_values,
+)
+from .dispatch import backend_for, op
+from .payload import PayloadLayout
+
+
+@op("quantize")
+def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Tensor:
+    """Quantize a ``rows x cols`` grid of chunks into the rows of a payload, in transposed order.
+
+    Args:
+        values: Flat, contiguous ``[rows * cols * numel]`` in bf16, fp16 or fp32; chunk (r, c) starts at
+            ``(r * cols + c) * numel``.
+        rows: Rows of the grid of chunks, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+
+    Returns:
+        The payload, uint8 ``[rows * cols, PayloadLayout(bits, block).nbytes(numel)]``, with chunk (r, c) in row
+        ``c * rows + r``. The values determine every byte, padding included.
+
+    Raises:
+        TypeError: If ``values`` has another dtype.
+        ValueError: If ``values`` is not flat and contiguous or does not divide into the grid, or another argument is
+            out of range.
+    """
+    check_values("values", values, rows, cols)
+    return backend_for(values).quantize(values, rows, cols, PayloadLayout(bits, block))
+
+
+@op("dequantize", ("out",))
+def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int) -> None:
+    """Dequantize the ``rows x cols`` grid of a payload's rows into chunks in transposed order.
+
+    ``quantize`` over an ``a x b`` grid followed by ``dequantize`` over the ``b x a`` grid restores the order.
+
+    Args:
+        payload: uint8 ``[rows * cols, PayloadLayout(bits, block).nbytes(numel)]``, contiguous, starting at a multiple
+            of 16 bytes of its storage.
+        out: Flat, contiguous ``[rows * cols * numel]`` in bf16, fp16 or fp32. Row ``r * cols + c`` of the payload is
+            written to chunk ``c * rows + r``.
+        rows: Rows of the payload's grid, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: If a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
+            argument is out of range.
+    """
+    layout = check_sum(payload, "", out, rows, cols, bits, block)
+    # The sum over one peer, times 1, is exact, so that one kernel serves both ops.
+    backend_for(payload).dequantize_sum(payload.unsqueeze(0), out, rows, cols, layout, 1.0)
+
+
+@op("dequantize_sum", ("out",))
+def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float) -> None:
+    """Dequantize the payloads of several peers, sum them and scale the sum: the last step of a reduction.
+
+    Args:
+        payload: uint8 ``[peers, rows * cols, nbytes]``, otherwise as for ``dequantize``.
+        out: As for ``dequantize``. The sum is taken in fp32 in the order of the peers, multiplied by ``scale``, and
+            cast once.
+        rows: Rows of each peer's grid, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+        scale: Factor on the sum; 1 / world makes it a mean.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: As for ``dequantize``, or if there is no peer.
+    """
+    layout = check_sum(payload, "peers", out, rows, cols, bits, block)
+    backend_for(payload).dequantize_sum(payload, out, rows, cols, layout, scale)
+
+
+@op("dequantize_sum_quantize")
+def dequantize_sum_quantize(
+    payload: Tensor,
+    numel: int,
+    rows: int,
+    cols: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+) -> Tensor:
+    """``dequantize_sum`` into fp32 followed by ``quantize``, fused so that the sums never go through memory.
+
+    Args:
+        payload: uint8 ``[peers, rows * cols, nbytes]``, as for ``dequantize_sum``.
+        numel: Number of values in a chunk. The padded size of the payload does not tell it.
+        rows: Rows of each peer's grid, from 1 to 65535.
+        cols: Columns of the grid, from 1 to 65535.
+        bits: Width of a code of ``payload``, 4 or 8.
+        block: Number of values of ``payload`` that share a scale, a power of two from 32 to 4096.
+        out_bits: Width of a code of the result.
+        out_block: Number of values of the result that share a scale.
+        scale: Factor on the sum.
+
+    Returns:
+        The payload of the scaled sum, uint8 ``[rows * cols, PayloadLayout(out_bits, out_block).nbytes(numel)]``, with
+        the sum of the peers' rows ``r * cols + c`` in row ``c * rows + r``.
+
+    Raises:
+        TypeError: If ``payload`` is not uint8.
+        ValueError: As for ``dequantize_sum``, or if ``numel`` is negative.
+    """
+    layouts = check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block)
+    return backend_for(payload).dequantize_sum_quantize(payload, numel, rows, cols, *layouts, scale)
+
+
+@op("quantize_with_feedback", ("errors",))
+def quantize_with_feedback(
+    values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
+) -> Tensor:
+    """``quantize`` with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
+
+    Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
+    2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors.
+
+    Args:
+        values: As for ``quantize``.
+        errors: Updated in place, in the order of the payload's rows: fp32 ``[rows * cols * numel]``, or quantized,
+            uint8 ``[rows * cols, PayloadLayout(8, error_block).nbytes(numel)]``.
+        rows: As for ``quantize``.
+        cols: As for ``quantize``.
+        bits: As for ``quantize``.
+        block: As for ``quantize``.
+        error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
+        beta: Weight of the old errors, at least 0 and less than 1.
+
+    Returns:
+        The payload, as from ``quantize``.
+
+    Raises:
+        TypeError: If ``values`` or ``errors`` has another dtype.
+        ValueError: If a shape or a stride is not as above, or the tensors are on different devices.
+    """
+    numel = check_values("values", values, rows, cols)
+    error_layout = check_errors(errors, rows * cols, numel, error_block)
+    check_device(values=values, errors=errors)
+    layout = PayloadLayout(bits, block)
+    return backend_for(values).quantize_with_feedback(values, errors, rows, cols, layout, error_layout, beta)
+
+
+@op("dequantize_sum_quantize_with_feedback", ("errors",))
+def dequantize_sum_quantize_with_feedback(
+    payload: Tensor,
+    errors: Tensor,
+    numel: int,
+    bits: int,
+    block: int,
+    out_bits: int,
+    out_block: int,
+    scale: float,
+    error_block: int,
+    beta: float,
+) -> Tensor:
+    """``dequantize_sum_quantize`` in the same order, with the error feedback of ``quantize_with_feedback`` on the sums.
+
+    Args:
+        payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.
+        errors: As for ``quantize_with_feedback``, of ``chunks`` chunks.
+        numel: Number of values in a chunk.
+        bits: Width of a code of ``payload``, 4 or 8.
+        block: Number of values of ``payload`` that share a scale.
+        out_bits: Width of a code of the result.
+        out_block: Number of values of the result that share a scale.
+        scale: Factor on the sum. The errors are added to the product.
+        error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
+        beta: Weight of the old errors, at least 0 and less than 1.
+
+    Returns:
+        The payload of the corrected sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block).nbytes(numel)]``.
+
+    Raises:
+        TypeError: If ``payload`` or ``errors`` has another dtype.
+        ValueError: As for ``dequantize_sum_quantize`` and ``quantize_with_feedback``.
+    """
+    rows = payload.shape[1] if payload.dim() == 3 else 1  # check_requantize refuses any other payload
+    layout, out_layout = check_requantize(payload, numel, 1, rows, bits, block, out_bits, out_block)
+    error_layout = check_errors(errors, rows, numel, error_block)
+    check_device(payload=payload, errors=errors)
+    return backend_for(payload).dequantize_sum_quantize_with_feedback(
+        payload, errors, numel, layout, out_layout, scale, error_layout, beta
+    )
+
+
+@op("quantize_delta")
+def quantize_delta(values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int) -> Tensor:
+    """Quantize the difference between values and those that a payload encodes.
+
+    Args:
+        values: Flat, contiguous ``[chunks * numel]`` in bf16, fp16 or fp32.
+        base: uint8 ``[chunks, PayloadLayout(base_bits, base_block).nbytes(numel)]``, contiguous, starting at a multiple
+            of 16 bytes of its storage.
+        base_bits: Width of a code of ``base``, 4 or 8.
+        base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
+        bits: Width of a code of the result.
+        block: Number of values of the result that share a scale.
+
+    Returns:
+        The payload of ``values - base``, uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``, in order.
+
+    Raises:
+        TypeError: If ``values`` or ``base`` has another dtype.
+        ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
+            of range.
+    """
+    base_layout, layout, _ = check_delta(values, base, base_bits, base_block, bits, block)
+    return backend_for(values).quantize_delta(values, base, base_layout, layout)
+
+
+@op("add_delta")
+def add_delta(
+    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int
+) -> Tensor:
+    """Add a payload of deltas to the payload of their base.
+
+    Args:
+        base: As for ``quantize_delta``.
+        delta: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``, with the alignment of ``base``.
+        numel: Number of values in a chunk. The padded size of a payload does not tell it.
+        base_bits: Width of a code of ``base``, 4 or 8.
+        base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
+        bits: Width of a code of ``delta``.
+        block: Number of values of ``delta`` that share a scale.
+
+    Returns:
+        The payload of the sum, encoded as ``base`` is and of its shape.
+
+    Raises:
+        TypeError: If ``base`` or ``delta`` is not uint8.
+        ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
+    """
+    layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block)
+    return backend_for(base).add_delta(base, delta, numel, *layouts)
+
+
+@op("dequantize_rows", ("out",))
+def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
+    """Dequantize the rows of a payload, which may lie apart, into adjacent chunks in the same order.
+
+    Args:
+        payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Rows may lie apart, but each is
+            contiguous and starts at a multiple of 16 bytes of the storage.
+        out: Flat, contiguous ``[chunks * numel]`` in bf16, fp16 or fp32.
+        bits: Width of a code, 4 or 8.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is
+            out of range.
+    """
+    dequantize_rows_unchecked(payload, out, check_rows(payload, out, bits, block))
+
+
+def dequantize_rows_unchecked(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+    """:func:`dequantize_rows` without its checks, which take as long as the launch. The caller vouches for validity.
+
+    Args:
+        payload: As for ``dequantize_rows``.
+        out: As for ``dequantize_rows``, or contiguous in any other shape.
+        layout: The layout of the rows of ``payload``.
+    """
+    backend_for(payload).dequantize_rows(payload, out, layout)

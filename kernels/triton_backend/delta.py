@@ -1,0 +1,99 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The kernels of deltas: one encodes values less what a payload decodes to, one adds a payload to another.
+
+Each is a single pass: the decoded base is as large as the weights in fp32 and never goes through memory.
+"""
+
+import triton
+import triton.language as tl
+
+from .quantize_sum import load_blocks
+from .tiles import decode_sum, encode, source_chunk, tile_index
+
+_GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
+
+
+@triton.jit
+def _delta_tile(
+    values_ptr,
+    base_ptr,
+    out_ptr,
+    numel,
+    base_zero,
+    BASE_BITS: tl.constexpr,
+    BASE_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
+    base = decode_sum(base_ptr, numel, 1.0, base_zero, source_chunk(), 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+    encode(values - tl.reshape(base, [TILE // BLOCK, BLOCK]), out_ptr, numel, BITS, BLOCK, TILE, _GROUP, MASKED)
+
+
+@triton.jit(do_not_specialize=["numel_units", "base_zero"])
+def quantize_delta_kernel(
+    values_ptr,
+    base_ptr,
+    out_ptr,
+    numel_units,
+    base_zero,
+    ALIGN: tl.constexpr,
+    BASE_BITS: tl.constexpr,
+    BASE_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The grid is (tiles of a chunk, chunks, 1)."""
+    numel = tl.cast(numel_units, tl.int64) * ALIGN
+    if (tile_index() + 1) * TILE <= numel:
+        _delta_tile(values_ptr, base_ptr, out_ptr, numel, base_zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, False)
+    else:
+        _delta_tile(values_ptr, base_ptr, out_ptr, numel, base_zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, True)
+
+
+@triton.jit
+def _add_tile(
+    base_ptr,
+    delta_ptr,
+    out_ptr,
+    numel,
+    base_zero,
+    zero,
+    BASE_BITS: tl.constexpr,
+    BASE_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    row = source_chunk()
+    base = decode_sum(base_ptr, numel, 1.0, base_zero, row, 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+    change = decode_sum(delta_ptr, numel, 1.0, zero, row, 1, BITS, BLOCK, TILE, _GROUP, MASKED)
+    # Both come as [groups, words, codes of a word], whose sizes depend on the bits; blocks are a shape they share.
+    values = tl.reshape(base, [TILE // BASE_BLOCK, BASE_BLOCK]) + tl.reshape(change, [TILE // BASE_BLOCK, BASE_BLOCK])
+    encode(values, out_ptr, numel, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+
+
+@triton.jit(do_not_specialize=["numel", "base_zero", "zero"])
+def add_delta_kernel(
+    base_ptr,
+    delta_ptr,
+    out_ptr,
+    numel,
+    base_zero,
+    zero,
+    BASE_BITS: tl.constexpr,
+    BASE_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The grid is (tiles of a chunk, chunks, 1)."""
+    numel = tl.cast(numel, tl.int64)
+    if (tile_index() + 1) * TILE <= numel:
+        _add_tile(base_ptr, delta_ptr, out_ptr, numel, base_zero, zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, False)
+    else:
+        _add_tile(base_ptr, delta_ptr, out_ptr, numel, base_zero, zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, True)

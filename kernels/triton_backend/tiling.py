@@ -1,0 +1,85 @@
+"""How the work is cut: values per thread, threads per program, and what kernels learn about sizes.
+
+The figures come from measurements on an H200 (``benchmarks/kernels/run.py``). A program of one warp finds the maximum
+over a block without shared memory, and its threads never wait for another warp. More values per thread spread the cost
+of computing addresses and of a block's scale over more values; fewer leave registers for more programs at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..payload import PayloadLayout
+
+WARP = 32
+_CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
+
+
+class Tiling(NamedTuple):
+    """The values that one program works on, whole blocks of all its layouts, and its number of warps."""
+
+    tile: int
+    num_warps: int
+
+
+def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None) -> Tiling:
+    """Programs of ``threads`` threads, or of as many more as the largest block takes at ``per_thread`` values each."""
+    # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
+    tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
+    return Tiling(tile, tile // per_thread // WARP)
+
+
+def quantize_tiling(layout: PayloadLayout) -> Tiling:
+    """For quantization. 32 values are four 16-byte loads of 16-bit values in flight per thread."""
+    return tiling(32, 2 * WARP, layout)
+
+
+def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
+    """For a sum over peers. Loads from all peers are in flight at once, up to 64 bytes per thread for few peers."""
+    return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
+
+
+def sum_quantize_tiling(layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
+    """For a sum over peers that is quantized again."""
+    # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``_sum_quantize``.
+    return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
+
+
+def feedback_tiling(*layouts: PayloadLayout | None) -> Tiling:
+    """For error feedback. Half as many values per thread as in a quantization, since it loads their errors, too."""
+    return tiling(16, 4 * WARP, *layouts)
+
+
+def delta_tiling(*layouts: PayloadLayout) -> Tiling:
+    """For encoding a delta and for adding one to its base."""
+    return tiling(32, 4 * WARP, *layouts)
+
+
+def align(numel: int) -> int:
+    """The largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
+
+    Kernels take ``numel`` in this unit. They then know which accesses are aligned, and are compiled in at most four
+    variants, not for each size.
+    """
+    return min(numel & -numel, 8)  # the lowest bit set
+
+
+def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
+    """Neighbouring values that one thread holds: a 16-byte access, or a word of codes if that is more.
+
+    With fewer, several threads would have to write one word.
+    """
+    return max(16 // dtype.itemsize, 32 // layout.bits)
+
+
+def zero(bits: int) -> int:
+    """The bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``tiles.decode_sum``."""
+    return 0x4B000000 + (1 << (bits - 1))
+
+
+def eviction(nbytes: int) -> str:
+    """The cache policy for an output of ``nbytes``."""
+    # An output that exceeds the cache is gone before anybody reads it, so it must not push out what is still needed.
+    return "evict_first" if nbytes > _CACHE_NBYTES else ""

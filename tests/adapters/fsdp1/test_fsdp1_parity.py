@@ -1,0 +1,132 @@
+"""What only FullyShardedDataParallel can do trains as stock FULL_SHARD does, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import STOCK, Case
+from harness.covering import SCOPES, over_each
+from harness.fsdp1 import Fsdp1
+from harness.pool import Pool, device_type
+from harness.training import gradients, largest_distance
+from torch import Tensor
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from fsdp_zpp import Strategy
+
+FP32, BF16 = torch.float32, torch.bfloat16
+FLAT = Fsdp1(use_orig_params=False)
+
+
+def with_(**arguments: Any) -> Fsdp1:
+    """FSDP called with some more arguments."""
+    return Fsdp1(arguments=tuple(arguments.items()))
+
+
+CASES = {
+    "flat": (FLAT, Case()),
+    "no_sync flat": (FLAT, Case(micro_batches=2)),
+    "tied flat": (FLAT, Case(model=(("tied", True),))),
+    "no limit": (with_(limit_all_gathers=False), Case()),
+    "forward prefetch": (with_(forward_prefetch=True), Case()),
+    "backward post": (with_(backward_prefetch=BackwardPrefetch.BACKWARD_POST), Case()),
+    "no backward prefetch": (with_(backward_prefetch=None), Case()),
+    "outside no_reentrant": (Fsdp1(), Case(checkpointing="outside no_reentrant")),
+    "outside reentrant": (Fsdp1(), Case(checkpointing="outside reentrant")),
+}
+
+
+@over_each(2, trained=CASES, scopes=SCOPES)
+def test_equals_full_shard(pool: Callable[[int], Pool], trained: tuple[Fsdp1, Case], scopes: str) -> None:
+    adapter, case = trained
+    distances = pool(4).run(largest_distance, adapter, case, Strategy(scopes, gpus_per_node=2))
+    assert max(distances) <= 1e-6
+
+
+def gradient_distance(adapter: Fsdp1, strategy: Strategy) -> float:
+    """In a worker: the distance of the gradient from stock."""
+    return models.distance(gradients(adapter, Case(), strategy), gradients(adapter, Case(), STOCK))
+
+
+@pytest.mark.parametrize("scopes", SCOPES)
+def test_gradients_with_cast_forward_inputs_equal_stock(pool: Callable[[int], Pool], scopes: str) -> None:
+    adapter = with_(mixed_precision=MixedPrecision(BF16, FP32, BF16, cast_forward_inputs=True))
+    assert max(pool(4).run(gradient_distance, adapter, Strategy(scopes, gpus_per_node=2))) <= 1e-6
+
+
+def gradient_dtypes(strategy: Strategy | None) -> set[torch.dtype]:
+    """In a worker: dtypes of the gradients after a backward that keeps them in low precision."""
+    policy = MixedPrecision(BF16, BF16, BF16, keep_low_precision_grads=True)
+    model = with_(mixed_precision=policy).make(Case(), strategy)
+    models.loss_of(model, models.batch(0, 0)).backward()
+    return {p.grad.dtype for p in model.parameters() if p.grad is not None and p.grad.numel()}
+
+
+@pytest.mark.parametrize("strategy", [Strategy.zeropp(gpus_per_node=2), STOCK], ids=["zeropp", "stock"])
+def test_low_precision_gradients_are_kept_as_under_stock(
+    pool: Callable[[int], Pool], strategy: Strategy | None
+) -> None:
+    assert set().union(*pool(4).run(gradient_dtypes, strategy)) == {BF16}
+
+
+def ignored_as_iterator(strategy: Strategy | None) -> list[str]:
+    """In a worker: the parameters that FSDP leaves alone when they are given as an iterator."""
+    net = models.make_net()
+    shape = net.head.weight.shape
+    model = Fsdp1().apply(net, strategy, ignored_states=net.head.parameters(), device_id=models.device())
+    return [name for name, p in model.named_parameters() if p.shape == shape]
+
+
+def test_ignored_states_may_be_an_iterator(pool: Callable[[int], Pool]) -> None:
+    stock = pool(4).run(ignored_as_iterator, STOCK)
+    ours = pool(4).run(ignored_as_iterator, Strategy(gpus_per_node=2))
+    assert ours == stock == [["_fsdp_wrapped_module.head.weight"]] * 4
+
+
+def stepped_in_backward(strategy: Any, micro_batches: int) -> dict[str, Tensor]:
+    """In a worker: weights after steps that FSDP makes in the backward, as soon as a gradient is reduced."""
+    adapter, net = Fsdp1(), models.make_net()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    model = adapter.shard(net, Case(), strategy)
+    for step in range(3):
+        for micro_batch in range(micro_batches):
+            with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+                models.loss_of(model, models.batch(step, micro_batch)).backward()
+    return adapter.full_weights(model)
+
+
+stock_stepped_in_backward = cache(partial(stepped_in_backward, STOCK))
+
+
+def distance_stepped_in_backward(strategy: Strategy, micro_batches: int) -> float:
+    """In a worker: the distance from stock."""
+    return models.distance(stepped_in_backward(strategy, micro_batches), stock_stepped_in_backward(micro_batches))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("scopes", [scopes for scopes in SCOPES if scopes != "NNN"])
+def test_steps_in_the_backward_equal_stock(pool: Callable[[int], Pool], scopes: str, micro_batches: int) -> None:
+    strategy = Strategy(scopes, gpus_per_node=2)
+    assert max(pool(4).run(distance_stepped_in_backward, strategy, micro_batches)) <= 1e-6
+
+
+def synchronized(scopes: str) -> float:
+    """In a worker: the distance of weights that only rank 0 had, from rank 0's."""
+    adapter = Fsdp1(arguments=(("sync_module_states", True),))
+    strategy = Strategy(scopes, gpus_per_node=2)
+    net = models.make_net(seed=dist.get_rank())
+    weights = adapter.full_weights(adapter.shard(net, Case(), strategy))
+    return models.distance(weights, {name: p.detach().cpu() for name, p in models.make_net().named_parameters()})
+
+
+@pytest.mark.skipif(device_type() == "cpu", reason="torch synchronizes module states on accelerators only")
+@pytest.mark.parametrize("scopes", ["NNN", "III", "GGG"])
+def test_module_states_are_synchronized_over_all_nodes(pool: Callable[[int], Pool], scopes: str) -> None:
+    assert pool(4).run(synchronized, scopes) == [0] * 4

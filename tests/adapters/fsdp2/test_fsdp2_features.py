@@ -1,0 +1,116 @@
+"""What only fully_shard composes with: tensor parallelism, recovery, tensors that encode themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import models
+from harness.adapter import STOCK, Case
+from harness.fsdp2 import Fsdp2
+from harness.pool import Pool, device_type
+from harness.training import logits, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_zpp import Strategy
+
+HPZ = Strategy("IGG", gpus_per_node=2)
+
+
+class TensorParallelBlock(nn.Module):
+    """Two linears that tensor parallelism splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 20)
+        self.down = nn.Linear(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def two_dimensions(strategy: Strategy | None, optimizer: str) -> dict[str, Tensor]:
+    """In a worker: data parallel over nodes beside tensor parallel inside of them."""
+    adapter = Fsdp2()
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = nn.Sequential(TensorParallelBlock(), TensorParallelBlock()).to(models.device())
+    for block in net:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        adapter.apply(block, strategy, mesh=mesh["dp"])
+    adapter.apply(net, strategy, mesh=mesh["dp"])
+    step = torch.optim.SGD(net.parameters(), lr=0.1, foreach=optimizer == "foreach")
+    for i in range(3):
+        torch.manual_seed(100 * i + mesh["dp"].get_local_rank())
+        net(torch.randn(4, 12, device=models.device())).square().mean().backward()
+        step.step()
+        step.zero_grad()
+    return adapter.full_weights(net)
+
+
+@pytest.mark.parametrize("optimizer", ["foreach", "for each"])
+def test_training_beside_tensor_parallelism_equals_stock(pool: Callable[[int], Pool], optimizer: str) -> None:
+    strategy = Strategy("IGG", gpus_per_node=1)
+    ours, stock = pool(4).run(two_dimensions, strategy, optimizer), pool(4).run(two_dimensions, STOCK, optimizer)
+    assert max(map(models.distance, ours, stock)) <= 1e-6
+
+
+def recover() -> None:
+    """In a worker: after an exception in the forward, reset_iter_state() and the next iteration."""
+    adapter, case = Fsdp2(), Case(steps=1)
+    model, other = adapter.make(case, HPZ), adapter.make(case, STOCK)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise FloatingPointError
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(FloatingPointError):
+        models.loss_of(model, models.batch(0, 0))
+    handle.remove()
+    model.reset_iter_state()
+    for each in (model, other):
+        train(adapter, each, case)
+    assert models.distance(adapter.full_weights(model), adapter.full_weights(other)) <= 1e-6
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="new in torch 2.13")
+def test_reset_iter_state_recovers_from_an_exception(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(recover)
+
+
+def self_encoding() -> None:
+    """In a worker: a tensor that encodes itself for the all-gather can't be encoded once more."""
+    model = Fsdp2().make(Case(), Strategy.zeropp(gpus_per_node=2))
+    local = model.blocks[0].up.weight._local_tensor
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+    local.fsdp_post_all_gather = lambda outputs, metadata, dtype, *, out=None: (outputs[0], outputs)
+    with pytest.raises(TypeError, match=r"blocks\.0\.up\.weight is a Tensor, which encodes itself"):
+        logits(model)
+
+
+def test_a_tensor_that_encodes_itself_is_refused_a_codec(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(self_encoding)
+
+
+def users_hook(strategy: Strategy, hooked: bool) -> dict[str, Tensor]:
+    """In a worker: gradients of a model whose all-reduce hook doubles them."""
+    adapter = Fsdp2()
+    model = adapter.make(Case(), strategy)
+    if hooked:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(lambda gradient: gradient.mul_(2))
+    models.loss_of(model, models.batch(0, 0)).backward()
+    return adapter.full_gradients(model)
+
+
+@pytest.mark.parametrize("strategy", [HPZ, Strategy.zeropp(gpus_per_node=2), Strategy("III", gpus_per_node=2)], ids=str)
+def test_a_users_all_reduce_hook_sees_the_reduced_gradient(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    plain, doubled = (pool(4).run(users_hook, strategy, hooked) for hooked in (False, True))
+    for ours, theirs in zip(plain, doubled, strict=True):
+        assert all(torch.equal(2 * ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,108 @@
+"""The strategy object: what it accepts, what it refuses and how it says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from itertools import product
+
+import pytest
+from harness.strategies import FOURTEEN
+
+from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
+
+
+def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
+    legal = set()
+    for scopes in map("".join, product("NIG", repeat=3)):
+        try:
+            legal.add(Strategy(scopes).levels)
+        except ValueError as error:
+            assert "at least as fine" in str(error)  # noqa: PT017
+    assert legal == set(FOURTEEN)
+
+
+@pytest.mark.parametrize("scopes", ["", "GG", "GGGG", "ggg", "XGG", "G G"])
+def test_scopes_are_three_of_the_letters_n_i_g(scopes: str) -> None:
+    with pytest.raises(ValueError, match="three of the letters N, I, G; legal are NNN"):
+        Strategy(scopes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"levels": 3}, TypeError, "three letters"),
+        ({"weights": 8}, TypeError, "weights must be a codec such as Int8"),
+        ({"weights": Int8}, TypeError, r"did you mean Int8\(\)"),
+        ({"gradients": "int4"}, TypeError, "gradients must be a codec"),
+        ({"intra_gradients": "int8"}, TypeError, "intra_gradients must be a codec"),
+        ({"frozen": 1}, TypeError, "frozen must be a codec"),
+        ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo"),
+        ({"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
+        ({"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
+        ({"gpus_per_node": 2.0}, TypeError, "positive int"),
+        ({"gpus_per_node": True}, TypeError, "positive int"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Strategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": 1.0}, "beta"),
+        ({"beta": -0.1}, "beta"),
+        ({"reset_every": -1}, "reset_every"),
+        ({"reset_every": 1.5}, "reset_every"),
+        ({"hops": "intra"}, "hops"),
+    ],
+)
+def test_loco_refuses_values_out_of_range(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoCo(**arguments)
+
+
+def test_strategies_compare_hash_and_pickle_as_values() -> None:
+    strategy = Strategy.zeropp(gpus_per_node=8)
+    assert strategy == Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
+    assert hash(strategy) == hash(Strategy.zeropp(gpus_per_node=8))
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert strategy != Strategy.zeropp()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.levels = "GGG"
+
+
+def test_presets_are_shorthand_for_strategies() -> None:
+    presets = {name: getattr(Strategy, name)() for name in "zeropp mixzpp loco zero1 zero2 zero3 mics".split()}
+    scopes = {name: preset.levels for name, preset in presets.items()}
+    assert scopes == dict.fromkeys(("zeropp", "mixzpp", "loco"), "IGG") | {
+        "zero1": "NNG",
+        "zero2": "NGG",
+        "zero3": "GGG",
+        "mics": "III",
+    }
+    assert presets["mixzpp"].frozen == Int8(256)
+    assert presets["loco"].error_feedback == LoCo()
+    assert Strategy.zeropp(levels="GGG", weights=None) == Strategy("GGG", gradients=Int4(128))
+    assert Strategy.mics(gpus_per_node=4).gpus_per_node == 4
+
+
+def test_gradients_are_finer_inside_a_node_by_default() -> None:
+    assert Strategy(gradients=Int4(64)).gradient_codecs == (Int8(64), Int4(64))
+    assert Strategy().gradient_codecs == (None, None)
+    assert Strategy(gradients=Int4(64), intra_gradients=None).gradient_codecs == (None, Int4(64))
+    assert Strategy(intra_gradients=Int8(32)).gradient_codecs == (Int8(32), None)
+
+
+@pytest.mark.parametrize("scopes", ["GGG", "NNG", "III", "NNN"])
+def test_differences_need_a_secondary_shard(scopes: str) -> None:
+    with pytest.raises(ValueError, match="secondary shard in each node, which"):
+        Strategy(scopes, weights=Int4Delta())
+
+
+@pytest.mark.parametrize("name", ["gradients", "intra_gradients", "frozen"])
+def test_only_weights_can_be_sent_as_differences(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} can't be an Int4Delta"):
+        Strategy("IGG", **{name: Int4Delta()})

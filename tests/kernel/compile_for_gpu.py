@@ -1,0 +1,82 @@
+"""Compiles every kernel for an H100 or H200, on a machine without one.
+
+Prints the names of the kernels compiled, those of all kernels, and how many more the second launches needed, which
+differ from the first in all that launch.py takes to make no difference.
+
+Takes the number of cases: the first is of sizes that nothing divides, the second of those that Triton specializes for.
+Run in a process of its own, since whether kernels are compiled or interpreted is settled where they are defined.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from fsdp_zpp.kernels import PayloadLayout, triton_backend
+from fsdp_zpp.kernels.triton_backend import delta, feedback, quantize_sum, rows
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+MODULES: tuple[ModuleType, ...] = (quantize_sum, feedback, delta, rows)
+COMPILED: dict[str, str] = {}
+"""The names of kernels, by what tells apart those compiled from one function."""
+
+
+class Hopper:
+    """As much of a driver as compiling takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> None:
+    """Have launches from now on compile and do nothing else."""
+    run = JITFunction.run
+
+    def compile_and_stop(self: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> None:
+        COMPILED[run(self, *args, warmup=True, **kwargs).hash] = self.__name__
+
+    driver.set_active(Hopper())
+    JITFunction.run = compile_and_stop
+
+
+def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: float) -> None:
+    """Launch each kernel on two chunks of ``numel`` values."""
+    values, errors, base_layout = torch.zeros(2 * numel, dtype=dtype), torch.zeros(2 * numel), PayloadLayout(8, 256)
+    payload = torch.zeros((2, layout.nbytes(numel)), dtype=torch.uint8)
+    base = torch.zeros((2, base_layout.nbytes(numel)), dtype=torch.uint8)
+    triton_backend.quantize(values, 1, 2, layout)
+    for peers in (1, 4, 9):
+        triton_backend.dequantize_sum(payload.expand(peers, -1, -1).contiguous(), values, 1, 2, layout, factor)
+    peers_payload = payload.expand(4, -1, -1).contiguous()
+    triton_backend.dequantize_sum_quantize(peers_payload, numel, 1, 2, layout, base_layout, factor)
+    for state, error_layout in ((errors, None), (base, base_layout)):
+        triton_backend.quantize_with_feedback(values, state, 1, 2, layout, error_layout, factor)
+        rest = numel, layout, layout, factor, error_layout, factor
+        triton_backend.dequantize_sum_quantize_with_feedback(peers_payload, state, *rest)
+    triton_backend.quantize_delta(values, base, base_layout, layout)
+    triton_backend.add_delta(base, payload, numel, base_layout, layout)
+    triton_backend.dequantize_rows(payload, values, layout)
+
+
+if __name__ == "__main__":
+    compile_only()
+    cases = [(1001, torch.float32, PayloadLayout(4, 128)), (2**15, torch.bfloat16, PayloadLayout(8, 256))]
+    cases = cases[: int(sys.argv[1])]
+    for case in cases:
+        launch_all(*case, 0.5)
+    print(*sorted(set(COMPILED.values())))
+    print(*sorted(name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)))
+    before = len(COMPILED)
+    for case in cases:
+        launch_all(*case, 1)
+    print(len(COMPILED) - before)

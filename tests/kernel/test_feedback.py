@@ -1,0 +1,168 @@
+"""Quantization with error feedback: the kernels against the reference, and the reference against the formula."""
+
+import pytest
+import torch
+from fsdp_zpp.kernels import (
+    PayloadLayout,
+    dequantize,
+    dequantize_sum,
+    dequantize_sum_quantize_with_feedback,
+    quantize,
+    quantize_with_feedback,
+    reference,
+    triton_backend,
+)
+from harness.covering import over_pairs
+from samples import DTYPES, normal, peers
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
+
+BETA = 0.8
+SHAPES = [(8, 32, 1), (4, 128, 4223), (4, 256, 4096), (8, 4096, 4097), (4, 64, 5000)]
+ERROR_BLOCKS = [0, 64, 1024]
+GRIDS = [(1, 1), (2, 3)]
+error_blocks = pytest.mark.parametrize("error_block", ERROR_BLOCKS)
+
+
+def errors_of(chunks: int, numel: int, error_block: int) -> Tensor:
+    """Errors left by earlier steps."""
+    values = normal(chunks * numel, torch.float32, seed=7) * 0.1
+    return reference.quantize(values, 1, chunks, PayloadLayout(8, error_block)) if error_block else values
+
+
+def as_values(errors: Tensor, chunks: int, numel: int, error_block: int) -> Tensor:
+    """Errors in fp32."""
+    if not error_block:
+        return errors.clone()
+    values = torch.empty(chunks * numel)
+    dequantize(errors, values, 1, chunks, 8, error_block)
+    return values
+
+
+def layout_of(error_block: int) -> PayloadLayout | None:
+    return PayloadLayout(8, error_block) if error_block else None
+
+
+@over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS, dtype=DTYPES)
+def test_quantize_with_feedback_equals_the_reference(
+    shape: tuple[int, int, int], error_block: int, grid: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    bits, block, numel = shape
+    chunks = grid[0] * grid[1]
+    values = normal(chunks * numel, dtype)
+    values[:: 7 * block] = torch.nan
+    layout, error_layout = PayloadLayout(bits, block), layout_of(error_block)
+    expected_errors = errors_of(chunks, numel, error_block)
+    errors = expected_errors.clone().to(device)
+    expected = reference.quantize_with_feedback(values, expected_errors, *grid, layout, error_layout, BETA)
+    payload = triton_backend.quantize_with_feedback(values.to(device), errors, *grid, layout, error_layout, BETA)
+    assert torch.equal(payload.cpu(), expected)
+    assert torch.equal(errors.cpu(), expected_errors)
+
+
+@over_pairs(
+    shape=[(8, 256, 4, 128, 4096), (4, 32, 8, 4096, 5001), (4, 128, 4, 256, 2050)],
+    error_block=ERROR_BLOCKS,
+    count=[1, 3, 9],
+)
+def test_dequantize_sum_quantize_with_feedback_equals_the_reference(
+    shape: tuple[int, int, int, int, int], error_block: int, count: int, device: torch.device
+) -> None:
+    bits, block, out_bits, out_block, numel = shape
+    layouts = PayloadLayout(bits, block), PayloadLayout(out_bits, out_block)
+    payload = torch.stack([reference.quantize(values, 1, 2, layouts[0]) for values in peers(count, 2 * numel)])
+    expected_errors = errors_of(2, numel, error_block)
+    errors = expected_errors.clone().to(device)
+    rest = (numel, *layouts, 0.3, layout_of(error_block), BETA)
+    expected = reference.dequantize_sum_quantize_with_feedback(payload, expected_errors, *rest)
+    fused = triton_backend.dequantize_sum_quantize_with_feedback(payload.to(device), errors, *rest)
+    assert torch.equal(fused.cpu(), expected)
+    assert torch.equal(errors.cpu(), expected_errors)
+
+
+@over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS)
+def test_formula(shape: tuple[int, int, int], error_block: int, grid: tuple[int, int]) -> None:
+    """Against two plain operations: the payload is that of values plus errors, in the order of the payload's rows."""
+    bits, block, numel = shape
+    chunks = grid[0] * grid[1]
+    values, errors = normal(chunks * numel, torch.float32), errors_of(chunks, numel, error_block)
+    old = as_values(errors, chunks, numel, error_block)
+    payload = quantize_with_feedback(values, errors, *grid, bits, block, error_block, BETA)
+    corrected = values.view(*grid, numel).transpose(0, 1).flatten() + old
+    assert torch.equal(payload, quantize(corrected, 1, chunks, bits, block))
+    sent = torch.empty(chunks * numel)
+    dequantize(payload, sent, 1, chunks, bits, block)
+    new = BETA * old.double() + (1 - BETA) * (corrected.double() - sent.double())
+    precision = new.abs().max().item() * (1e-6 if error_block == 0 else 1 / 250)
+    torch.testing.assert_close(as_values(errors, chunks, numel, error_block).double(), new, rtol=0, atol=precision)
+
+
+@error_blocks
+def test_what_is_not_finite_leaves_the_errors_of_its_block(error_block: int) -> None:
+    values, errors = normal(1024, torch.float32), errors_of(1, 1024, error_block)
+    values[300] = torch.inf
+    old = as_values(errors, 1, 1024, error_block)
+    payload = quantize_with_feedback(values, errors, 1, 1, 4, 256, error_block, BETA)
+    new, sent = as_values(errors, 1, 1024, error_block), torch.empty(1024)
+    dequantize(payload, sent, 1, 1, 4, 256)
+    assert sent[256:512].isnan().all()
+    assert sent.isnan().sum() == 256
+    assert new.isfinite().all()
+    if error_block in (0, 64):
+        torch.testing.assert_close(new[256:512], old[256:512], rtol=1e-6, atol=0)
+    assert not torch.equal(new[:256], old[:256])
+
+
+@error_blocks
+@pytest.mark.parametrize("beta", [0.0, 0.8])
+def test_errors_do_not_build_up(error_block: int, beta: float) -> None:
+    """The root mean square of what 400 noisy steps on one gradient have left out: at most a fifth of plain int4's."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(4096, generator=generator)
+    errors = torch.zeros(4096)
+    if error_block:
+        errors = quantize(errors, 1, 1, 8, error_block)
+    exact, plain, corrected = torch.zeros(3, 4096, dtype=torch.float64)
+    decoded = torch.empty(4096)
+    for _ in range(400):
+        noisy = gradient + 0.01 * torch.randn(4096, generator=generator)
+        exact += noisy
+        dequantize(quantize(noisy, 1, 1, 4, 128), decoded, 1, 1, 4, 128)
+        plain += decoded
+        dequantize(quantize_with_feedback(noisy, errors, 1, 1, 4, 128, error_block, beta), decoded, 1, 1, 4, 128)
+        corrected += decoded
+    left_out = [(total - exact).square().mean().sqrt() for total in (plain, corrected)]
+    assert left_out[1] < left_out[0] / 5
+
+
+def test_sums_are_corrected_after_the_scale() -> None:
+    payload = torch.stack([quantize(values, 1, 2, 8, 256) for values in peers(3, 2000)])
+    sums = torch.empty(2000)
+    dequantize_sum(payload, sums, 1, 2, 8, 256, 0.25)
+    errors, expected_errors = errors_of(2, 1000, 0), errors_of(2, 1000, 0)
+    fused = dequantize_sum_quantize_with_feedback(payload, errors, 1000, 8, 256, 4, 128, 0.25, 0, BETA)
+    assert torch.equal(fused, quantize_with_feedback(sums, expected_errors, 1, 2, 4, 128, 0, BETA))
+    assert torch.equal(errors, expected_errors)
+
+
+@pytest.mark.parametrize(
+    ("errors", "error_block", "message"),
+    [
+        (torch.zeros(100, dtype=torch.bfloat16), 0, "float32"),
+        (torch.zeros(99), 0, r"\(100,\)"),
+        (torch.zeros(100), 64, "uint8"),
+        (torch.zeros(1, 100, dtype=torch.uint8), 64, "make"),
+    ],
+)
+def test_wrong_errors_are_refused(errors: Tensor, error_block: int, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        quantize_with_feedback(torch.zeros(100), errors, 1, 1, 4, 64, error_block, BETA)
+
+
+def test_ops_trace() -> None:
+    values, errors = torch.randn(256), torch.zeros(256)
+    torch.library.opcheck(torch.ops.fsdp_zpp.quantize_with_feedback, (values, errors, 2, 2, 4, 32, 0, BETA))
+    payload = quantize(values, 1, 2, 8, 64)[None]
+    arguments = (payload, errors, 128, 8, 64, 4, 32, 1.0, 0, BETA)
+    torch.library.opcheck(torch.ops.fsdp_zpp.dequantize_sum_quantize_with_feedback, arguments)

@@ -1,0 +1,115 @@
+"""The log line of a model: what of its strategy is active, and, as a warning, what is not and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from harness.adapter import Adapter, Case
+from harness.covering import over_adapters
+from harness.messages import collected
+from harness.pool import Pool
+from harness.strategies import BOTH, COARSE, INSIDE_WITH_FEEDBACK, INTER
+from harness.training import train
+
+from fsdp_zpp import Int4Delta, Int8, Strategy
+from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.runtime.summary import StrategySummary, summarize
+
+ONE, ALONE = Topology(4, 4), Topology(1, 1)
+DELTA = Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2)
+
+
+def on(topology: Topology, strategy: Strategy, error_nbytes: int = 0) -> StrategySummary:
+    """The summary of a strategy on a layout."""
+    return summarize(strategy, strategy.resolve(topology), error_nbytes)
+
+
+def test_a_summary_names_what_is_inactive_and_why() -> None:
+    zeropp = Strategy.zeropp()
+    two_nodes = on(Topology(4, 2), zeropp)
+    assert len(two_nodes.active) == 4
+    assert not two_nodes.inactive
+    one_node = str(on(Topology(4, 4), zeropp))
+    assert "NOT active: weights gathered as int8(256), gradients reduced as int4(128) (one node: no gain" in one_node
+    assert one_node.count("one node: no inter-node hop") == 1
+    assert "no intra-node hop" in str(on(Topology(4, 1), zeropp))
+    (alone,) = on(Topology(1, 1), zeropp).inactive
+    assert alone.endswith("gradients reduced as int4(128) between nodes (one rank: nothing is sent)")
+    assert on(Topology(4, 2), Strategy()).active == (
+        "weights gathered in full precision",
+        "gradients reduced in full precision",
+    )
+
+
+def logged(adapter: Adapter, strategy: Strategy) -> list[tuple[str, str]]:
+    """In a worker: what a model's first two steps log."""
+    with collected() as records:
+        train(adapter, adapter.make(Case(), strategy), Case(steps=2))
+    return records
+
+
+@over_adapters
+def test_a_model_logs_one_line_on_one_rank(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    first, *others = pool(4).run(logged, adapter, Strategy.zeropp(gpus_per_node=2))
+    assert others == [[]] * 3
+    [(level, line)] = first
+    assert level == "INFO"
+    assert line.startswith("Net: IGG on 2 nodes x 2, 4 units: weights gathered as int8(256)")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "inactive"),
+    [
+        (Strategy("IGG", gpus_per_node=4), "NOT active: secondary shard"),
+        (Strategy.zeropp(gpus_per_node=4, gradients=Int8(64)), "NOT active: "),
+    ],
+    ids=str,
+)
+@over_adapters
+def test_inactive_parts_of_a_strategy_are_a_warning(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, inactive: str
+) -> None:
+    [(level, line)] = pool(4).run(logged, adapter, strategy)[0]
+    assert level == "WARNING"
+    assert inactive in line
+
+
+@over_adapters
+def test_on_one_node_the_line_says_which_codecs_are_off(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    [(level, line)] = pool(4).run(logged, adapter, Strategy.zeropp())[0]
+    assert level == "WARNING"
+    assert line == (
+        "Net: IGG on 1 node x 4, 4 units: weights gathered in full precision; gradients reduced in full precision; "
+        "NOT active: weights gathered as int8(256), gradients reduced as int4(128) "
+        "(one node: no gain on fast links; on slow ones, say gpus_per_node=1); "
+        "secondary shard of the weights kept in each node (one node: no inter-node hop)"
+    )
+
+
+def test_error_feedback_is_active_on_each_hop_by_itself() -> None:
+    inside = on(ONE, INSIDE_WITH_FEEDBACK, 1024)
+    assert "gradients reduced as int8(64) inside nodes" in inside.active
+    assert "error feedback inside nodes (beta 0.8, reset every 1024 steps, kept in fp32; 1 KiB a rank)" in inside.active
+    assert "error feedback between nodes (one node: no inter-node hop)" in inside.inactive
+    assert on(ONE, Strategy("GGG", intra_gradients=Int8(64))).inactive == ()
+    assert all("one rank: nothing is sent" in text for text in on(ALONE, Strategy.loco()).inactive)
+
+
+def test_weights_as_differences_are_named_with_both_codecs() -> None:
+    across, on_one_node = (on(topology, DELTA) for topology in (Topology(4, 2), ONE))
+    assert "weights gathered as int8(64), changes as int4(64)" in across.active
+    assert across.inactive == ()
+    assert on_one_node.inactive[0].startswith("weights gathered as int8(64), changes as int4(64) (one node: no gain")
+
+
+@over_adapters
+def test_the_line_says_what_error_feedback_costs(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=BOTH))[0]
+    assert level == "INFO"
+    assert "error feedback inside and between nodes (beta 0.8, reset every 1024 steps, kept in int8(32); " in line
+    assert "KiB a rank)" in line
+    [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=INTER, gpus_per_node=4))[0]
+    assert level == "WARNING"
+    assert "error feedback between nodes (one node: no inter-node hop)" in line
