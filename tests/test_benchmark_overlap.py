@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from harness.benchmarks import load
 from hypothesis import given, strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from overlap import Interval, exposed, overlap, union
-
-sys.path.pop(0)  # or benchmarks/kernels.py would be taken for Hugging Face's package of that name
-
+module = load("step", "overlap")
+exposed, overlap, union = module.exposed, module.overlap, module.union
+Interval = tuple[float, float]
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], sum(pair))))
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.benchmarks import load
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from interleaved import paired
-from timeline import BETWEEN, COMPUTATION, INSIDE, draw, lanes, last_step, summary
-
-sys.path.pop(0)  # or benchmarks/kernels.py would be taken for Hugging Face's package of that name
+timeline = load("step", "timeline")
+BETWEEN, COMPUTATION, INSIDE = timeline.BETWEEN, timeline.COMPUTATION, timeline.INSIDE
+draw, lanes, last_step, summary = timeline.draw, timeline.lanes, timeline.last_step, timeline.summary
+paired = load("step", "interleaved").paired
 
 
 def kernel(name: str, start: float, duration: float, ranks: str | None = None) -> dict[str, Any]:

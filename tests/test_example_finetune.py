@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,34 +14,48 @@ from peft import PeftModel
 from fsdp_zpp import load_frozen_params
 
 
-@pytest.mark.parametrize(
-    ("options", "tied"), [(["--compare"], True), (["--fsdp2"], False)], ids=["fsdp1-tied-compared", "fsdp2"]
-)
-def test_fine_tunes_a_local_model(tmp_path: Path, options: list[str], tied: bool) -> None:
-    base = llama.make_base(tied=tied)
-    base.cpu().save_pretrained(tmp_path / "base")
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(byte % 128 for a in range(60) for b in range(60) for byte in f"{a} and {b}\n".encode()))
-    command = ["examples/finetune_lora.py", "--gpus-per-node", "2", "--device", "cpu", "--model", tmp_path / "base"]
-    command += ["--data", text, "--sequence", "32", "--batch", "2", "--steps", "24", "--lr", "1e-2"]
-    command += ["--rank", "4", "--frozen", "int8:64", "--save-base", tmp_path / "quantized", *options]
-    result = launch(4, *command, "--output", tmp_path / "out")
+def fine_tune(folder: Path, *options: str | Path) -> tuple[list[float], dict[str, int]]:
+    """The losses that the example prints, and the bytes that it says were sent, by kind and hop."""
+    command = ["examples/finetune_lora.py", "--gpus-per-node", "2", "--model", folder / "base"]
+    command += ["--data", folder / "text.txt", "--sequence", "32", "--batch", "2", "--steps", "24", "--lr", "1e-2"]
+    result = launch(4, *command, "--rank", "4", "--output", folder / "out", *options, on_cpu=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    report = json.loads((tmp_path / "out" / "result.json").read_text())
-    *full_shard, ours = report["runs"]
-    assert [run["label"] for run in full_shard] == ["full_shard"] * ("--compare" in options)
-    assert ours["label"] == "LoRA on int8(64)"
-    for run in report["runs"]:
-        assert run["train_loss"] < 0.8 * run["losses"][0]
-        assert run["label"] in result.stdout
-    assert 0 < ours["traffic"]["gather"]["inter"] < ours["full_shard_traffic"]["gather"]["inter"] / 4
-    for stock in full_shard:
-        # The base is rounded to a part in 254 of each block's largest value.
-        assert abs(report["validation_difference_percent"]) < 3
-        assert ours["traffic"]["gather"]["inter"] < stock["traffic"]["gather"]["inter"] / 4
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", result.stdout, re.MULTILINE)]
+    assert losses[-1] < 0.8 * losses[0]
+    sent = {
+        f"{kind} {hop}": int(n)
+        for kind, hops in re.findall(r"'(gather|reduce)': {(.*?)}", result.stdout)
+        for hop, n in re.findall(r"'(inter|intra)': (\d+)", hops)
+    }
+    return losses, sent
+
+
+def make_base(folder: Path, tied: bool) -> None:
+    """A model in a folder, without a tokenizer, and bytes that it knows."""
+    llama.make_base(tied=tied).cpu().save_pretrained(folder / "base")
+    text = "".join(f"{a} and {b}\n" for a in range(60) for b in range(60))
+    (folder / "text.txt").write_bytes(text.encode())
+
+
+@pytest.mark.parametrize(("options", "tied"), [([], True), (["--fsdp2"], False)], ids=["fsdp1-tied", "fsdp2"])
+def test_fine_tunes_a_local_model(tmp_path: Path, options: list[str], tied: bool) -> None:
+    make_base(tmp_path, tied)
+    _, sent = fine_tune(tmp_path, "--save-base", tmp_path / "quantized", *options)
+    adapted = PeftModel.from_pretrained(llama.make_base(tied=tied).cpu(), tmp_path / "out" / "adapter")
+    base = sum(parameter.numel() for name, parameter in adapted.named_parameters() if "lora" not in name)
+    # All that goes between nodes in all steps is less than the base once, which full precision sends in every step.
+    assert 0 < sent["gather inter"] < 4 * base
     empty = llama.make_base(tied=tied).cpu().requires_grad_(False)
     load_frozen_params(empty, tmp_path / "quantized")
     loaded = PeftModel.from_pretrained(empty, tmp_path / "out" / "adapter")
     tokens = torch.tensor([list(b"12 and 34\n56 and 7")])
     assert loaded(input_ids=tokens, labels=tokens).loss.item() < 3
+
+
+def test_learns_as_much_as_on_the_base_as_it_is(tmp_path: Path) -> None:
+    make_base(tmp_path, tied=True)
+    quantized, _ = fine_tune(tmp_path)
+    dense, nothing_counted = fine_tune(tmp_path, "--full-shard")
+    # The base is rounded to a part in 254 of each block's largest value.
+    assert quantized[-1] == pytest.approx(dense[-1], rel=0.03)
+    assert nothing_counted == {}

@@ -1,0 +1,115 @@
+"""Several nodes out of one host, so that NCCL talks over sockets between them and over NVLink inside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
+"""Where ranks of emulated nodes find what was typed to start them."""
+HOP_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")  # environment variables that change how fast hops are
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`start` goes by."""
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus-per-node", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
+    parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
+
+
+def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> None:
+    """Start the nodes, or, with ``--worker``, be one rank of one and do its ``work``.
+
+    Args:
+        arguments: The command line, with ``nodes``, ``gpus_per_node``, ``worker`` and, for a choice, ``device``.
+        work: What a rank does, with its GPU and the process group at hand.
+    """
+    if not arguments.worker:
+        options = {"slow": not getattr(arguments, "fast_network", False), "gpus": getattr(arguments, "gpus", None)}
+        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], **options)
+        return
+    if getattr(arguments, "device", "cuda") == "cpu":
+        dist.init_process_group("gloo")
+    else:
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    work(arguments)
+    dist.destroy_process_group()
+
+
+def command() -> list[str]:
+    """What was typed to start this run, also in a rank that :func:`start` has started."""
+    return ["python", *json.loads(os.environ.get(STARTED_BY, json.dumps(sys.argv)))]
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of this rank on which the speed of its hops depends."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(HOP_VARIABLES)}
+
+
+def layout(arguments: argparse.Namespace) -> str:
+    """Nodes and GPUs in words."""
+    shared = f", sharing {arguments.gpus}" if arguments.gpus else ""
+    return f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs{shared}"
+
+
+def run_on_emulated_nodes(
+    nodes: int, gpus_per_node: int, command: list[str], port: int = 29511, slow: bool = True, gpus: int | None = None
+) -> None:
+    """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
+
+    ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated. Nodes that share
+    GPUs also share their speed, so what computes longest loses most; run NVIDIA's MPS (``nvidia-cuda-mps-control -d``)
+    before, or kernels that wait for other ranks hold up those they wait for.
+
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of each.
+        command: A Python script and its arguments.
+        port: Rendezvous port on localhost.
+        slow: Whether NCCL is to take them for different hosts.
+        gpus: GPUs that there are, if fewer than all nodes need: nodes then share them.
+
+    Raises:
+        ValueError: If there are too few GPUs for one node, or nodes that share them are not to be different hosts.
+        RuntimeError: If any node fails; the others are ended.
+    """
+    gpus = nodes * gpus_per_node if gpus is None else gpus
+    if gpus < gpus_per_node or (gpus < nodes * gpus_per_node and not slow):
+        raise ValueError(
+            f"{nodes} nodes of {gpus_per_node} on {gpus} GPUs: ranks of one host need GPUs of their own, as NCCL has it"
+        )
+    processes = []
+    for node in range(nodes):
+        variables = dict(os.environ)
+        first = node * gpus_per_node
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + gpu) % gpus) for gpu in range(gpus_per_node))
+        if nodes > 1 and slow:
+            variables |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        variables.setdefault("OMP_NUM_THREADS", "4")
+        variables[STARTED_BY] = json.dumps([part for part in command if part != "--worker"])
+        if gpus < nodes * gpus_per_node:
+            # A hop that waits for other ranks must not hold up what another stream launched after it.
+            variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # NCCL cuts sends and receives into pieces of 128 KiB, collectives into 512; sockets are slow with small ones.
+        variables.setdefault("NCCL_P2P_NET_CHUNKSIZE", str(512 * 2**10))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]
+        torchrun += [f"--nproc-per-node={gpus_per_node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        processes.append(subprocess.Popen([*torchrun, *command], env=variables))
+    failed = False
+    for process in processes:
+        failed |= process.wait() != 0
+        if failed:
+            for other in processes:
+                other.terminate()
+    if failed:
+        raise RuntimeError(f"a node failed: {' '.join(command)}")

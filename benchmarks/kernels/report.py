@@ -1,0 +1,83 @@
+"""Tables of kernels in README.md, from results/.
+
+python benchmarks/kernels/report.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+
+import readme_tables
+import result_files
+
+FOLDER = Path(__file__).parent
+OWN, DEEPSPEED, COUNTERS = "block-256", "deepspeed-block-256", "nsight-block-256"
+DEEPSPEED_MIB = 256
+Row = dict[str, Any]
+
+
+def rate(row: Row) -> str:
+    """Bytes a second, and their share of a copy's."""
+    return f"{row['tb_per_s']:.2f} ({row['of_a_copy']:.2f})"
+
+
+def by_size(rows: list[Row], copies: Mapping[Any, float], others: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """Kernels down, sizes across; the copy first.
+
+    Args:
+        rows: What was measured.
+        copies: A device copy's rate at each size.
+        others: Further columns by their headings, each with its texts by kernel.
+    """
+    others = others or {}
+    mibs = list(dict.fromkeys(row["mib"] for row in rows))
+    rates: dict[str, dict[int, str]] = {}
+    for row in rows:
+        rates.setdefault(row["kernel"], {})[row["mib"]] = rate(row)
+    of_copies = {int(mib): f"{tb_per_s:.2f}" for mib, tb_per_s in copies.items()}
+    lines = [
+        [name, *(of.get(mib, "") for mib in mibs), *(texts.get(name, "") for texts in others.values())]
+        for name, of in {"device copy": of_copies, **rates}.items()
+    ]
+    return readme_tables.markdown(["TB/s (of a copy)", *(f"{mib} MiB" for mib in mibs), *others], lines)
+
+
+def counters(rows: list[Row]) -> str:
+    """What Nsight Compute counts."""
+    columns = {
+        "time, us": ("time_us", "{:.1f}"),
+        "instructions a value": ("instructions_a_value", "{:.1f}"),
+        "issue slots busy": ("issue_slots_busy", "{:.0%}"),
+        "least time if they were always busy, us": ("least_us_if_always_busy", "{}"),
+        "at a copy's speed, us": ("us_at_a_copys_speed", "{}"),
+    }
+    lines = ([row["kernel"], *(form.format(row[key]) for key, form in columns.values())] for row in rows)
+    return readme_tables.markdown(["kernel", *columns], lines)
+
+
+def deepspeeds(result: result_files.Result) -> dict[str, str]:
+    """The rates of DeepSpeed's kernels, by the names of those of ours that do the same."""
+    copy = f"{result['copies_tb_per_s'][str(DEEPSPEED_MIB)]:.2f}"
+    rows = [row for row in result["rows"] if row["mib"] == DEEPSPEED_MIB]
+    return {"device copy": copy} | {row["kernel"].removeprefix("DeepSpeed: "): rate(row) for row in rows}
+
+
+def tables() -> dict[str, str]:
+    """All tables of README.md by name, each with the files that it is from."""
+    results = result_files.read(FOLDER / "results")
+    others = {f"DeepSpeed's, {DEEPSPEED_MIB} MiB": deepspeeds(results[DEEPSPEED])}
+    own = results[OWN]
+    made = {
+        "kernels": (by_size(own["rows"], own["copies_tb_per_s"], others), [OWN, DEEPSPEED]),
+        "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
+    }
+    return {name: f"{table}\n\n{readme_tables.provenance(results, runs)}" for name, (table, runs) in made.items()}
+
+
+if __name__ == "__main__":
+    readme_tables.main(__doc__, FOLDER / "README.md", tables())

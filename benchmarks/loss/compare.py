@@ -1,0 +1,275 @@
+"""The training of examples/train.py under strategies and under torch's FULL_SHARD: loss, time, memory, bytes.
+
+    torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --gpus-per-node 2 --strategy zeropp
+
+Runs have the same initial weights and the same data, and are made one after the other. Writes ``result.json`` and
+``loss.png`` to ``--output``, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import train
+from figures import draw_losses
+from manifest import manifest
+from records import Record, write
+from tables import comparison, in_columns
+from torch import Tensor, nn
+
+from fsdp_zpp import Strategy, plan, traffic
+from fsdp_zpp.planner.arguments import codec
+from fsdp_zpp.planner.model_size import module_size
+
+HOPS = ("inter", "intra")
+WINDOW = 10
+"""Steps between two looks at the clock, for which the GPU is waited for."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is compared: its name, and its strategy, None for torch's own FULL_SHARD."""
+
+    label: str
+    strategy: Strategy | None
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens to train on and, from the end of the same text, to validate with."""
+
+    training: Tensor
+    held_out: Tensor
+
+
+def main(arguments: list[str]) -> None:
+    """Compare, and report."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.resume or options.stop_at:
+        parser.error("--resume and --stop-at are for one run, as examples/train.py makes it; here several are compared")
+    try:
+        strategies = contenders(options)
+    except ValueError as error:
+        parser.error(str(error))
+    device = start()
+    tokens = train.load_text(options.data, device)
+    held_out = len(tokens) // 50
+    if held_out <= options.sequence:
+        raise SystemExit(f"a text of {len(tokens)} bytes is too short: a fiftieth must hold {options.sequence + 1}")
+    text = Text(tokens[:-held_out], tokens[-held_out:])
+    # FULL_SHARD goes last: what strategies refuse, they refuse before it has run for nothing.
+    strategies.append(Contender(f"{prefix(options)}full_shard", None))
+    *ours, full_shard = [measure(each, options, text, device) for each in strategies]
+    if dist.get_rank() == 0:
+        report([full_shard, *ours], options, text)
+    dist.destroy_process_group()
+
+
+def start() -> torch.device:
+    """Join the process group; returns the device of this rank."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    return device
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of examples/train.py, and those that change its strategy."""
+    parser = train.make_parser(__doc__)
+    parser.add_argument("--levels", nargs="+", metavar="XYZ", help="scopes instead of the strategy's; each is compared")
+    for name in ("weights", "gradients"):
+        parser.add_argument(f"--{name}", help="codec instead of the strategy's: none, int8, int4:256, ...")
+    return parser
+
+
+def contenders(options: argparse.Namespace) -> list[Contender]:
+    """The strategies on the command line.
+
+    Raises:
+        ValueError: If there is nothing to set against FULL_SHARD, or a name, scopes or a codec is unknown.
+    """
+    base = train.make_strategy(options.strategy, options.gpus_per_node)
+    if base is None:
+        raise ValueError("--strategy full_shard is what others are compared with; give another")
+    changes: dict[str, Any] = {}
+    label = prefix(options) + options.strategy
+    for name in ("weights", "gradients"):
+        if text := getattr(options, name):
+            changes[name] = parse_codec(name, text)
+            label += f" {name} {text}"
+    if not options.levels:
+        return [Contender(label, dataclasses.replace(base, **changes))]
+    return [
+        Contender(f"{label} {levels}", dataclasses.replace(base, levels=levels, **changes)) for levels in options.levels
+    ]
+
+
+def prefix(options: argparse.Namespace) -> str:
+    """What stands before the names of strategies under ``fully_shard``."""
+    return "fsdp2:" if options.fsdp2 else ""
+
+
+def parse_codec(name: str, text: str) -> Any:
+    """The codec, by the names that the planner's command line gives them."""
+    try:
+        return codec(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--{name}: {error}") from None
+
+
+def measure(contender: Contender, options: argparse.Namespace, text: Text, device: torch.device) -> Record:
+    """Train once and forget all but the figures. Collective."""
+    strategy = contender.strategy
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    model = train.make_model(options)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    full_shard_sent = full_shard_sends(model, options, device)
+    model = train.shard(model, strategy, options.fsdp2, device)
+    log = run_steps(model, contender, options, text)
+    result = {
+        "label": contender.label,
+        "strategy": str(strategy or "torch's ShardingStrategy.FULL_SHARD"),
+        "parameters": parameters,
+        "losses": log.losses,
+        "validation": log.validation,
+        # The first window pays for allocation and compilation.
+        "step_seconds": median(log.seconds[1:] or log.seconds),
+        "tokens_per_step": dist.get_world_size() * options.micro_batches * options.batch * options.sequence,
+        "peak_memory": peak_memory(device),
+        "sent_per_step": log.sent_per_step if strategy else full_shard_sent,
+    }
+    del model
+    gc.collect()  # modules of FSDP refer to each other in circles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+@dataclass
+class Log:
+    """What a run has come to: training losses, validation losses by step, seconds a step by window, bytes by step."""
+
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sent: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def sent_per_step(self) -> dict[str, int]:
+        """The median over steps, by hop."""
+        return {hop: int(median(step[hop] for step in self.sent)) for hop in HOPS}
+
+
+def run_steps(model: Any, contender: Contender, options: argparse.Namespace, text: Text) -> Log:
+    """Train from the first step to the last. Collective."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    log, pending, validated = Log(), [], False
+    since = time.perf_counter()
+    for done in range(1, options.steps + 1):
+        before = sent_by(model, contender.strategy)
+        pending.append(train.train_step(model, optimizer, text.training, done - 1, options))
+        # A step right after a validation finds the weights that it has gathered, and sends less.
+        if not validated:
+            log.sent.append({hop: now - before[hop] for hop, now in sent_by(model, contender.strategy).items()})
+        validated = done == options.steps or done % math.ceil(options.steps / 10) == 0
+        if validated or done % WINDOW == 0:
+            log.losses += torch.stack(pending).tolist()
+            log.seconds.append((time.perf_counter() - since) / len(pending))
+            if validated:
+                log.validation.append((done, validate(model, text.held_out, options)))
+                say(
+                    f"{contender.label}: step {done}, loss {log.losses[-1]:.4f}, validation {log.validation[-1][1]:.4f}"
+                )
+            pending, since = [], time.perf_counter()
+    return log
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> float:
+    """Mean loss of sequences spread evenly over ``tokens``. Collective."""
+    model.eval()
+    shape = (16, dist.get_world_size(), options.batch)
+    starts = torch.linspace(0, len(tokens) - options.sequence - 1, math.prod(shape)).long().view(shape)
+    mine = starts[:, dist.get_rank()]
+    loss = torch.stack([train.loss_of(model, tokens, part, options.sequence) for part in mine]).mean()
+    model.train()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def full_shard_sends(model: nn.Module, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
+    """Bytes that one rank has to send in a step of FULL_SHARD, which torch does not count.
+
+    FULL_SHARD accumulates whole gradients under ``no_sync``, which is what the planner calls GNG. It counts two hops: a
+    shard goes once to each other node, and is passed on inside. A flat ring, as NCCL may choose it, sends more.
+    """
+    gpus_per_node = options.gpus_per_node or int(os.environ["LOCAL_WORLD_SIZE"])
+    cluster = {"nodes": dist.get_world_size() // gpus_per_node, "gpus_per_node": gpus_per_node}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    planned = plan(
+        module_size(model),
+        **cluster,
+        inter_gbps=1,  # any: bytes are asked for, not seconds
+        intra_gbps=1,
+        micro_batches=options.micro_batches,
+        compute=dtype,
+        reduce=dtype,
+    )
+    volume = planned["GNG"].volume
+    return {"inter": volume.inter, "intra": volume.intra}
+
+
+def sent_by(model: nn.Module, strategy: Strategy | None) -> dict[str, int]:
+    """Bytes that this rank has sent so far, by hop."""
+    kinds = traffic(model).values() if strategy else ()
+    return {hop: sum(sent[hop] for sent in kinds) for hop in HOPS}
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The largest of all ranks' GPU memory that torch has allocated, in bytes; None on a CPU. Collective."""
+    if device.type == "cpu":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)
+
+
+def report(rows: list[Record], options: argparse.Namespace, text: Text) -> None:
+    """Print a table, and write the figure and the result."""
+    command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
+    result = {
+        "manifest": manifest(command),
+        "arguments": {name: value for name, value in vars(options).items() if name not in ("output", "resume")},
+        "ranks": dist.get_world_size(),
+        "text": {"training_bytes": len(text.training), "held_out_bytes": len(text.held_out)},
+        "rows": rows,
+    }
+    folder = Path(options.output)
+    write(folder / "result.json", result)
+    draw_losses(rows, folder / "loss.png")
+    print(in_columns(comparison(rows)))
+    print("Bytes are what one rank sends in a step; FULL_SHARD's are counted, not measured: the fewest that do.")
+    print(f"Wrote loss.png and result.json to {folder}")
+
+
+def say(line: str) -> None:
+    """Print, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)

@@ -1,0 +1,101 @@
+"""How far above the reference the runs of the convergence study end, and what share of a gap a change closes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from readme_tables import markdown
+from records import Record
+
+REFERENCE = "full_shard"
+FAMILIES = {
+    "int4": "int4(128) between nodes, int8(128) inside",
+    "int4c": "int4(2048) between nodes, int8(128) inside",
+    "int4x2": "int4(2048) on both hops",
+    "int2": "2 bits, blocks of 128, between nodes, int8(128) inside",
+}
+"""The plain configurations whose gap is to be closed, and what they are.
+
+A name is ``FAMILY`` or ``FAMILY+CHANGE``, so that the plain member of a family is the one without a change; ``w8:``
+before it means that weights travel as int8(256).
+"""
+CHANGES = ("", "+loco", "+loco-beta0", "+loco-both", "+loco-int8state", "+hadamard", "+stochastic")
+
+
+class Runs:
+    """Finished runs by configuration and seed.
+
+    Args:
+        records: As the study writes them; all with the same settings.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._rows = {(row["name"], row["seed"]): row for record in records for row in record["rows"]}
+        self.names = {name for name, _ in self._rows}
+
+    def seeds(self, *names: str) -> list[int]:
+        """The seeds that all ``names`` have been trained with."""
+        trained = [{seed for name, seed in self._rows if name == wanted} for wanted in names]
+        return sorted(set.intersection(*trained))
+
+    def curve(self, name: str, seed: int) -> list[tuple[int, float]]:
+        """Validation losses, each with the tokens trained on before it."""
+        return [(tokens, loss) for tokens, loss in self._rows[name, seed]["validation"]]
+
+    def final(self, name: str, seed: int) -> float:
+        """The last validation loss."""
+        return self.curve(name, seed)[-1][1]
+
+    def gaps(self, name: str, reference: str) -> list[float]:
+        """By how many percent ``name`` ends above ``reference``, seed by seed."""
+        return [
+            100 * (self.final(name, seed) / self.final(reference, seed) - 1) for seed in self.seeds(name, reference)
+        ]
+
+    def members(self, family: str) -> list[str]:
+        """A family's configurations that were trained, the plain one first."""
+        return [family + change for change in CHANGES if family + change in self.names]
+
+
+def table(runs: Runs, prefix: str = "") -> str:
+    """All configurations with one kind of weights: mean and standard deviation over the seeds.
+
+    Args:
+        runs: Of which seeds are compared with the same seeds of the reference.
+        prefix: ``w8:`` for int8 weights.
+    """
+    references = [REFERENCE, *([prefix + REFERENCE] if prefix else [])]
+    head = ["configuration", "seeds", "validation loss", *(f"above {name}, %" for name in references)]
+    plain = {name: prefix + family for family in FAMILIES for name in runs.members(prefix + family)}
+    rows = []
+    for name in [*(prefix + name for name in (REFERENCE, "IGG", "int8") if prefix + name in runs.names), *plain]:
+        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
+        above = ["" if name == reference else spread(runs.gaps(name, reference), "+.2f") for reference in references]
+        changed = plain.get(name, name) != name
+        share = closed(runs, name, plain[name], references[-1]) if changed else ""
+        rows.append([name, str(len(losses)), spread(losses, ".4f"), *above, share])
+    return markdown([*head, "of the gap closed"], rows)
+
+
+def closed(runs: Runs, name: str, plain: str, reference: str) -> str:
+    """The share of ``plain``'s mean gap to ``reference`` that ``name`` does not have, and the extremes of the seeds."""
+    seeds = runs.seeds(name, plain, reference)
+    if not seeds:
+        return "plain is missing"
+    to_close = [runs.final(plain, seed) - runs.final(reference, seed) for seed in seeds]
+    left = [runs.final(name, seed) - runs.final(reference, seed) for seed in seeds]
+    noise = statistics.stdev(to_close) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
+    if not statistics.fmean(to_close) > 2 * noise:
+        return "no gap"
+    shares = [100 * (1 - remaining / gap) for remaining, gap in zip(left, to_close, strict=True) if gap]
+    share = 100 * (1 - statistics.fmean(left) / statistics.fmean(to_close))
+    return f"{share:.0f} % ({min(shares):.0f} to {max(shares):.0f} %)"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean and standard deviation."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{form}}"
+    return f"{mean} ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else mean

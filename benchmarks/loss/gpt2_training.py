@@ -1,0 +1,215 @@
+"""One training of the convergence study: a small GPT-2 on bytes, under one sharding strategy and one seed."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from configurations import Sharding
+from corpus import Corpus
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+# For an attention that it does not know, transformers makes no mask: with its own "sdpa" it looks, in every forward,
+# whether the positions are those of packed sequences, for which the host waits for the GPU. None is plain causal.
+AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What runs must have in common to be compared.
+
+    Args:
+        tokens: Training tokens of a run.
+        batch: Sequences a rank.
+        sequence: Tokens of each.
+        hidden: Width of the model.
+        intermediate: Width of its feed-forward layers.
+        layers: Number of decoder layers.
+        heads: Attention heads.
+        lr: Peak learning rate.
+        warmup: Share of the steps in which it rises.
+        validate_every: Steps between validations.
+        validation_tokens: Tokens of each.
+        device: ``cuda`` or ``cpu``.
+        nodes: Number of nodes that strategies are told of.
+        gpus_per_node: Ranks of each.
+        text: The SHA-256 of the text.
+    """
+
+    tokens: int
+    batch: int
+    sequence: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    lr: float
+    warmup: float
+    validate_every: int
+    validation_tokens: int
+    device: str
+    nodes: int
+    gpus_per_node: int
+    text: str
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Over all ranks."""
+        return self.batch * self.sequence * self.nodes * self.gpus_per_node
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the last one completes ``tokens``."""
+        return math.ceil(self.tokens / self.tokens_a_step)
+
+
+def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    """Train once. Collective.
+
+    Args:
+        settings: The model, the data and the schedule.
+        strategy: How the model is sharded.
+        seed: Of the initial weights and of the order of the data.
+        corpus: On ``device``.
+        device: Of this rank.
+
+    Returns:
+        The losses on all ranks' data, against the tokens trained on, and the time.
+    """
+    began = time.perf_counter()
+    network, parameters = build(settings, seed, device)
+    model = shard(network, strategy, device)
+    # From here on random numbers are for rounding, whose errors must not be the same on all ranks.
+    torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = LambdaLR(optimizer, learning_rate(settings))
+    order = data_order(settings, seed, corpus.training)
+    validation: list[tuple[int, Tensor]] = []
+    losses = torch.zeros(settings.steps, device=device)
+    for step in range(settings.steps):
+        if step % settings.validate_every == 0:
+            validation.append((step, validate(settings, model, corpus.held_out)))
+        loss = cross_entropy(model, windows(corpus.training, order[step], settings.sequence))
+        loss.backward()
+        losses[step] = loss.detach()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    validation.append((settings.steps, validate(settings, model, corpus.held_out)))
+    dist.all_reduce(losses)
+    result = {
+        "parameters": parameters,
+        "validation": [(step * settings.tokens_a_step, loss.item()) for step, loss in validation],
+        "training": [part.mean().item() for part in (losses / dist.get_world_size()).split(settings.validate_every)],
+        "seconds": time.perf_counter() - began,
+    }
+    del network, model, optimizer, schedule, loss
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHeadModel, int]:
+    """The model and its number of parameters; the same weights on all ranks."""
+    torch.manual_seed(seed)
+    # Its norms and activations are a kernel each, so that a small model on many GPUs spends its time on matrices.
+    config = GPT2Config(
+        vocab_size=256,
+        n_embd=settings.hidden,
+        n_inner=settings.intermediate,
+        n_layer=settings.layers,
+        n_head=settings.heads,
+        n_positions=settings.sequence,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="causal_sdpa",  # type: ignore[call-arg]
+    )
+    with device:
+        model = GPT2LMHeadModel(config)
+    return model, sum(parameter.numel() for parameter in model.parameters())
+
+
+def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> FullyShardedDataParallel:
+    """A unit for every layer; bf16 compute and communication, fp32 master weights."""
+    return FullyShardedDataParallel(
+        model,
+        # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
+        sharding_strategy=strategy,  # type: ignore[arg-type]
+        auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        device_id=device,
+        use_orig_params=True,
+    )
+
+
+def learning_rate(settings: Settings) -> Callable[[int], float]:
+    """The factor of a step: linear warmup, then a cosine to zero, which leaves less noise in the last losses."""
+    warmup = round(settings.steps * settings.warmup)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = (step - warmup) / max(1, settings.steps - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return factor
+
+
+def data_order(settings: Settings, seed: int, tokens: Tensor) -> Tensor:
+    """Where this rank's sequences start, [steps, batch]: no text twice before all of it was seen."""
+    places = (len(tokens) - 1) // settings.sequence
+    world = settings.nodes * settings.gpus_per_node
+    needed = settings.steps * world * settings.batch
+    generator = torch.Generator().manual_seed(seed)
+    epochs = [torch.randperm(places, generator=generator) for _ in range(math.ceil(needed / places))]
+    starts = torch.cat(epochs)[:needed].view(settings.steps, world, settings.batch) * settings.sequence
+    return starts[:, dist.get_rank()].to(tokens.device)
+
+
+def windows(tokens: Tensor, starts: Tensor, sequence: int) -> Tensor:
+    """[batch, sequence + 1]: what is read, and, one further, what is to be told."""
+    return tokens[starts[:, None] + torch.arange(sequence + 1, device=tokens.device)].long()
+
+
+def cross_entropy(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean over the batch, in nats a byte."""
+    logits = model(batch[:, :-1]).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validate(settings: Settings, model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean over the same held-out sequences each time; a scalar on the device."""
+    world = settings.nodes * settings.gpus_per_node
+    # No gradients are kept, so that fewer and larger batches fit.
+    batch = 4 * settings.batch
+    batches = max(1, settings.validation_tokens // (world * batch * settings.sequence))
+    last = len(tokens) - settings.sequence - 1
+    starts = torch.linspace(0, last, batches * world * batch, dtype=torch.float64).long().view(batches, world, batch)
+    mine = starts[:, dist.get_rank()].to(tokens.device)
+    model.eval()
+    total = torch.stack([cross_entropy(model, windows(tokens, part, settings.sequence)) for part in mine]).mean()
+    model.train()
+    dist.all_reduce(total)
+    return total / world

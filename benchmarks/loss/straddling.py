@@ -1,0 +1,88 @@
+"""What it costs that blocks of a flat parameter straddle norms, biases and matrices.
+
+    python benchmarks/loss/run.py straddling
+
+quantizes the weights (int8, blocks of 256) and the gradients (int4, blocks of 128) of one Llama layer once as FSDP lays
+them out, side by side, and once with every parameter starting a block of its own; prints the relative error,
+|quantized - true| / |true|, of the matrices and of the whole unit. Takes a minute on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from manifest import manifest
+from records import write
+from tables import in_columns, straddling as table
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from fsdp_zpp import Codec, Int4, Int8
+
+HIDDEN = (128, 768, 2048)
+"""Widths of the layers."""
+
+
+def layer_and_gradients(hidden: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights and gradients of a Llama layer, in FSDP's order, after one backward of a random objective."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_attention_heads=hidden // 64)
+    config._attn_implementation = "sdpa"
+    layer, rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+    for parameter in layer.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=config.initializer_range)
+    x = torch.randn(1, 256, hidden)
+    out = layer(x, position_embeddings=rotary(x, torch.arange(256)[None]))
+    hidden_states = out[0] if isinstance(out, tuple) else out
+    (hidden_states * torch.randn_like(x)).mean().backward()
+    return [(p.detach().flatten(), p.grad.flatten()) for p in layer.parameters() if p.grad is not None]
+
+
+def round_trip(values: Tensor, codec: Codec) -> Tensor:
+    """What a receiver would see of ``values``."""
+    out = torch.empty_like(values)
+    codec.decode(codec.encode(values, 1, 1), out, 1, 1)
+    return out
+
+
+def relative_errors(tensors: list[Tensor], codec: Codec) -> dict[str, float]:
+    """Errors of a unit laid out as one flat tensor, and of its parameters one by one."""
+    flat = torch.cat(tensors)
+    together = round_trip(flat, codec).split([t.numel() for t in tensors])
+    apart = [round_trip(t, codec) for t in tensors]
+    large = max(t.numel() for t in tensors) // 8
+
+    def error(seen: list[Tensor] | tuple[Tensor, ...], only_matrices: bool) -> float:
+        pairs = [(s, t) for s, t in zip(seen, tensors, strict=True) if t.numel() >= large or not only_matrices]
+        squares = sum((s - t).square().sum().item() for s, t in pairs)
+        return (squares / sum(t.square().sum().item() for _, t in pairs)) ** 0.5
+
+    return {
+        "matrices, straddling": error(together, True),
+        "matrices, apart": error(apart, True),
+        "unit, straddling": error(together, False),
+        "unit, apart": error(apart, False),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, write the result and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/straddling"), help="folder of result.json")
+    options = parser.parse_args(arguments)
+    errors = []
+    for hidden in HIDDEN:
+        pairs = layer_and_gradients(hidden)
+        for name, codec, tensors in (
+            ("weights", Int8(256), [w for w, _ in pairs]),
+            ("gradients", Int4(128), [g for _, g in pairs]),
+        ):
+            what = f"{name}, {codec}, hidden {hidden}"
+            errors.append({"what": what, "errors": relative_errors(tensors, codec)})
+    result = {"manifest": manifest(), "arguments": {"hidden": HIDDEN}, "rows": errors}
+    write(options.output / "result.json", result)
+    print(in_columns(table(result)))

@@ -1,0 +1,130 @@
+"""Results as tables in Markdown: the comparisons of examples/train.py, and where figures are from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from readme_tables import markdown
+from records import Record
+
+
+def in_columns(table: str) -> str:
+    """A table in Markdown with its columns aligned, for a terminal."""
+    heading, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    lines = (heading, ["-" * width for width in widths], *rows)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def comparison(runs: Sequence[Record]) -> str:
+    """All that one call of ``compare`` has found; the first run is the one that others are compared with."""
+    reference = runs[0]
+    head = ["strategy", "train loss", "validation loss", "difference", "step", "tokens/s"]
+    head += ["sent between nodes", "sent inside"]
+    rows = []
+    for run in runs:
+        row = [run["label"], f"{train_loss(run):.4f}", f"{final(run):.4f}"]
+        row += ["" if run is reference else difference(run, reference), milliseconds(run)]
+        row += [f"{run['tokens_per_step'] / run['step_seconds']:,.0f}", *sent(run, reference)]
+        rows.append(row + ([f"{run['peak_memory'] / 2**30:.2f} GiB"] if run["peak_memory"] else []))
+    return markdown(head + (["peak memory"] if reference["peak_memory"] else []), rows)
+
+
+def by_seed(results: Sequence[Record], timed: bool = False) -> str:
+    """A row for each result, of one strategy against FULL_SHARD with one seed.
+
+    Args:
+        results: As ``compare`` writes them, each with two runs.
+        timed: Whether times of steps are shown, too.
+    """
+    label = results[0]["rows"][1]["label"]
+    head = ["seed", "full_shard", label, "difference", "sent between nodes"]
+    head += [f"step, {name}" for name in ("full_shard", label) if timed]
+    rows = []
+    for result in results:
+        reference, run = result["rows"]
+        row = [str(result["arguments"]["seed"]), f"{final(reference):.4f}", f"{final(run):.4f}"]
+        row += [difference(run, reference), megabytes(run, reference, "inter")]
+        rows.append(row + [milliseconds(each) for each in (reference, run) if timed])
+    return markdown(head, rows)
+
+
+def by_strategy(results: Sequence[Record]) -> str:
+    """A row for each strategy of several results, each after the FULL_SHARD that it is compared with."""
+    rows: dict[str, tuple[str, ...]] = {}
+    for result in results:
+        reference, *runs = result["rows"]
+        # The same in every result: CPUs sum in a fixed order.
+        rows[reference["label"]] = (f"{final(reference):.4f}", "", *sent(reference, reference))
+        for run in runs:
+            rows[run["label"]] = (f"{final(run):.4f}", difference(run, reference), *sent(run, reference))
+    head = ("strategy", "validation loss", "difference", "sent between nodes", "sent inside")
+    return markdown(head, ((label, *row) for label, row in rows.items()))
+
+
+def straddling(result: Record) -> str:
+    """Relative errors, by what is encoded."""
+    head = ("", *result["rows"][0]["errors"])
+    rows = ((each["what"], *(f"{100 * error:.3f} %" for error in each["errors"].values())) for each in result["rows"])
+    return markdown(head, rows)
+
+
+def provenance(results: Mapping[str, Record]) -> str:
+    """Where a table's figures are, and when and how they were made; results that agree share a sentence.
+
+    Args:
+        results: By path in ``results/``, without ``.json``; of a folder with many, the folder is named.
+    """
+    origins: dict[str, list[str]] = {}
+    for name, result in results.items():
+        names = origins.setdefault(origin(result["manifest"]), [])
+        folder, _, file = name.rpartition("/")
+        names.append(f"[{folder}](results/{folder})" if folder else f"[{file}](results/{file}.json)")
+    sentences = []
+    for made, names in origins.items():
+        runs = f" ({len(names)} runs)" if len(set(names)) < len(names) else ""
+        sentences.append(f"From {', '.join(dict.fromkeys(names))}{runs}: {made}.")
+    return "\n".join(sentences)
+
+
+def origin(manifest: Record) -> str:
+    """Date, commit, machine and the versions that figures depend on most."""
+    machine, versions = manifest["machine"], manifest["versions"]
+    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
+    software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
+    return f"{manifest['date'][:10]}, commit {manifest['commit'][:7]}, {gpus}{machine['cores']} CPU cores, {software}"
+
+
+def final(run: Record) -> float:
+    """The last validation loss."""
+    loss: float = run["validation"][-1][1]
+    return loss
+
+
+def train_loss(run: Record) -> float:
+    """The mean of the last ten training losses."""
+    recent = run["losses"][-10:]
+    return sum(recent) / len(recent)
+
+
+def difference(run: Record, reference: Record) -> str:
+    """By how much a run ends above another."""
+    return f"{100 * (final(run) / final(reference) - 1):+.2f} %"
+
+
+def milliseconds(run: Record) -> str:
+    """The time of a step."""
+    return f"{1e3 * run['step_seconds']:.0f} ms"
+
+
+def sent(run: Record, reference: Record) -> tuple[str, str]:
+    """What one rank sends in a step, over either hop."""
+    return megabytes(run, reference, "inter"), megabytes(run, reference, "intra")
+
+
+def megabytes(run: Record, reference: Record, hop: str) -> str:
+    """What one rank sends in a step, and the share of the reference's."""
+    nbytes, whole = run["sent_per_step"][hop], reference["sent_per_step"][hop]
+    if not nbytes:
+        return "torch's own, not counted" if whole else "nothing"  # on one node torch's collectives do it all
+    return f"{nbytes / 1e6:,.2f} MB ({nbytes / whole:.0%})" if whole else f"{nbytes / 1e6:,.2f} MB"

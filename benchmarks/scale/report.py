@@ -1,0 +1,107 @@
+"""Tables of what a step costs a rank's CPU as the world grows, in README.md from results/.
+
+python benchmarks/scale/report.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+
+import readme_tables
+import result_files
+
+FOLDER = Path(__file__).parent
+Row = dict[str, Any]
+HEADINGS = (
+    "adapter",
+    "strategy",
+    "ranks",
+    "collectives a unit and step",
+    "calls of functions around them and codecs, a unit",
+    "their CPU time, ms a unit (fastest step)",
+    "codecs, ms a unit",
+    "fake collectives, ms a unit",
+    "sent between nodes, kB a unit",
+    "inside, kB a unit",
+    "groups of a rank",
+    "wrapping, ms",
+    "of that making groups, ms (calls)",
+    "first step, ms",
+)
+
+
+def collectives(row: Row, blocks: int) -> str:
+    """Collectives a unit and step; a range if steps differ."""
+    return " to ".join(f"{n / blocks:.3g}" for n in sorted(set(row["collectives_a_step"])))
+
+
+def time_around(row: Row) -> str:
+    """CPU time around collectives and codecs, the median and the fastest step."""
+    return f"{row['ms_a_unit']['around']:.2f} ({row['fastest_around_ms_a_unit']:.2f})"
+
+
+def cells(row: Row, blocks: int) -> list[str]:
+    """Everything that is measured of one case, in the order of HEADINGS."""
+    sent = row["sent_a_unit_and_step"]
+    kb = {hop: sum(n for name, n in sent.items() if name.endswith(hop)) / 1e3 for hop in ("inter", "intra")}
+    return [
+        *(str(row[name]) for name in ("adapter", "strategy", "world")),
+        collectives(row, blocks),
+        f"{row['calls_around_a_unit']:.0f}",
+        time_around(row),
+        *(f"{row['ms_a_unit'][kind]:.2f}" for kind in ("codecs", "collectives")),
+        *(f"{kb[hop]:.0f}" if sent else "" for hop in ("inter", "intra")),
+        str(row["groups_of_this_rank"]),
+        f"{row['wrapping_ms']:.0f}",
+        f"{row['making_groups_ms']:.1f} ({row['calls_that_make_groups']})",
+        f"{row['first_step_around_ms']:.0f}",
+    ]
+
+
+def every_case(rows: list[Row], blocks: int) -> str:
+    """A line a case."""
+    return readme_tables.markdown(HEADINGS, [cells(row, blocks) for row in rows])
+
+
+def growth(rows: list[Row], blocks: int) -> str:
+    """A line a strategy, with what differs between worlds side by side and what does not but once."""
+    worlds = " / ".join(f"{world:,}" for world in dict.fromkeys(row["world"] for row in rows))
+    headings = [
+        "adapter",
+        "strategy",
+        "collectives a unit and step",
+        "function calls around them and codecs, a unit",
+        "groups of a rank",
+        f"their CPU time, ms a unit (fastest step), at {worlds} ranks",
+        "codecs, ms a unit",
+        "wrapping, ms",
+    ]
+    lines = []
+    for case, group in groupby(rows, lambda row: (row["adapter"], row["strategy"])):
+        found = list(group)
+        columns = (
+            [collectives(row, blocks) for row in found],
+            [f"{row['calls_around_a_unit']:.0f}" for row in found],
+            [str(row["groups_of_this_rank"]) for row in found],
+            [time_around(row) for row in found],
+            [f"{row['ms_a_unit']['codecs']:.2f}" for row in found],
+            [f"{row['wrapping_ms']:.0f}" for row in found],
+        )
+        lines.append([*case, *(texts[0] if len(set(texts)) == 1 else " / ".join(texts) for texts in columns)])
+    return readme_tables.markdown(headings, lines)
+
+
+def tables() -> dict[str, str]:
+    """All tables of README.md by name."""
+    results = result_files.read(FOLDER / "results")
+    made = growth(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
+    return {"growth": f"{made}\n\n{readme_tables.provenance(results, ['cpu'])}"}
+
+
+if __name__ == "__main__":
+    readme_tables.main(__doc__, FOLDER / "README.md", tables())

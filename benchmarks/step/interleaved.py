@@ -1,0 +1,53 @@
+"""Strategies side by side in time: all are built, then each takes a step in turn, round after round.
+
+A machine drifts, from one second to the next by more than strategies differ in. Within a round it hardly does, so each
+strategy's time is divided by the first one's of the same round, and the median of these ratios is told.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any
+
+import torch.distributed as dist
+from contenders import contend
+from models import Task
+from timing import StepTime, rates, timed_steps
+
+
+def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:
+    """Time strategies in turn. All of them must fit into memory together, whose peak tells nothing then.
+
+    Args:
+        task: What is trained.
+        names: Strategies; a name may come twice, which shows how much two equal ones differ.
+        warmup: Steps of each before.
+        rounds: Timed steps of each, two or more.
+
+    Returns:
+        A row for each, with the median and the quartiles of its time over the first one's, round by round.
+    """
+    contenders = [contend(task, name) for name in names]
+    tokens = task.tokens(dist.get_rank())
+    for contender in contenders:
+        for _ in range(warmup):
+            contender.step(tokens)
+    times: list[list[StepTime]] = [[] for _ in names]
+    shuffled = random.Random(0)  # the same on all ranks
+    for _ in range(rounds):
+        # Or one would always follow the same other, and bear what that leaves behind.
+        for index in shuffled.sample(range(len(names)), len(names)):
+            times[index] += timed_steps(task, contenders[index], tokens, 1)
+    for contender in contenders:
+        contender.close()
+    whole = [[step.whole for step in of_one] for of_one in times]
+    return [
+        {"strategy": name, **rates(task, of_one, tokens), "paired": paired(whole_of_one, whole[0])}
+        for name, of_one, whole_of_one in zip(names, times, whole, strict=True)
+    ]
+
+
+def paired(times: list[float], of_first: list[float]) -> list[float]:
+    """Lower quartile, median and upper quartile of the ratios of a round."""
+    return statistics.quantiles((a / b for a, b in zip(times, of_first, strict=True)), n=4)

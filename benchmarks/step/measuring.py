@@ -1,0 +1,118 @@
+"""All that is measured of one strategy, and how a strategy fails: time, memory, bytes sent, a trace, generation."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Contender, contend
+from models import Task
+from overlap import overlap
+from timing import PeakMemory, rates, synchronize, timed_steps
+from torch.profiler import ProfilerActivity, profile
+
+PROFILED_STEPS = 2
+
+
+def figures(arguments: argparse.Namespace, task: Task, contender: Contender, memory: PeakMemory) -> dict[str, Any]:
+    """Step time in ms, peak memory in GiB, bytes sent in MiB a step, and what follows from them."""
+    result: dict[str, Any] = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
+    tokens = task.tokens(dist.get_rank())
+    losses = [contender.step(tokens) for _ in range(arguments.warmup)]
+    memory.since_last()
+    before = contender.sent()
+    times = timed_steps(task, contender, tokens, arguments.steps)
+    after = contender.sent()
+    result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
+    if before is not None and after is not None:
+        result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / arguments.steps / 2**20 for hop in after}
+    losses.append(contender.step(tokens))
+    result["loss"] = [losses[0].item(), losses[-1].item()]
+    return result
+
+
+def profiled(arguments: argparse.Namespace, contender: Contender, tokens: torch.Tensor, name: str) -> dict[str, Any]:
+    """What further steps show of communication on rank 0, whose trace is written."""
+    if dist.get_rank() != 0:
+        for _ in range(PROFILED_STEPS):
+            contender.step(tokens)
+        return {}
+    cuda = arguments.device == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            contender.step(tokens)
+        if cuda:
+            torch.cuda.synchronize()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trace = arguments.out / f"{name.replace(':', '-')}.trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    return overlap(trace, PROFILED_STEPS)
+
+
+def generation(task: Task, contender: Contender, memory: PeakMemory) -> dict[str, Any]:
+    """Tokens a second of a greedy generation, the same on all ranks, and its peak memory in GiB."""
+    prompt = torch.arange(16, device=task.place)[None] + 100
+    if contender.generate(prompt, task.generate) is None:
+        return {}
+    dist.barrier()
+    synchronize(task)
+    memory.since_last()
+    began = time.perf_counter()
+    tokens = contender.generate(prompt, task.generate)
+    synchronize(task)
+    seconds = time.perf_counter() - began
+    assert tokens is not None
+    gathered = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tokens)
+    return {
+        "generate_tokens_per_s": task.generate / seconds,
+        "generate_peak_gib": memory.since_last(),
+        "same_on_all_ranks": all(torch.equal(other, tokens) for other in gathered),
+    }
+
+
+def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
+    """All that is measured of one strategy."""
+    memory = PeakMemory(task)
+    began = time.perf_counter()
+    contender = contend(task, name)
+    try:
+        dist.barrier()
+        result = {"build_s": time.perf_counter() - began, **figures(arguments, task, contender, memory)}
+        if arguments.profile:
+            result |= profiled(arguments, contender, task.tokens(dist.get_rank()), name)
+        if task.generate:
+            result |= generation(task, contender, memory)
+        return result
+    finally:
+        contender.close()
+
+
+def attempt(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
+    """What :func:`measure` finds, or how it fails, on any rank."""
+    result: dict[str, Any] = {}
+    failure: dict[str, Any] | None = None
+    try:
+        result = measure(arguments, task, name)
+    except torch.OutOfMemoryError as error:
+        failure = {"failed": "out of memory", "error": str(error).splitlines()[0]}
+        traceback.clear_frames(error.__traceback__)
+    except ModuleNotFoundError as error:
+        failure = {"failed": f"not installed: {error.name}"}
+    except Exception as error:
+        traceback.print_exc()
+        failure = {"failed": f"{type(error).__name__}: {error}".splitlines()[0].replace("|", "/")[:200]}
+        traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    if task.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    # Ranks hold the same share, so they fail alike; one that does not fail waits for the others, until the timeout.
+    failures: list[dict[str, Any] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return {"strategy": name, **next((one for one in failures if one), result)}

@@ -1,0 +1,109 @@
+"""A picture of one step from a trace of ``run.py --profile``: when each hop runs beside computation.
+
+    python benchmarks/step/timeline.py runs/step/zeropp.trace.json.gz --gpus-per-node 2 --out runs/step/timeline.png
+
+Also prints how much of each hop's time lies beside computation or the other hop. Who talks in a collective is read from
+its kernel, so a group across nodes is the hop between them. A trace has a rank's clock, and a NCCL kernel waits for the
+other ranks within itself ([Note: What counts as communication] in overlap.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from overlap import Interval, intersection, length, union
+
+BETWEEN, INSIDE, COMPUTATION = "between nodes", "inside the node", "computation"
+COLORS = {BETWEEN: "tab:red", INSIDE: "tab:blue", COMPUTATION: "tab:gray"}
+
+
+def lane(event: dict[str, Any], gpus_per_node: int) -> str:
+    """What a kernel does."""
+    if not event["name"].startswith("nccl"):
+        return COMPUTATION
+    ranks = json.loads(event["args"].get("Process Group Ranks") or "[]")
+    return BETWEEN if len({rank // gpus_per_node for rank in ranks}) > 1 else INSIDE
+
+
+def lanes(events: Iterable[dict[str, Any]], gpus_per_node: int) -> dict[str, list[tuple[str, Interval]]]:
+    """Kernels by lane, each with what it does, from (start, end) in microseconds.
+
+    What a collective is for is told by the kind it is: weights are gathered, gradients go all-to-all.
+    """
+    found: dict[str, list[tuple[str, Interval]]] = {name: [] for name in COLORS}
+    for event in events:
+        if event.get("cat") == "kernel":
+            kind = "gather" if "AllGather" in event["name"] else "reduce"
+            start = float(event["ts"])
+            found[lane(event, gpus_per_node)].append((kind, (start, start + float(event["dur"]))))
+    return found
+
+
+def last_step(events: list[dict[str, Any]]) -> Interval:
+    """From the end of the last optimizer step but one to that of the last, on the GPU."""
+    ends = sorted(
+        float(event["ts"]) + float(event["dur"])
+        for event in events
+        if event.get("cat") == "gpu_user_annotation" and event["name"].startswith("Optimizer.step")
+    )
+    if len(ends) < 2:
+        raise ValueError(f"a step lies between two optimizer steps, but the trace has {len(ends)} of them")
+    return ends[-2], ends[-1]
+
+
+def summary(found: dict[str, list[tuple[str, Interval]]], step: Interval) -> list[str]:
+    """Time of each lane in a step, and how much of it another lane has beside it."""
+    busy = {name: intersection(union(interval for _, interval in kernels), [step]) for name, kernels in found.items()}
+    lines = [f"a step of {(step[1] - step[0]) / 1e3:.0f} ms"]
+    for name, own in busy.items():
+        others = union(interval for other, intervals in busy.items() if other != name for interval in intervals)
+        beside = length(intersection(own, others))
+        lines.append(f"{name}: {length(own) / 1e3:.1f} ms, of which {beside / 1e3:.1f} ms beside others")
+    return lines
+
+
+def draw(found: dict[str, list[tuple[str, Interval]]], step: Interval, title: str, out: Path) -> None:
+    """Write the picture."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(13, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for place, (name, kernels) in enumerate(found.items()):
+        for kind, alpha in (("gather", 0.55), ("reduce", 1.0)):
+            of_kind = union(interval for own, interval in kernels if own == kind)
+            bars = [((start - step[0]) / 1e3, (end - start) / 1e3) for start, end in intersection(of_kind, [step])]
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=COLORS[name], alpha=alpha)
+    axes.set(yticks=range(len(found)), yticklabels=list(found), xlabel="ms since the optimizer's last step ended")
+    axes.set_xlim(0, (step[1] - step[0]) / 1e3)
+    axes.invert_yaxis()
+    patches = [Patch(color="black", alpha=alpha, label=text) for text, alpha in (("weights", 0.55), ("gradients", 1.0))]
+    axes.legend(handles=patches, loc="upper right", fontsize="small")
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(out, dpi=120)
+
+
+def main() -> None:
+    """Read a trace, print its summary and draw it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--gpus-per-node", type=int, default=2)
+    parser.add_argument("--title", default="")
+    parser.add_argument("--out", type=Path, help="default: beside the trace")
+    arguments = parser.parse_args()
+    with gzip.open(arguments.trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    found, step = lanes(events, arguments.gpus_per_node), last_step(events)
+    lines = summary(found, step)
+    print("\n".join(lines))
+    out = arguments.out or arguments.trace.with_suffix("").with_suffix(".png")
+    draw(found, step, ", ".join(filter(None, [arguments.title, lines[0]])), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The clock of run.py: steps timed on all ranks together, and what follows from their times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Contender
+from models import Task
+from utilization import utilization
+
+
+def synchronize(task: Task) -> None:
+    """Wait for this rank's GPU."""
+    if task.device == "cuda":
+        torch.cuda.synchronize()
+
+
+class PeakMemory:
+    """Peaks of what a contender allocates, above what others before it have left.
+
+    Not all libraries let go of all that a contender of theirs has held.
+
+    Args:
+        task: What is trained.
+
+    Attributes:
+        left_gib: What was allocated on this rank from the start.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._on_gpu = task.device == "cuda"
+        self.left_gib = torch.cuda.memory_allocated() / 2**30 if self._on_gpu else 0.0
+
+    def since_last(self) -> float | None:
+        """The largest peak of any rank since the last call, in GiB; None on the CPU."""
+        if not self._on_gpu:
+            return None
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 - self.left_gib, device="cuda")
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        torch.cuda.reset_peak_memory_stats()
+        return peak.item()
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step, in milliseconds.
+
+    Attributes:
+        whole: Until this rank's GPU was done.
+        host: Until ``step()`` had returned, on the rank where that took longest.
+    """
+
+    whole: float
+    host: float
+
+
+def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+    """The time of each step; all ranks start together. Collective."""
+    whole, host = [], []
+    for _ in range(steps):
+        dist.barrier()
+        synchronize(task)
+        began = time.perf_counter()
+        contender.step(tokens)
+        host.append((time.perf_counter() - began) * 1e3)
+        synchronize(task)
+        whole.append((time.perf_counter() - began) * 1e3)
+    slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
+
+
+def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
+    """Median and range of the steps' times in ms, and what it makes of tokens a second and the GPUs' peak FLOP/s."""
+    whole = [step.whole for step in times]
+    tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
+    on_gpu = task.device == "cuda"
+    return {
+        "step_ms": statistics.median(whole),
+        "fastest_ms": min(whole),
+        "slowest_ms": max(whole),
+        "host_ms": statistics.median(step.host for step in times) if on_gpu else None,
+        "tokens_per_s": tokens_per_s,
+        "utilization": utilization(task, tokens_per_s, torch.cuda.get_device_name() if on_gpu else ""),
+    }
