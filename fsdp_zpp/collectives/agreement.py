@@ -31,6 +31,7 @@ from .mesh import ProcessMesh
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
+T = TypeVar("T")
 U = TypeVar("U")
 
 
@@ -50,8 +51,8 @@ def check_agreement(
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
-    said = {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
-    digest = hashlib.sha256(json.dumps([call, *said.items()]).encode()).digest()
+    values = {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
+    digest = hashlib.sha256(json.dumps([call, *values.items()]).encode()).digest()
     # 56 bits: the number and its negative fit an int64, and the MAX of both tells whether all ranks have the same.
     number = int.from_bytes(digest[:7], "big")
     where = collective_device(group, device)
@@ -60,10 +61,10 @@ def check_agreement(
     highest, negated = bounds.tolist()
     if highest == -negated:
         return
-    everyone: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size(group)
+    by_rank: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size(group)
     with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
-        dist.all_gather_object(everyone, (call, said), group=group)
-    raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))))
+        dist.all_gather_object(by_rank, (call, values), group=group)
+    raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))))
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -74,7 +75,7 @@ def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     }
 
 
-def described(shards: Iterable[Tensor]) -> str:
+def shard_signature(shards: Iterable[Tensor]) -> str:
     """The dtypes and sizes of padded shards as text; equal shardings give equal texts on all ranks."""
     sizes: dict[torch.dtype, list[int]] = {}
     for shard in shards:
@@ -82,22 +83,22 @@ def described(shards: Iterable[Tensor]) -> str:
     return " and ".join(f"{dtype} shards of {numels}" for dtype, numels in sizes.items()) or "nothing"
 
 
-def _difference(everyone: Mapping[int, tuple[str, dict[str, str]]]) -> str:
+def _difference(by_rank: Mapping[int, tuple[str, dict[str, str]]]) -> str:
     """The error's text, given each rank's call and arguments."""
-    calls = {rank: call for rank, (call, _) in everyone.items()}
+    calls = {rank: call for rank, (call, _) in by_rank.items()}
     if len(set(calls.values())) > 1:
         return (
-            f"ranks do not make the same calls: {_who_said(calls)}; wrap the same modules in the same order on every "
-            "rank"
+            f"ranks do not make the same calls: {_ranks_by_value(calls)}; wrap the same modules in the same order on "
+            "every rank"
         )
-    names = list(dict.fromkeys(name for _, said in everyone.values() for name in said))
+    names = list(dict.fromkeys(name for _, facts in by_rank.values() for name in facts))
     differing = []
     for name in names:
-        values = {rank: said.get(name, "missing") for rank, (_, said) in everyone.items()}
+        values = {rank: facts.get(name, "missing") for rank, (_, facts) in by_rank.items()}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {_who_said(values)}")
+            differing.append(f"{name}: {_ranks_by_value(values)}")
     if not differing:
-        differing = [f"order: {_who_said({rank: ', '.join(said) for rank, (_, said) in everyone.items()})}"]
+        differing = [f"order: {_ranks_by_value({rank: ', '.join(facts) for rank, (_, facts) in by_rank.items()})}"]
     shown = differing[:_MOST_DIFFERENCES]
     if len(differing) > len(shown):
         shown.append(f"and {len(differing) - len(shown)} more")
@@ -105,7 +106,7 @@ def _difference(everyone: Mapping[int, tuple[str, dict[str, str]]]) -> str:
     return f"{call}: ranks were given different arguments: {'; '.join(shown)}; pass the same on every rank"
 
 
-def _who_said(values: Mapping[int, str]) -> str:
+def _ranks_by_value(values: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
@@ -119,11 +120,10 @@ def named_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
-_T = TypeVar("_T")
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
-def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Callable[[_T], str], difference: str) -> _T:
+def agree(group: dist.ProcessGroup | None, act: Callable[[], T], summary: Callable[[T], str], difference: str) -> T:
     """Run ``act`` on every rank of ``group``, and raise on all of them if it fails on any. Collective.
 
     Args:
@@ -143,26 +143,26 @@ def agree(group: dist.ProcessGroup | None, act: Callable[[], _T], summary: Calla
     if group is None or dist.get_world_size(group) == 1:
         return act()
     failure: Exception | None = None
-    digest, said = 0, ("", "")
+    digest, message = 0, ("", "")
     try:
         result = act()
         digest = int.from_bytes(hashlib.sha256(summary(result).encode()).digest()[:7], "big")
     except Exception as error:  # of any kind: the other ranks would hang in the collective below
-        failure, said = error, (type(error).__name__, str(error))
+        failure, message = error, (type(error).__name__, str(error))
     bounds = torch.tensor([failure is not None, digest, -digest], dtype=torch.int64, device=collective_device(group))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     any_failed, highest, negated = bounds.tolist()
     if not any_failed and highest == -negated:
         return result
-    everyone: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (*said, digest), group=group)
+    by_rank: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, (*message, digest), group=group)
     if failure is not None:
         raise failure
     ranks = dist.get_process_group_ranks(group)
-    for rank, (kind, message, _) in zip(ranks, everyone, strict=True):
+    for rank, (kind, text, _) in zip(ranks, by_rank, strict=True):
         if kind:
-            raise _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {message}")
-    others = [rank for rank, (_, _, digest) in zip(ranks, everyone, strict=True) if digest != everyone[0][2]]
+            raise _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {text}")
+    others = [rank for rank, (_, _, digest) in zip(ranks, by_rank, strict=True) if digest != by_rank[0][2]]
     raise ValueError(f"{named_ranks(others)} {difference} rank {ranks[0]}")
 
 

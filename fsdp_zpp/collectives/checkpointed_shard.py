@@ -35,16 +35,16 @@ class CheckpointedShard:
     fingerprint: str | None
 
     @classmethod
-    def of(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
+    def from_payload(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
         """What is to be saved of a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
         return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
 
     def state_dict(self) -> dict[str, Any]:
-        """As a dict, of which :meth:`load` makes it again."""
+        """As a dict, of which :meth:`from_state_dict` makes it again."""
         return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
 
     @classmethod
-    def load(cls, state: dict[str, Any]) -> CheckpointedShard | None:
+    def from_state_dict(cls, state: dict[str, Any]) -> CheckpointedShard | None:
         """What :meth:`state_dict` gave; None if there was nothing."""
         row = state["row"]
         return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
@@ -53,7 +53,7 @@ class CheckpointedShard:
         """Whether it was saved with these weights, by a codec whose payload has ``nbytes``. Waits for the device."""
         return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
 
-    def gathered(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
+    def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
         """The rows of all ranks of ``hop``, uint8 [ranks, nbytes], if each is of its rank's weights. Collective.
 
         Args:

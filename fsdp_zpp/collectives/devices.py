@@ -37,7 +37,7 @@ def default_device_type() -> str:
     return "cpu" if found is None else found.type
 
 
-def device_of(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
+def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
     """Where the codes of a frozen base are kept if a user says ``device``; None is where its weights are."""
     found = accelerator()
     if isinstance(device, int):

@@ -50,7 +50,7 @@ class ErrorBuffer:
         """Errors that share a scale; 0 if they are fp32."""
         return 0 if self._codec is None else self._codec.block
 
-    def begin(self, chunks: int, numel: int, device: torch.device) -> ErrorBuffer:
+    def prepare(self, chunks: int, numel: int, device: torch.device) -> ErrorBuffer:
         """Have errors for ``chunks`` chunks of ``numel`` values; they start from zero if the shape differs."""
         shape = (chunks * numel,) if self._codec is None else (chunks, self._codec.nbytes(numel))
         if self._state is None or self._state.shape != shape:
@@ -115,7 +115,7 @@ class ErrorBuffer:
 
     # ---- in checkpoints
 
-    def saved(self, scale: Tensor | None) -> dict[str, Any] | None:
+    def state_dict(self, scale: Tensor | None) -> dict[str, Any] | None:
         """The errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
         if self._state is None:
             return None
@@ -125,8 +125,8 @@ class ErrorBuffer:
             copy.rescale(1 / scale)
         return {"state": copy.state.cpu(), "numel": self._numel, "block": self.block}
 
-    def load(self, saved: dict[str, Any] | None) -> None:
-        """Go on with what :meth:`saved` gave.
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Go on with what :meth:`state_dict` gave.
 
         Raises:
             ValueError: If those errors were kept in another form.

@@ -151,7 +151,7 @@ class ErrorFeedbackState:
         return {
             "steps": self._steps,
             "hears_of_steps": self._steps_announced,
-            "errors": {hop: buffer.saved(scale) for hop, buffer in self._buffers.items()},
+            "errors": {hop: buffer.state_dict(scale) for hop, buffer in self._buffers.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,5 +167,5 @@ class ErrorFeedbackState:
             )
         self.reset()
         for hop, buffer in self._buffers.items():
-            buffer.load(state["errors"][hop])
+            buffer.load_state_dict(state["errors"][hop])
         self._steps, self._steps_announced = state["steps"], state["hears_of_steps"]

@@ -182,7 +182,7 @@ class SecondaryShard:
             keep_until_read(base)  # it was made in the stream of an earlier gather, and this is its last use
         if checkpointed is None or self.hop is None or not self.sends_deltas:
             return base, False
-        base = checkpointed.gathered(self.hop, shard, codec.nbytes(shard.numel()), self.label)
+        base = checkpointed.all_gather_if_matching(self.hop, shard, codec.nbytes(shard.numel()), self.label)
         return base, base is not None and checkpointed.fresh
 
     # ---- while it is fresh
@@ -252,12 +252,12 @@ class SecondaryShard:
         readable = self.source is not None and self.source.can_be_read()
         weights = self.source.full_precision_shard() if readable and self.source is not None else None
         row = held[self._own_node : self._own_node + 1]
-        return CheckpointedShard.of(row, self._payload is not None, weights).state_dict()
+        return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave, be the weights loaded before or after."""
         self.reset()
-        self._checkpointed = CheckpointedShard.load(state)
+        self._checkpointed = CheckpointedShard.from_state_dict(state)
 
 
 def send_together(encoded: Sequence[tuple[SecondaryShard, Tensor]]) -> None:

@@ -117,7 +117,7 @@ class TwoHopReduce(ABC):
     def _errors_of(self, hop: str, chunks: int, numel: int, device: torch.device) -> ErrorBuffer | None:
         """The errors of what is sent, if they are fed back, ready for ``chunks`` chunks of ``numel`` values."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
-        return None if buffer is None else buffer.begin(chunks, numel, device)
+        return None if buffer is None else buffer.prepare(chunks, numel, device)
 
 
 class TwoHopReduceScatter(TwoHopReduce):

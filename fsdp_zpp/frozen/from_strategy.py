@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.config.strategy import Strategy
 
@@ -54,7 +54,7 @@ def quantize_for(
     options = FrozenOptions(
         strategy.frozen,
         Placement(strategy.parameters, mesh),
-        device=device_of(dist.group.WORLD, device),
+        device=compute_device(dist.group.WORLD, device),
         dtype=dtype,
         broadcast=broadcast,
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.collectives.agreement import agree
-from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.module_names import model_name
 
 from .base import base_for
@@ -65,7 +65,7 @@ def load_frozen_params(
     refuse_sharded(selection, "call load_frozen_params before you wrap the model")
     check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
     # After the ranks have agreed, since it makes process groups, in which different node sizes would hang.
-    where, kept_on = place_base(placement, group, gpus_per_node), device_of(group, device)
+    where, kept_on = place_base(placement, group, gpus_per_node), compute_device(group, device)
     read = agree(
         group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int8
 from fsdp_zpp.collectives.agreement import agree
-from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.validation import DTYPES
 
 from .base import drop_weights
@@ -117,7 +117,7 @@ def quantize_frozen_params(
         codec,
         place_base(placement, group, gpus_per_node, wrapping_mesh(model, group) if gpus_per_node is None else None),
         min_numel,
-        device_of(group, device),
+        compute_device(group, device),
         dtype,
         group if sync_module_states else None,
     )

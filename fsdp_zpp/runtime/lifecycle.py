@@ -19,7 +19,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fsdp_zpp.collectives.agreement import check_agreement, described
+from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -243,7 +243,7 @@ def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> 
             if unit.mesh.group is group:
                 # A node size that was left to the launcher and the same one given explicitly are no difference.
                 strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
-                facts[managed.name] = f"{strategy}, {described(managed.shards())}"
+                facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}"
         check_agreement(group, f"the first forward of {model}", facts)
 
 

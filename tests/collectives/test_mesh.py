@@ -14,7 +14,7 @@ from harness import models
 from harness.launch import groups_of_this_rank
 from harness.pool import Pool
 
-from fsdp_zpp.collectives.devices import accelerator, device_of
+from fsdp_zpp.collectives.devices import accelerator, compute_device
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import process_mesh
@@ -111,4 +111,4 @@ def test_a_torch_built_for_an_accelerator_needs_one_to_use_it(monkeypatch: pytes
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     assert accelerator() == (torch.device("cuda") if there else None)
-    assert device_of(None, 1) == torch.device("cuda" if there else "cpu", 1)
+    assert compute_device(None, 1) == torch.device("cuda" if there else "cpu", 1)

@@ -59,12 +59,12 @@ __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
     "TrainingState",
-    "after_root_is_known",
     "around_moves",
     "frozen_apart",
     "intercept_construction",
     "intercept_hook_registration",
     "no_dispatch_record_stream",
+    "on_lazy_init",
     "process_group_of",
     "runtime_utils",
     "save_optimizer_states_in_any_group",
@@ -218,7 +218,7 @@ def intercept_hook_registration(
     FullyShardedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
 
-def after_root_is_known(callback: Callable[[nn.Module], None]) -> None:
+def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
     """Have ``callback(root)`` run once for each root, when FSDP initializes it lazily."""
     original = runtime_utils._share_state_and_init_handle_attrs
 

@@ -57,11 +57,7 @@ def adopt_handle(
         return None
     handle: Any = module._handle
     handle.__class__ = StrategyHandle
-    handle._gather, handle._gather_is_lossy, handle._keep_unsharded = gather, lossy, keep_unsharded
-    handle._reduce, handle._mesh, handle._owner, handle._order = reduce, mesh, module, None
-    handle._unreduced, handle._was_gathered, handle._took_part, handle._used_in_step = False, False, False, False
-    handle._written_back, handle._version_at_summon, handle._holds_decoded_weights = written_back, None, False
-    handle.zero_padding()
+    handle.adopt(module, gather, lossy, keep_unsharded, reduce, mesh, written_back)
     return handle
 
 
@@ -91,6 +87,6 @@ def announce_writebacks() -> None:
     def writeback_to_local_shard(handle: FlatParamHandle, writeback_grad: bool) -> None:
         original(handle, writeback_grad)
         if isinstance(handle, StrategyHandle):
-            handle._written_back()
+            handle.written_back()
 
     unshard_param_utils._writeback_to_local_shard = writeback_to_local_shard

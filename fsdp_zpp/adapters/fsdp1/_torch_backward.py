@@ -24,7 +24,7 @@ _NEEDED = (
     Needed(_RUNTIME, "_reduce_grad_no_shard", "reducing what is not sharded"),
     Needed(_RUNTIME, "_accumulate_sharded_grad _post_reduce_grad_callback", "accumulated gradients"),
     Needed(_RUNTIME, "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
-    Needed(_RUNTIME, "_share_state_and_init_handle_attrs _post_backward_stream", "reducing in two streams"),
+    Needed(_RUNTIME, "_post_backward_stream", "reducing in two streams"),
     Needed(_INSTANCE, "_all_fsdp_states _sync_gradients _handle training_state _device_handle", "states of the units"),
     Needed(
         "torch.distributed.fsdp._flat_param.FlatParamHandle",
@@ -54,7 +54,7 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
             for handle in _order_of(state).remaining():
                 _accumulate(handles[handle], handle)
             for handle in handles:
-                handle._took_part |= handle.is_of_micro_batch
+                handle.took_part |= handle.is_of_micro_batch
         original(state, module)
         for handle in handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
@@ -76,35 +76,25 @@ def _order_of(root_state: Any) -> ReductionOrder[StrategyHandle]:
         order = ReductionOrder(handles)
         setattr(root_state, _ORDER, order)
         for handle in handles:
-            handle._order = order
+            handle.order = order
     return order
 
 
-def set_up_reductions() -> None:
-    """When the root is known, fix the order in which its units reduce, and give every other one a second stream.
+def set_up_reductions(root: Any) -> None:
+    """Fix the order in which the units below a root reduce, and give every other one a second stream.
 
     See the top of two_hop_reduce.py.
     """
-    original = runtime_utils._share_state_and_init_handle_attrs
-
-    @functools.wraps(original)
-    def share_state_and_init_handle_attrs(root_state: Any, root_module: nn.Module) -> None:
-        original(root_state, root_module)
-        _order_of(root_state)
-        for state in root_state._all_fsdp_states:
-            if isinstance(state._handle, StrategyHandle):
-                state._handle._owner = state
-        states = [state for state in root_state._all_fsdp_states if _has_two_hops(state._handle)]
-        if len(states) > 1:
-            second = root_state._device_handle.Stream()
-            for state in states[1::2]:
-                state._post_backward_stream = second
-
-    runtime_utils._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
+    _order_of(root)
+    states = [state for state in root._all_fsdp_states if _has_two_hops(state._handle)]
+    if len(states) > 1:
+        second = root._device_handle.Stream()
+        for state in states[1::2]:
+            state._post_backward_stream = second
 
 
 def _has_two_hops(handle: FlatParamHandle | None) -> bool:
-    return isinstance(handle, StrategyHandle) and handle._reduce is not None and handle._reduce.has_two_hops
+    return isinstance(handle, StrategyHandle) and handle.reduction is not None and handle.reduction.has_two_hops
 
 
 def _wait_for_reductions(root_state: Any) -> None:
@@ -127,25 +117,25 @@ def reduce_in_every_backward() -> None:
         if not isinstance(handle, StrategyHandle):
             hook(state, handle, *args)
             return
-        handle._used_in_step |= handle.flat_param.grad is not None
+        handle.used_in_step |= handle.flat_param.grad is not None
         if not handle.uses_sharded_strategy:
             # FSDP accumulates in the gradient itself: nothing reduces it if the last micro-batch leaves the unit out.
-            handle._unreduced = not state._sync_gradients
+            handle.unreduced = not state._sync_gradients
         if state._sync_gradients:
-            if handle.flat_param.grad is not None and handle._order is not None:
-                handle._order.synchronized(handle)
+            if handle.flat_param.grad is not None and handle.order is not None:
+                handle.order.synchronized(handle)
             hook(state, handle, *args)
             return
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
         if not handle.reduces_early or handle.flat_param.grad is None:
             return
-        assert handle._reduce is not None
-        assert handle._order is not None
-        if not handle._reduce.communicates_early:
+        assert handle.reduction is not None
+        assert handle.order is not None
+        if not handle.reduction.communicates_early:
             _accumulate(state, handle)
             return
-        for due in handle._order.finished(handle):
-            _accumulate(due._owner, due)
+        for due in handle.order.finished(handle):
+            _accumulate(due.state, due)
 
     runtime_utils._post_backward_hook = post_backward_hook
 
@@ -157,7 +147,7 @@ def _accumulate(state: Any, handle: StrategyHandle) -> None:
     unsharded, flat_param.grad = flat_param.grad, None
     handle.hide_gradients()
     # Needed in either case: at the end of the step torch passes the gradient on only if this is set, and clears it.
-    handle._took_part, flat_param._post_backward_called = True, True
+    handle.took_part, flat_param._post_backward_called = True, True
     stream = state._post_backward_stream
     stream.wait_stream(state._device_handle.current_stream())
     with state._device_handle.stream(stream):
@@ -166,8 +156,8 @@ def _accumulate(state: Any, handle: StrategyHandle) -> None:
         else:
             no_dispatch_record_stream(unsharded.data, stream)
             gradient = unsharded.data.to(handle.gradient_dtype)
-        assert handle._reduce is not None
-        handle._reduce.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0]).finish()
+        assert handle.reduction is not None
+        handle.reduction.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0]).finish()
 
 
 def _keep_reduced_gradient(handle: StrategyHandle) -> None:
@@ -180,11 +170,11 @@ def _reduce_accumulated(handles: dict[StrategyHandle, Any]) -> None:
     """Reduce gradients of earlier micro-batches for units that took no part in the last one."""
     used_elsewhere = _agree_on_use(list(handles))
     for handle, state in handles.items():
-        if handle._reduce is None:
+        if handle.reduction is None:
             continue
         flat_param: Any = handle.flat_param
-        unreduced, handle._unreduced = handle._unreduced and flat_param.grad is not None, False
-        has_accumulated = handle._reduce.has_accumulated or handle in used_elsewhere
+        unreduced, handle.unreduced = handle.unreduced and flat_param.grad is not None, False
+        has_accumulated = handle.reduction.has_accumulated or handle in used_elsewhere
         if not unreduced and not has_accumulated:
             continue
         _enter_post_backward(state, handle)
@@ -194,7 +184,7 @@ def _reduce_accumulated(handles: dict[StrategyHandle, Any]) -> None:
                 runtime_utils._reduce_grad_no_shard(state, handle)
             if has_accumulated:
                 gradient, shard = runtime_utils._get_reduce_scatter_tensors(state, _zero_gradient(handle))
-                handle._reduce(gradient, shard)
+                handle.reduction(gradient, shard)
                 shard = runtime_utils._accumulate_sharded_grad(state, handle, shard)
                 runtime_utils._post_reduce_grad_callback(state, handle, shard)
 
@@ -222,18 +212,18 @@ def _agree_on_use(handles: list[StrategyHandle]) -> set[StrategyHandle]:
         The units that other ranks have used in the step, and this one has not.
     """
     used_elsewhere: set[StrategyHandle] = set()
-    asked = [(handle, handle._mesh, [handle._used_in_step]) for handle in handles if handle._took_part]
+    asked = [(handle, handle.mesh, [handle.used_in_step]) for handle in handles if handle.took_part]
     for handle, used_by_any in agree_on_use(asked):
-        if handle._used_in_step:
+        if handle.used_in_step:
             continue
         if all(used_by_any()):
             used_elsewhere.add(handle)
-        elif handle._reduce is not None:
-            handle._reduce.drop_accumulated()
+        elif handle.reduction is not None:
+            handle.reduction.drop_accumulated()
             flat_param: Any = handle.flat_param
             # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
             flat_param._post_backward_called = hasattr(flat_param, "_saved_grad_shard")
             if flat_param._post_backward_called and handle._use_orig_params:
-                runtime_utils._catch_all_reshard(handle._owner)
+                runtime_utils._catch_all_reshard(handle.state)
                 handle._use_sharded_grad_views()
     return used_elsewhere

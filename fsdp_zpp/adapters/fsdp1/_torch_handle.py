@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
@@ -49,22 +50,50 @@ class StrategyHandle(FlatParamHandle):
 
     Made by :func:`_torch_adoption.adopt_handle` from the handle that torch built. Whatever asks for full precision
     (state dicts, ``summon_full_params``, evaluation under FSDP_USE_FULL_PREC_IN_EVAL) is left to torch's own gather.
+
+    Attributes:
+        state: The instance of FSDP.
+        mesh: The ranks over which the model is sharded.
+        reduction: Reduces the gradients; None leaves it to torch.
+        order: The order in which the model's units reduce; None before the first forward.
+        written_back: Called after parameters were written to the shard, or moved.
+        unreduced: Whether a unit that is not sharded has gradients that nothing has reduced.
+        took_part: Whether ranks have gathered it in an earlier micro-batch of the step.
+        used_in_step: Whether this rank has used it in the step.
     """
 
+    state: Any
+    mesh: ProcessMesh
+    reduction: GradientReduce | None
+    order: ReductionOrder[StrategyHandle] | None
+    written_back: Callable[[], None]
+    unreduced: bool
+    took_part: bool
+    used_in_step: bool
     _gather: WeightGather | None
     _gather_is_lossy: bool
     _keep_unsharded: bool
-    _reduce: GradientReduce | None
-    _mesh: ProcessMesh
-    _owner: Any
-    _order: ReductionOrder[StrategyHandle] | None
-    _unreduced: bool
     _was_gathered: bool
-    _took_part: bool
-    _used_in_step: bool
     _holds_decoded_weights: bool
-    _written_back: Callable[[], None]
     _version_at_summon: Hashable
+
+    def adopt(
+        self,
+        state: FullyShardedDataParallel,
+        gather: WeightGather | None,
+        lossy: bool,
+        keep_unsharded: bool,
+        reduction: GradientReduce | None,
+        mesh: ProcessMesh,
+        written_back: Callable[[], None],
+    ) -> None:
+        """Initialize the attributes of this class; arguments as of :func:`_torch_adoption.adopt_handle`."""
+        self.state, self.mesh, self.reduction, self.order = state, mesh, reduction, None
+        self.written_back = written_back
+        self._gather, self._gather_is_lossy, self._keep_unsharded = gather, lossy, keep_unsharded
+        self._holds_decoded_weights, self._version_at_summon = False, None
+        self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
+        self.zero_padding()
 
     def _wants_full_precision(self) -> bool:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
@@ -134,7 +163,7 @@ class StrategyHandle(FlatParamHandle):
     def reduces_early(self) -> bool:
         """Whether a micro-batch that is not the last reduces, as far as the gradient scope says."""
         # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
-        return self.uses_sharded_strategy and self._reduce is not None
+        return self.uses_sharded_strategy and self.reduction is not None
 
     @property
     def is_of_micro_batch(self) -> bool:
@@ -145,7 +174,7 @@ class StrategyHandle(FlatParamHandle):
     @property
     def takes_part(self) -> bool:
         """Whether it is of this micro-batch, and has hops to make before the last one."""
-        return self._reduce is not None and self._reduce.communicates_early and self.is_of_micro_batch
+        return self.reduction is not None and self.reduction.communicates_early and self.is_of_micro_batch
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -158,7 +187,7 @@ class StrategyHandle(FlatParamHandle):
         """The backward is over."""
         self._was_gathered = False
         if synchronized:
-            self._took_part, self._used_in_step = False, False
+            self.took_part, self.used_in_step = False, False
 
     def drop_unsharded(self) -> None:
         """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
@@ -225,7 +254,7 @@ class StrategyHandle(FlatParamHandle):
         same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
         if same_kind and not self._offload_params:
             flat_param._local_shard = flat_param.data
-        self._written_back()
+        self.written_back()
 
     def zero_padding(self) -> None:
         """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from fsdp_zpp.collectives.agreement import check_agreement, parameter_facts
-from fsdp_zpp.collectives.devices import device_of
+from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
@@ -75,7 +75,7 @@ def _check_agreement(strategy: Strategy, group: dist.ProcessGroup, arguments: di
     facts = strategy_facts(strategy, group)
     facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
     call = f"FullyShardedDataParallel({model_name(module)})"
-    device = device_of(group, arguments["device_id"])
+    device = compute_device(group, arguments["device_id"])
     check_agreement(group, call, facts | parameter_facts(own), device)
 
 

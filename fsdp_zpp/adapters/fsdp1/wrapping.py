@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
-from fsdp_zpp.collectives.agreement import check_agreement, described
+from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
 from fsdp_zpp.frozen.resharding import follow_strategy
@@ -76,9 +76,10 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     shard_groups = {"G": group, "I": unit.mesh.intra, "N": None}
 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
-        done = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False, "ignored_modules": None}
+        # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
+        not_again = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
         own = {name: value for name, value in arguments.items() if name != "self"}
-        return FullyShardedDataParallel(**own | done | {"ignored_states": others})
+        return FullyShardedDataParallel(**own | not_again | {"ignored_modules": None, "ignored_states": others})
 
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, shard_groups[unit.scopes.optimizer]))
@@ -121,8 +122,8 @@ def _readopt(module: FullyShardedDataParallel) -> None:
         _adopt(module, unit)
 
 
-def _root_known(root: nn.Module) -> None:
-    """Start to watch the model under ``root``."""
+def _on_lazy_init(root: nn.Module) -> None:
+    """Start to watch the model under ``root``, and prepare its reductions."""
     found = [
         _managed(_name_of(path), unit, module)
         for path, module in root.named_modules()
@@ -133,6 +134,7 @@ def _root_known(root: nn.Module) -> None:
         name = model_name(root)
         setattr(root, _LIFECYCLE_HOOKS, set_up_model(name, found))
         warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.mesh) for managed in found))
+        _torch_backward.set_up_reductions(root)
 
 
 def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
@@ -179,7 +181,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
                 "make the state with process_group= the model's group"
             )
-    sizes = {_name_of(path): described(_torch_adoption.shard_of(m)) for path, m in instances.items()}
+    sizes = {_name_of(path): shard_signature(_torch_adoption.shard_of(m)) for path, m in instances.items()}
     facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
@@ -211,13 +213,8 @@ PATCHES = (
     ),
     Patch(
         "_runtime_utils._share_state_and_init_handle_attrs",
-        "the root becomes known, and with it all units of the model",
-        lambda: _torch.after_root_is_known(_root_known),
-    ),
-    Patch(
-        "_runtime_utils._share_state_and_init_handle_attrs",
-        "units reduce in one order on all ranks, in two streams",
-        _torch_backward.set_up_reductions,
+        "the root becomes known, and with it all units of the model and the order in which they reduce",
+        lambda: _torch.on_lazy_init(_on_lazy_init),
     ),
     Patch(
         "_runtime_utils._post_backward_hook",
@@ -255,7 +252,10 @@ PATCHES = (
         _torch.save_optimizer_states_in_any_group,
     ),
 )
-"""All that is replaced in torch. It changes nothing for models of torch's own strategies."""
+"""All that is replaced in torch; it changes nothing for models of torch's own strategies.
+
+Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`.
+"""
 
 
 def install() -> None:

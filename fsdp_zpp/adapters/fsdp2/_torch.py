@@ -104,7 +104,7 @@ class StrategyGroup(ReducingGroup):
     """
 
     _state: FSDPState
-    _root_is_known: Callable[[nn.Module], None] | None
+    _on_lazy_init: Callable[[nn.Module], None] | None
     staleness_guard: SecondaryShard | None
 
     @_without_functorch
@@ -154,9 +154,9 @@ class StrategyGroup(ReducingGroup):
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
-        if groups and groups[-1] is self and self._root_is_known is not None:
-            callback, self._root_is_known = self._root_is_known, None
-            callback(states[0]._modules[0])
+        if groups and groups[-1] is self and self._on_lazy_init is not None:
+            callback, self._on_lazy_init = self._on_lazy_init, None
+            callback(states[0]._modules[0])  # the root's state comes first
 
     @property
     def name(self) -> str:
@@ -223,12 +223,12 @@ class StrategyGroup(ReducingGroup):
             self._to_sharded()
 
 
-def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -> StrategyGroup | None:
+def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None]) -> StrategyGroup | None:
     """The parameter group that ``fully_shard`` just made for ``module``, ready for a strategy, if it made just one.
 
     Args:
         module: A module on which torch's ``fully_shard`` was called.
-        root_is_known: Called with the root when FSDP has initialized all groups below it lazily.
+        on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
     """
     state = state_of(module)
     groups: list[Any] = groups_of(state)
@@ -236,7 +236,7 @@ def adopt_group(module: nn.Module, root_is_known: Callable[[nn.Module], None]) -
         return None
     (group,) = groups
     group.__class__ = StrategyGroup
-    group._state, group._root_is_known, group.staleness_guard = state, root_is_known, None
+    group._state, group._on_lazy_init, group.staleness_guard = state, on_lazy_init, None
     group.adopt()
     return group
 

@@ -154,9 +154,7 @@ class ReducingGroup(FSDPParamGroup):
             inside = between  # where the last micro-batch adds its sums to the accumulated ones
         inside.wait_stream(self.device_handle.current_stream())
         with self.device_handle.stream(inside):
-            pending = self.reduction.accumulate(flat)
-            if flat.is_cuda:
-                flat.record_stream(inside)  # it was allocated in the stream of the backward
+            pending = self.reduction.accumulate(keep_until_read(flat))  # it was allocated in the backward's stream
         # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
         # intra-node hop of the next group, in the stream of its reduce-scatter, need not wait for the slow network.
         if self.completion is None:

@@ -21,7 +21,7 @@ from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, uni
 from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_backward, _torch_owned, _torch_reduction
+from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
 from .comms import StrategyAllReduce, StrategyReduceScatter, all_gather_of
 from .validation import check_arguments, check_strategy, is_stock, named_own_parameters
 
@@ -96,7 +96,7 @@ def fully_shard(
         dtype = None if policy is None else policy.param_dtype
         quantize_for(strategy, each, unit.mesh, ignored=ignored, dtype=dtype)
     sharded = torch_fully_shard(module, **passed_on)
-    group = _torch.adopt_group(modules[0], _root_known)
+    group = _torch.adopt_group(modules[0], _on_lazy_init)
     if is_stock(strategy):
         for each in modules:
             attach(each, unit)
@@ -112,13 +112,17 @@ PATCHES = (
         lambda: _torch.after_moves(weights_moved),
     ),
 )
-"""All that is replaced in torch. Groups and states of sharded modules get subclasses of their classes besides."""
+"""All that is replaced in torch.
+
+Besides, parameter groups that a strategy shards become :class:`_torch.StrategyGroup`, and the states of the modules of
+such a model :class:`_torch_backward.WatchedState`, which hears of the end of backwards.
+"""
 
 
 def install() -> None:
     """Prepare torch for strategies."""
     apply_patches(PATCHES)
-    register_sharded_params(lambda model: _torch_owned.owned_parameters(model, _parameter_released))
+    register_sharded_params(lambda model: _torch_sharded_params.sharded_parameters(model, _parameter_released))
 
 
 # torch's function has its state under this name, and torch's users look it up there.
@@ -143,11 +147,10 @@ def _check_agreement(modules: list[nn.Module], strategy: Strategy, arguments: di
 def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
     """A unit on the ranks that ``arguments`` name; replaces their mesh by that of the ranks to shard over."""
     mesh = arguments["mesh"]
-    if is_stock(strategy) or mesh is None:
-        assert dist.group.WORLD is not None
-        unit = StrategyUnit(strategy, mesh_for(strategy, dist.group.WORLD))
-    else:
-        unit = StrategyUnit(strategy, mesh_for(strategy, mesh.get_group()))
+    # A stock strategy takes any mesh, with several dimensions too: torch communicates, and the unit's mesh is not used.
+    group = dist.group.WORLD if mesh is None or is_stock(strategy) else mesh.get_group()
+    assert group is not None
+    unit = StrategyUnit(strategy, mesh_for(strategy, group))
     if unit.scopes.optimizer != "G" and unit.mesh.topology.world > 1:
         group = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert group is not None
@@ -192,7 +195,7 @@ def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
                 detach(module)
 
 
-def _root_known(root: nn.Module) -> None:
+def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
     found: dict[str, ManagedUnit[StrategyUnit]] = {}
     groups: dict[_torch.StrategyGroup, ProcessMesh] = {}  # modules that were passed as a list share one

@@ -32,7 +32,7 @@ check_needed("quantizing of what fully_shard has sharded", _NEEDED)
 OnRelease = Callable[[tuple[nn.Module, ...], bool], None]
 
 
-class OwnedParameter:
+class ShardedParameter:
     """One parameter as it is registered on modules, and how it is taken from the groups; see frozen/sharded_params.py.
 
     Args:
@@ -85,9 +85,9 @@ def _remove_group(state: Any, group: FSDPParamGroup) -> None:
         state._fsdp_param_group = None
 
 
-def owned_parameters(model: nn.Module, on_release: OnRelease) -> dict[int, OwnedParameter]:
+def sharded_parameters(model: nn.Module, on_release: OnRelease) -> dict[int, ShardedParameter]:
     """What has sharded the parameters below ``model``, by the ``id`` that they are registered with, gathered or not."""
-    found: dict[int, OwnedParameter] = {}
+    found: dict[int, ShardedParameter] = {}
     sharded = [state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
     for state in dict.fromkeys(state for state in sharded if state is not None):  # replicate() has states elsewhere
         for group in groups_of(state):
@@ -95,6 +95,6 @@ def owned_parameters(model: nn.Module, on_release: OnRelease) -> dict[int, Owned
                 info = param._module_info
                 parameter = info.module._parameters.get(info.param_name)
                 if parameter is not None:
-                    owner = found.setdefault(id(parameter), OwnedParameter(parameter, on_release))
+                    owner = found.setdefault(id(parameter), ShardedParameter(parameter, on_release))
                     owner.members.append((state, group, param))
     return found
