@@ -144,8 +144,8 @@ class TwoHopReduceScatter(TwoHopReduce):
             payload = encode(codec, gradient, 1, self._nodes, self.label, self._inter_errors(out))
             factor *= mean  # there was no intra-node sum to apply the mean to
         else:
-            intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
             errors = self._inter_errors(out)
+            intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
             payload = decode_sum_encode(intra_codec, received, out.numel(), codec, mean, self.label, errors)
         return PendingHop(self._inter, codec, payload, out, factor, self.label)
 
