@@ -12,7 +12,6 @@ from ._ops import (
     add_delta,
     dequantize,
     dequantize_rows,
-    dequantize_rows_unchecked,
     dequantize_sum,
     dequantize_sum_quantize,
     dequantize_sum_quantize_with_feedback,
@@ -20,7 +19,6 @@ from ._ops import (
     quantize_delta,
     quantize_with_feedback,
 )
-from .dispatch import is_plain
 from .payload import PayloadLayout
 
 __all__ = [
@@ -28,11 +26,9 @@ __all__ = [
     "add_delta",
     "dequantize",
     "dequantize_rows",
-    "dequantize_rows_unchecked",
     "dequantize_sum",
     "dequantize_sum_quantize",
     "dequantize_sum_quantize_with_feedback",
-    "is_plain",
     "quantize",
     "quantize_delta",
     "quantize_with_feedback",

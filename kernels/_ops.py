@@ -1,8 +1,11 @@
 """The operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
 
-The ops themselves check their arguments, so direct calls of ``torch.ops.fsdp_zpp`` and tracing check them, too.
-``dispatch.py`` chooses the backend; all backends have the same functions.
+Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` makes of it the
+operation that its docstring describes, which does this once for calls that differ in values and factors alone. All
+backends have the same functions; ``dispatch.py`` chooses one.
 """
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -21,7 +24,7 @@ from .payload import PayloadLayout
 
 
 @op("quantize")
-def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Tensor:
+def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Callable[[Tensor], Tensor]:
     """Quantize a ``rows x cols`` grid of chunks into the rows of a payload, in transposed order.
 
     Args:
@@ -41,12 +44,14 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Ten
         ValueError: If ``values`` is not flat and contiguous or does not divide into the grid, or another argument is
             out of range.
     """
-    check_values("values", values, rows, cols)
-    return backend_for(values).quantize(values, rows, cols, PayloadLayout(bits, block))
+    numel = check_values("values", values, rows, cols)
+    return backend_for(values).quantize(numel, rows, cols, PayloadLayout(bits, block), values.dtype)
 
 
 @op("dequantize", ("out",))
-def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int) -> None:
+def dequantize(
+    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int
+) -> Callable[[Tensor, Tensor], None]:
     """Dequantize the ``rows x cols`` grid of a payload's rows into chunks in transposed order.
 
     ``quantize`` over an ``a x b`` grid followed by ``dequantize`` over the ``b x a`` grid restores the order.
@@ -66,13 +71,16 @@ def dequantize(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, bl
         ValueError: If a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
             argument is out of range.
     """
-    layout = check_sum(payload, "", out, rows, cols, bits, block)
+    layout, numel = check_sum(payload, "", out, rows, cols, bits, block)
     # The sum over one peer, times 1, is exact, so that one kernel serves both ops.
-    backend_for(payload).dequantize_sum(payload.unsqueeze(0), out, rows, cols, layout, 1.0)
+    one_peer = backend_for(payload).dequantize_sum(1, numel, rows, cols, layout, out.dtype)
+    return lambda payload, out: one_peer(payload, out, 1.0)
 
 
 @op("dequantize_sum", ("out",))
-def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float) -> None:
+def dequantize_sum(
+    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float
+) -> Callable[[Tensor, Tensor, float], None]:
     """Dequantize the payloads of several peers, sum them and scale the sum: the last step of a reduction.
 
     Args:
@@ -89,8 +97,8 @@ def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, bits: int
         TypeError: If ``payload`` or ``out`` has another dtype.
         ValueError: As for ``dequantize``, or if there is no peer.
     """
-    layout = check_sum(payload, "peers", out, rows, cols, bits, block)
-    backend_for(payload).dequantize_sum(payload, out, rows, cols, layout, scale)
+    layout, numel = check_sum(payload, "peers", out, rows, cols, bits, block)
+    return backend_for(payload).dequantize_sum(payload.shape[0], numel, rows, cols, layout, out.dtype)
 
 
 @op("dequantize_sum_quantize")
@@ -104,7 +112,7 @@ def dequantize_sum_quantize(
     out_bits: int,
     out_block: int,
     scale: float,
-) -> Tensor:
+) -> Callable[[Tensor, float], Tensor]:
     """``dequantize_sum`` into fp32 followed by ``quantize``, fused so that the sums never go through memory.
 
     Args:
@@ -127,13 +135,13 @@ def dequantize_sum_quantize(
         ValueError: As for ``dequantize_sum``, or if ``numel`` is negative.
     """
     layouts = check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block)
-    return backend_for(payload).dequantize_sum_quantize(payload, numel, rows, cols, *layouts, scale)
+    return backend_for(payload).dequantize_sum_quantize(payload.shape[0], numel, rows, cols, *layouts)
 
 
 @op("quantize_with_feedback", ("errors",))
 def quantize_with_feedback(
     values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
-) -> Tensor:
+) -> Callable[[Tensor, Tensor, float], Tensor]:
     """``quantize`` with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
 
     Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
@@ -161,7 +169,7 @@ def quantize_with_feedback(
     error_layout = check_errors(errors, rows * cols, numel, error_block)
     check_device(values=values, errors=errors)
     layout = PayloadLayout(bits, block)
-    return backend_for(values).quantize_with_feedback(values, errors, rows, cols, layout, error_layout, beta)
+    return backend_for(values).quantize_with_feedback(numel, rows, cols, layout, error_layout, values.dtype)
 
 
 @op("dequantize_sum_quantize_with_feedback", ("errors",))
@@ -176,7 +184,7 @@ def dequantize_sum_quantize_with_feedback(
     scale: float,
     error_block: int,
     beta: float,
-) -> Tensor:
+) -> Callable[[Tensor, Tensor, float, float], Tensor]:
     """``dequantize_sum_quantize`` in the same order, with the error feedback of ``quantize_with_feedback`` on the sums.
 
     Args:
@@ -198,17 +206,18 @@ def dequantize_sum_quantize_with_feedback(
         TypeError: If ``payload`` or ``errors`` has another dtype.
         ValueError: As for ``dequantize_sum_quantize`` and ``quantize_with_feedback``.
     """
-    rows = payload.shape[1] if payload.dim() == 3 else 1  # check_requantize refuses any other payload
-    layout, out_layout = check_requantize(payload, numel, 1, rows, bits, block, out_bits, out_block)
-    error_layout = check_errors(errors, rows, numel, error_block)
+    chunks = payload.shape[1] if payload.dim() == 3 else 1  # check_requantize refuses any other payload
+    layouts = check_requantize(payload, numel, 1, chunks, bits, block, out_bits, out_block)
+    error_layout = check_errors(errors, chunks, numel, error_block)
     check_device(payload=payload, errors=errors)
-    return backend_for(payload).dequantize_sum_quantize_with_feedback(
-        payload, errors, numel, layout, out_layout, scale, error_layout, beta
-    )
+    backend = backend_for(payload)
+    return backend.dequantize_sum_quantize_with_feedback(payload.shape[0], numel, chunks, *layouts, error_layout)
 
 
 @op("quantize_delta")
-def quantize_delta(values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int) -> Tensor:
+def quantize_delta(
+    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Quantize the difference between values and those that a payload encodes.
 
     Args:
@@ -228,14 +237,14 @@ def quantize_delta(values: Tensor, base: Tensor, base_bits: int, base_block: int
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
             of range.
     """
-    base_layout, layout, _ = check_delta(values, base, base_bits, base_block, bits, block)
-    return backend_for(values).quantize_delta(values, base, base_layout, layout)
+    *layouts, numel = check_delta(values, base, base_bits, base_block, bits, block)
+    return backend_for(values).quantize_delta(base.shape[0], numel, *layouts, values.dtype)
 
 
 @op("add_delta")
 def add_delta(
     base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int
-) -> Tensor:
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Add a payload of deltas to the payload of their base.
 
     Args:
@@ -255,17 +264,17 @@ def add_delta(
         ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
     """
     layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block)
-    return backend_for(base).add_delta(base, delta, numel, *layouts)
+    return backend_for(base).add_delta(base.shape[0], numel, *layouts)
 
 
 @op("dequantize_rows", ("out",))
-def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None:
+def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Callable[[Tensor, Tensor], None]:
     """Dequantize the rows of a payload, which may lie apart, into adjacent chunks in the same order.
 
     Args:
         payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Rows may lie apart, but each is
             contiguous and starts at a multiple of 16 bytes of the storage.
-        out: Flat, contiguous ``[chunks * numel]`` in bf16, fp16 or fp32.
+        out: Contiguous, ``chunks * numel`` values of any shape in bf16, fp16 or fp32.
         bits: Width of a code, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
 
@@ -274,15 +283,5 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> None
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is
             out of range.
     """
-    dequantize_rows_unchecked(payload, out, check_rows(payload, out, bits, block))
-
-
-def dequantize_rows_unchecked(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
-    """:func:`dequantize_rows` without its checks, which take as long as the launch. The caller vouches for validity.
-
-    Args:
-        payload: As for ``dequantize_rows``.
-        out: As for ``dequantize_rows``, or contiguous in any other shape.
-        layout: The layout of the rows of ``payload``.
-    """
-    backend_for(payload).dequantize_rows(payload, out, layout)
+    layout, numel = check_rows(payload, out, bits, block)
+    return backend_for(payload).dequantize_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)

@@ -10,22 +10,23 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_GRID = 65535
 
 
-def check_values(name: str, values: Tensor, rows: int, cols: int) -> int:
-    """Check a flat tensor of ``rows * cols`` chunks.
+def check_values(name: str, values: Tensor, rows: int, cols: int, flat: bool = True) -> int:
+    """Check a tensor of ``rows * cols`` chunks, which need not be flat unless ``flat``.
 
     Returns:
         The number of values in a chunk.
 
     Raises:
         TypeError: If ``values`` is not bf16, fp16 or fp32.
-        ValueError: If ``values`` is not flat and contiguous, or does not divide into the grid.
+        ValueError: If ``values`` is not contiguous, or not flat though it must be, or does not divide into the grid.
     """
     check_grid(rows, cols)
     if values.dtype not in _DTYPES:
         raise TypeError(f"{name} is {values.dtype}, but can be {', '.join(map(str, _DTYPES))}")
-    if values.dim() != 1 or not values.is_contiguous():
+    if (flat and values.dim() != 1) or not values.is_contiguous():
         raise ValueError(
-            f"{name} has shape {tuple(values.shape)} and strides {values.stride()}, but must be flat and contiguous"
+            f"{name} has shape {tuple(values.shape)} and strides {values.stride()}, "
+            f"but must be {'flat and ' if flat else ''}contiguous"
         )
     if values.numel() % (rows * cols):
         raise ValueError(
@@ -74,13 +75,15 @@ def check_device(**tensors: Tensor) -> None:
         raise ValueError(f"{places}, but both must be on the same device")
 
 
-def check_sum(payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bits: int, block: int) -> PayloadLayout:
-    """Check a payload and the output of its sum; return the payload's layout."""
+def check_sum(
+    payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bits: int, block: int
+) -> tuple[PayloadLayout, int]:
+    """Check a payload and the output of its sum; return the payload's layout and the size of a chunk."""
     layout = PayloadLayout(bits, block)
     numel = check_values("out", out, rows, cols)
     check_payload(payload, lead, rows * cols, numel, layout)
     check_device(payload=payload, out=out)
-    return layout
+    return layout, numel
 
 
 def check_requantize(
@@ -138,14 +141,14 @@ def check_add_delta(
     return layouts
 
 
-def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> PayloadLayout:
-    """Check a payload whose rows may lie apart, and the output they are decoded to; return its layout."""
+def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[PayloadLayout, int]:
+    """Check a payload whose rows may lie apart, and the output; return the payload's layout and the size of a chunk."""
     layout = PayloadLayout(bits, block)
     if payload.dtype != torch.uint8:
         raise TypeError(f"payload is {payload.dtype}, but must be torch.uint8")
     if payload.dim() != 2:
         raise ValueError(f"payload has shape {tuple(payload.shape)}, but must have two axes")
-    numel = check_values("out", out, payload.shape[0], 1)
+    numel = check_values("out", out, payload.shape[0], 1, flat=False)
     check_device(payload=payload, out=out)
     if payload.shape[1] != layout.nbytes(numel):
         raise ValueError(
@@ -159,4 +162,4 @@ def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> PayloadLa
             f"payload has strides {payload.stride()} and starts at byte {payload.storage_offset()} of its storage, but "
             f"its rows must be contiguous and start at multiples of {ALIGNMENT}"
         )
-    return layout
+    return layout, numel

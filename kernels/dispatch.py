@@ -1,29 +1,30 @@
-"""Which backend runs an op, and which calls go through torch's dispatcher. Calls on plain tensors skip it.
+"""Which backend runs an op, how its calls are prepared, and which of them go through torch's dispatcher.
 
-Dispatching a Python op takes as long as several kernel launches, and a sharded model runs a handful of ops for each
-unit and step.
+To check a call's arguments and to work out its launch takes as long as several kernel launches, and so does dispatching
+a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every step. So all that
+follows from the arguments but not from values is done once, and calls on plain tensors skip the dispatcher.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from operator import itemgetter
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from .payload import ALIGNMENT
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether an op may skip the dispatcher: it runs on plain tensors, outside of tracing and autograd."""
-    if torch.compiler.is_compiling():
-        return False
-    # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd, which raises in a backward.
-    return all(type(tensor) is Tensor and not tensor.requires_grad for tensor in tensors)
+_OFF_ALIGNMENT = ALIGNMENT - 1  # the bits of an offset or an address in which it is not aligned
+_MAX_PREPARED = 1024
+"""The calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory."""
 
 
 def backend_for(tensor: Tensor) -> ModuleType:
@@ -40,27 +41,106 @@ def backend_for(tensor: Tensor) -> ModuleType:
 
 
 class Op(Generic[P, R]):
-    """A ``torch.library`` op of the namespace ``fsdp_zpp``; see :func:`op`."""
+    """A ``torch.library`` op of the namespace ``fsdp_zpp``; see :func:`op`.
 
-    def __init__(self, function: Callable[P, R], mutates_args: tuple[str, ...], name: str) -> None:
-        self._function = function
-        self._op: Any = torch.library.custom_op(
-            f"fsdp_zpp::{name}", function, mutates_args=mutates_args, device_types=("cpu", "cuda")
-        )
-        # The same function: it checks arguments while tracing, too, and backend_for then returns the fake backend.
-        self._op.register_fake(function)
-        functools.update_wrapper(self, function)
+    A call's *signature* is its integers and what checks and kernels see of its tensors besides their values. Calls of
+    the same signature share one prepared call. Floats are no part of it: they are factors, which a program may change
+    in every step, and are passed to the prepared call with the tensors.
+    """
+
+    def __init__(self, prepare: Callable[P, Callable[..., R]], mutates_args: tuple[str, ...], name: str) -> None:
+        functools.update_wrapper(self, prepare)
+        self._prepare: Callable[..., Callable[..., R]] = prepare
+        self._prepared: dict[tuple[Any, ...], Callable[..., R]] = {}
+
+        own = inspect.signature(prepare)
+        kinds = [parameter.annotation for parameter in own.parameters.values()]
+        self._arguments, self._tensors = len(kinds), kinds.count(Tensor)
+        assert kinds[: self._tensors] == [Tensor] * self._tensors, f"{name} must take its tensors first"
+        self._integers = _select([place for place, kind in enumerate(kinds) if kind is int])
+        self._inputs = _select([place for place, kind in enumerate(kinds) if kind is not int])
+
+        # The op returns what the prepared call returns, and torch reads its schema off this.
+        result = get_args(own.return_annotation)[-1]
+        self.__signature__ = own.replace(return_annotation=None if result is type(None) else result)
+        self._op = self._register(f"fsdp_zpp::{name}", mutates_args)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-        return (self._function if is_plain(*tensors) else self._op)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._op(*args, **kwargs)
+        if kwargs or len(args) != self._arguments:
+            args = self.__signature__.bind(*args, **kwargs).args  # type: ignore[assignment]
+        signature = self._integers(args)
+        for tensor in args[: self._tensors]:
+            # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd: it raises in a backward.
+            if type(tensor) is not Tensor or tensor.requires_grad:
+                return self._op(*args)
+            try:
+                signature += _seen_of(tensor)
+            except RuntimeError:  # it has no address
+                self._prepare(*args)  # refuses a sparse tensor
+                return self._op(*args)  # where functorch's tensors act
+        prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
+        return prepared(*self._inputs(args))
+
+    def _prepare_for(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., R]:
+        prepared = self._prepare(*args)
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()  # to note which were used last would cost each call more than this ever will
+        self._prepared[signature] = prepared
+        return prepared
+
+    def _register(self, name: str, mutates_args: tuple[str, ...]) -> Any:
+        """The op as torch has it. It checks its arguments, too, also while tracing."""
+
+        def run(*args: Any) -> R:
+            signature = self._integers(args)
+            for tensor in args[: self._tensors]:
+                signature += _seen_of(tensor)
+            prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
+            return prepared(*self._inputs(args))
+
+        def trace(*args: Any) -> R:
+            # Not kept: sizes may be symbolic here.
+            return self._prepare(*args)(*self._inputs(args))
+
+        for function in (run, trace):
+            function.__signature__ = self.__signature__  # type: ignore[attr-defined]
+        registered: Any = torch.library.custom_op(name, run, mutates_args=mutates_args, device_types=("cpu", "cuda"))
+        registered.register_fake(trace)
+        return registered
 
 
-def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a function of tensors the op ``fsdp_zpp::<name>``.
+def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, Callable[..., R]]], Op[P, R]]:
+    """Make the op ``fsdp_zpp::<name>`` of a function that checks a call's arguments and prepares the call.
+
+    The function takes the op's arguments, tensors first, and returns a function of the tensors and floats among them.
+    Its annotations are the op's schema. Whatever it reads of a tensor must be in :func:`_seen_of`.
 
     Args:
         name: The op's.
-        mutates_args: The arguments that it writes to.
+        mutates_args: The arguments that the op writes to.
     """
-    return lambda function: Op(function, mutates_args, name)
+    return lambda prepare: Op(prepare, mutates_args, name)
+
+
+def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What checks and kernels see of a tensor besides its values.
+
+    Triton compiles for the alignment of addresses. Checks go by that of offsets, which a tensor has also while it is
+    traced.
+    """
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.is_contiguous() or tensor.stride(),
+        tensor.device,
+        tensor.storage_offset() & _OFF_ALIGNMENT,
+        tensor.data_ptr() & _OFF_ALIGNMENT,
+    )
+
+
+def _select(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that returns the items at these places as a tuple."""
+    # Of one place, itemgetter would return the item itself.
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))

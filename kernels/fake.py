@@ -1,69 +1,77 @@
 """The operations for tracing: the shape and dtype of each result, without values."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .payload import PayloadLayout
 
 
-def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
+def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """See ``kernels.quantize``."""
-    return values.new_empty((rows * cols, layout.nbytes(values.numel() // (rows * cols))), dtype=torch.uint8)
+    return _payload(rows * cols, numel, layout)
 
 
-def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: PayloadLayout, scale: float) -> None:
+def dequantize_sum(
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], None]:
     """See ``kernels.dequantize_sum``."""
+    return _nothing
 
 
 def dequantize_sum_quantize(
-    payload: Tensor,
-    numel: int,
-    rows: int,
-    cols: int,
-    layout: PayloadLayout,
-    out_layout: PayloadLayout,
-    scale: float,
-) -> Tensor:
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
+) -> Callable[[Tensor, float], Tensor]:
     """See ``kernels.dequantize_sum_quantize``."""
-    return payload.new_empty((rows * cols, out_layout.nbytes(numel)))
+    return _payload(rows * cols, numel, out_layout)
 
 
 def quantize_with_feedback(
-    values: Tensor,
-    errors: Tensor,
-    rows: int,
-    cols: int,
-    layout: PayloadLayout,
-    error_layout: PayloadLayout | None,
-    beta: float,
-) -> Tensor:
+    numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], Tensor]:
     """See ``kernels.quantize_with_feedback``."""
-    return quantize(values, rows, cols, layout)
+    return _payload(rows * cols, numel, layout)
 
 
 def dequantize_sum_quantize_with_feedback(
-    payload: Tensor,
-    errors: Tensor,
+    peers: int,
     numel: int,
+    chunks: int,
     layout: PayloadLayout,
     out_layout: PayloadLayout,
-    scale: float,
     error_layout: PayloadLayout | None,
-    beta: float,
-) -> Tensor:
+) -> Callable[[Tensor, Tensor, float, float], Tensor]:
     """See ``kernels.dequantize_sum_quantize_with_feedback``."""
-    return payload.new_empty((payload.shape[1], out_layout.nbytes(numel)))
+    return _payload(chunks, numel, out_layout)
 
 
-def quantize_delta(values: Tensor, base: Tensor, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+def quantize_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.quantize_delta``."""
-    return base.new_empty((base.shape[0], layout.nbytes(values.numel() // base.shape[0])))
+    return _payload(chunks, numel, layout)
 
 
-def add_delta(base: Tensor, delta: Tensor, numel: int, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+def add_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
+) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.add_delta``."""
-    return torch.empty_like(base)
+    return _payload(chunks, numel, base_layout)
 
 
-def dequantize_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+def dequantize_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
     """See ``kernels.dequantize_rows``."""
+    return _nothing
+
+
+def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Tensor]:
+    """A call that returns a payload, on the device of its first tensor."""
+    shape = (chunks, layout.nbytes(numel))
+    return lambda tensor, *_: tensor.new_empty(shape, dtype=torch.uint8)
+
+
+def _nothing(*_: Tensor | float) -> None:
+    """A call that returns nothing."""

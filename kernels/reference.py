@@ -1,8 +1,11 @@
 """The operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
 
-The functions rely on the checks of ``_ops.py``. Each has a twin of the same name and signature in ``triton_backend``
-and one without values in ``fake.py``.
+The functions rely on the checks of ``_ops.py`` and prepare a call: they take what all its repetitions have in common,
+and what they return takes the tensors and factors. Each has a twin of the same name and signature in
+``triton_backend`` and one without values in ``fake.py``.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,85 +13,101 @@ from torch import Tensor
 from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE, PayloadLayout
 
 
-def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
+def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """See ``kernels.quantize``."""
-    chunks = values.view(rows * cols, values.numel() // (rows * cols))
-    return _encode(chunks, rows, cols, layout)
+    return lambda values: _encode(values.view(rows * cols, numel), rows, cols, layout)
 
 
-def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: PayloadLayout, scale: float) -> None:
+def dequantize_sum(
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], None]:
     """See ``kernels.dequantize_sum``."""
-    numel = out.numel() // (rows * cols)
-    if numel == 0:
-        return
-    total = _sum_peers(payload, numel, layout).mul_(scale)
-    out.view(cols, rows, numel).copy_(total.view(rows, cols, numel).transpose(0, 1))
+
+    def call(payload: Tensor, out: Tensor, scale: float) -> None:
+        if numel == 0:
+            return
+        total = _sum_peers(payload.view(peers, rows * cols, -1), numel, layout).mul_(scale)
+        out.view(cols, rows, numel).copy_(total.view(rows, cols, numel).transpose(0, 1))
+
+    return call
 
 
 def dequantize_sum_quantize(
-    payload: Tensor,
-    numel: int,
-    rows: int,
-    cols: int,
-    layout: PayloadLayout,
-    out_layout: PayloadLayout,
-    scale: float,
-) -> Tensor:
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
+) -> Callable[[Tensor, float], Tensor]:
     """See ``kernels.dequantize_sum_quantize``."""
-    if numel == 0:
-        return payload.new_empty((rows * cols, 0))
-    return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
+
+    def call(payload: Tensor, scale: float) -> Tensor:
+        if numel == 0:
+            return payload.new_empty((rows * cols, 0))
+        return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
+
+    return call
 
 
 def quantize_with_feedback(
-    values: Tensor,
-    errors: Tensor,
-    rows: int,
-    cols: int,
-    layout: PayloadLayout,
-    error_layout: PayloadLayout | None,
-    beta: float,
-) -> Tensor:
+    numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], Tensor]:
     """See ``kernels.quantize_with_feedback``."""
-    grid = values.view(rows, cols, values.numel() // (rows * cols))
-    return _encode_with_feedback(grid.transpose(0, 1).flatten(0, 1).float(), errors, layout, error_layout, beta)
+
+    def call(values: Tensor, errors: Tensor, beta: float) -> Tensor:
+        in_order = values.view(rows, cols, numel).transpose(0, 1).flatten(0, 1).float()
+        return _encode_with_feedback(in_order, errors, layout, error_layout, beta)
+
+    return call
 
 
 def dequantize_sum_quantize_with_feedback(
-    payload: Tensor,
-    errors: Tensor,
+    peers: int,
     numel: int,
+    chunks: int,
     layout: PayloadLayout,
     out_layout: PayloadLayout,
-    scale: float,
     error_layout: PayloadLayout | None,
-    beta: float,
-) -> Tensor:
+) -> Callable[[Tensor, Tensor, float, float], Tensor]:
     """See ``kernels.dequantize_sum_quantize_with_feedback``."""
-    sums = _sum_peers(payload, numel, layout).mul_(scale)
-    return _encode_with_feedback(sums, errors, out_layout, error_layout, beta)
+
+    def call(payload: Tensor, errors: Tensor, scale: float, beta: float) -> Tensor:
+        sums = _sum_peers(payload, numel, layout).mul_(scale)
+        return _encode_with_feedback(sums, errors, out_layout, error_layout, beta)
+
+    return call
 
 
-def quantize_delta(values: Tensor, base: Tensor, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+def quantize_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.quantize_delta``."""
-    chunks = base.shape[0]
-    if values.numel() == 0:  # view(..., -1) is ambiguous without elements
-        return base.new_empty((chunks, 0))
-    grid = values.view(chunks, -1)
-    return _encode(grid.float() - _decode(base, grid.shape[1], base_layout), 1, chunks, layout)
+
+    def call(values: Tensor, base: Tensor) -> Tensor:
+        if numel == 0:
+            return base.new_empty((chunks, 0))
+        delta = values.view(chunks, numel).float() - _decode(base, numel, base_layout)
+        return _encode(delta, 1, chunks, layout)
+
+    return call
 
 
-def add_delta(base: Tensor, delta: Tensor, numel: int, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+def add_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
+) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.add_delta``."""
-    if numel == 0:
-        return torch.empty_like(base)
-    values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
-    return _encode(values, 1, base.shape[0], base_layout)
+
+    def call(base: Tensor, delta: Tensor) -> Tensor:
+        if numel == 0:
+            return torch.empty_like(base)
+        values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
+        return _encode(values, 1, chunks, base_layout)
+
+    return call
 
 
-def dequantize_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+def dequantize_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
     """See ``kernels.dequantize_rows``."""
-    dequantize_sum(payload.unsqueeze(0), out, payload.shape[0], 1, layout, 1.0)
+    in_order = dequantize_sum(1, numel, chunks, 1, layout, dtype)
+    return lambda payload, out: in_order(payload, out, 1.0)
 
 
 def _encode_with_feedback(

@@ -1,14 +1,13 @@
 """The operations in Triton: one launch each, transposition and padding included, without temporaries.
 
-The functions rely on the checks of ``_ops.py``. Each has a twin of the same name and signature in ``reference.py`` and
-equals its results bit for bit.
+The functions rely on the checks of ``_ops.py`` and prepare a call. Each has a twin of the same name and signature in
+``reference.py`` and equals its results bit for bit.
 
 ``quantize_sum.py``, ``feedback.py``, ``delta.py`` and ``rows.py`` hold one family of kernels each, built from the parts
-in ``tiles.py``; ``tiling.py`` cuts the work into programs and ``launch.py`` launches them. The builders of launches are
-cached because they recur with the same sizes in every step.
+in ``tiles.py``; ``tiling.py`` cuts the work into programs and ``launch.py`` launches them.
 """
 
-import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..payload import ALIGNMENT, PayloadLayout
 from .delta import add_delta_kernel, quantize_delta_kernel
 from .feedback import quantize_with_feedback_kernel, sum_quantize_with_feedback_kernel
-from .launch import Launch, launch_tiles
+from .launch import launch_tiles
 from .quantize_sum import quantize_kernel, sum_kernel, sum_quantize_kernel
 from .rows import rows_kernel
 from .tiling import (
@@ -32,18 +31,9 @@ from .tiling import (
 )
 
 
-def quantize(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tensor:
+def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """See ``kernels.quantize``."""
-    numel = values.numel() // (rows * cols)
-    payload = values.new_empty((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
-    if numel:  # an empty chunk has no alignment and needs no launch
-        _quantize(numel, rows, cols, layout, values.dtype)(values, payload)
-    return payload
-
-
-@functools.cache
-def _quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
-    return launch_tiles(
+    launch = launch_tiles(
         quantize_kernel,
         quantize_tiling(layout),
         numel,
@@ -55,17 +45,20 @@ def _quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: to
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
+    allocate = _allocator(rows * cols, numel, layout)
+
+    def call(values: Tensor) -> Tensor:
+        payload = allocate(values)
+        launch(values, payload)
+        return payload
+
+    return call
 
 
-def dequantize_sum(payload: Tensor, out: Tensor, rows: int, cols: int, layout: PayloadLayout, scale: float) -> None:
+def dequantize_sum(
+    peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, float], None]:
     """See ``kernels.dequantize_sum``."""
-    numel = out.numel() // (rows * cols)
-    if numel:
-        _sum(payload.shape[0], numel, rows, cols, layout, out.dtype)(payload, out, factors=(scale,))
-
-
-@functools.cache
-def _sum(peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
     return launch_tiles(
         sum_kernel,
         sum_tiling(peers, layout),
@@ -84,26 +77,10 @@ def _sum(peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, dt
 
 
 def dequantize_sum_quantize(
-    payload: Tensor,
-    numel: int,
-    rows: int,
-    cols: int,
-    layout: PayloadLayout,
-    out_layout: PayloadLayout,
-    scale: float,
-) -> Tensor:
-    """See ``kernels.dequantize_sum_quantize``."""
-    out = payload.new_empty((rows * cols, out_layout.nbytes(numel)))
-    if numel:
-        _sum_quantize(payload.shape[0], numel, rows, cols, layout, out_layout)(payload, out, factors=(scale,))
-    return out
-
-
-@functools.cache
-def _sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
-) -> Launch:
-    return launch_tiles(
+) -> Callable[[Tensor, float], Tensor]:
+    """See ``kernels.dequantize_sum_quantize``."""
+    launch = launch_tiles(
         sum_quantize_kernel,
         sum_quantize_tiling(layout, out_layout),
         numel,
@@ -119,32 +96,21 @@ def _sum_quantize(
         # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds.
         GROUP=128 // layout.bits,
     )
+    allocate = _allocator(rows * cols, numel, out_layout)
+
+    def call(payload: Tensor, scale: float) -> Tensor:
+        out = allocate(payload)
+        launch(payload, out, scale)
+        return out
+
+    return call
 
 
 def quantize_with_feedback(
-    values: Tensor,
-    errors: Tensor,
-    rows: int,
-    cols: int,
-    layout: PayloadLayout,
-    error_layout: PayloadLayout | None,
-    beta: float,
-) -> Tensor:
-    """See ``kernels.quantize_with_feedback``."""
-    numel = values.numel() // (rows * cols)
-    payload = values.new_empty((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
-    if numel:
-        launch = _quantize_with_feedback(numel, rows, cols, layout, error_layout, values.dtype)
-        # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
-        launch(values, payload, errors, factors=(beta, 1 - beta))
-    return payload
-
-
-@functools.cache
-def _quantize_with_feedback(
     numel: int, rows: int, cols: int, layout: PayloadLayout, error_layout: PayloadLayout | None, dtype: torch.dtype
-) -> Launch:
-    return launch_tiles(
+) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """See ``kernels.quantize_with_feedback``."""
+    launch = launch_tiles(
         quantize_with_feedback_kernel,
         feedback_tiling(layout, error_layout),
         numel,
@@ -158,41 +124,31 @@ def _quantize_with_feedback(
         ERROR_BLOCK=error_layout.block if error_layout else 0,
         GROUP=group(dtype, layout),
     )
+    allocate = _allocator(rows * cols, numel, layout)
+
+    def call(values: Tensor, errors: Tensor, beta: float) -> Tensor:
+        payload = allocate(values)
+        # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
+        launch(values, payload, errors, beta, 1 - beta)
+        return payload
+
+    return call
 
 
 def dequantize_sum_quantize_with_feedback(
-    payload: Tensor,
-    errors: Tensor,
-    numel: int,
-    layout: PayloadLayout,
-    out_layout: PayloadLayout,
-    scale: float,
-    error_layout: PayloadLayout | None,
-    beta: float,
-) -> Tensor:
-    """See ``kernels.dequantize_sum_quantize_with_feedback``."""
-    peers, rows = payload.shape[:2]
-    out = payload.new_empty((rows, out_layout.nbytes(numel)))
-    if numel:
-        launch = _sum_quantize_with_feedback(peers, numel, rows, layout, out_layout, error_layout)
-        launch(payload, out, errors, factors=(scale, beta, 1 - beta))
-    return out
-
-
-@functools.cache
-def _sum_quantize_with_feedback(
     peers: int,
     numel: int,
-    rows: int,
+    chunks: int,
     layout: PayloadLayout,
     out_layout: PayloadLayout,
     error_layout: PayloadLayout | None,
-) -> Launch:
-    return launch_tiles(
+) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+    """See ``kernels.dequantize_sum_quantize_with_feedback``."""
+    launch = launch_tiles(
         sum_quantize_with_feedback_kernel,
         feedback_tiling(layout, out_layout, error_layout),
         numel,
-        rows,
+        chunks,
         1,
         numel=numel,
         zero=zero(layout.bits),
@@ -204,23 +160,21 @@ def _sum_quantize_with_feedback(
         OUT_BLOCK=out_layout.block,
         ERROR_BLOCK=error_layout.block if error_layout else 0,
     )
+    allocate = _allocator(chunks, numel, out_layout)
+
+    def call(payload: Tensor, errors: Tensor, scale: float, beta: float) -> Tensor:
+        out = allocate(payload)
+        launch(payload, out, errors, scale, beta, 1 - beta)
+        return out
+
+    return call
 
 
-def quantize_delta(values: Tensor, base: Tensor, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
-    """See ``kernels.quantize_delta``."""
-    chunks = base.shape[0]
-    numel = values.numel() // chunks
-    out = base.new_empty((chunks, layout.nbytes(numel)))
-    if numel:
-        _quantize_delta(chunks, numel, base_layout, layout, values.dtype)(values, base, out)
-    return out
-
-
-@functools.cache
-def _quantize_delta(
+def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
-) -> Launch:
-    return launch_tiles(
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """See ``kernels.quantize_delta``."""
+    launch = launch_tiles(
         quantize_delta_kernel,
         delta_tiling(base_layout, layout),
         numel,
@@ -234,19 +188,21 @@ def _quantize_delta(
         BITS=layout.bits,
         BLOCK=layout.block,
     )
+    allocate = _allocator(chunks, numel, layout)
+
+    def call(values: Tensor, base: Tensor) -> Tensor:
+        out = allocate(base)
+        launch(values, base, out)
+        return out
+
+    return call
 
 
-def add_delta(base: Tensor, delta: Tensor, numel: int, base_layout: PayloadLayout, layout: PayloadLayout) -> Tensor:
+def add_delta(
+    chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
+) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.add_delta``."""
-    out = base.new_empty(base.shape)
-    if numel:
-        _add_delta(base.shape[0], numel, base_layout, layout)(base, delta, out)
-    return out
-
-
-@functools.cache
-def _add_delta(chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout) -> Launch:
-    return launch_tiles(
+    launch = launch_tiles(
         add_delta_kernel,
         delta_tiling(base_layout, layout),
         numel,
@@ -260,18 +216,20 @@ def _add_delta(chunks: int, numel: int, base_layout: PayloadLayout, layout: Payl
         BITS=layout.bits,
         BLOCK=layout.block,
     )
+    allocate = _allocator(chunks, numel, base_layout)
+
+    def call(base: Tensor, delta: Tensor) -> Tensor:
+        out = allocate(base)
+        launch(base, delta, out)
+        return out
+
+    return call
 
 
-def dequantize_rows(payload: Tensor, out: Tensor, layout: PayloadLayout) -> None:
+def dequantize_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
     """See ``kernels.dequantize_rows``."""
-    chunks = payload.shape[0]
-    numel = out.numel() // chunks
-    if numel:
-        _rows(chunks, numel, payload.stride(0), layout, out.dtype)(payload, out)
-
-
-@functools.cache
-def _rows(chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype) -> Launch:
     return launch_tiles(
         rows_kernel,
         sum_tiling(1, layout),
@@ -286,3 +244,11 @@ def _rows(chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: to
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
+
+
+def _allocator(chunks: int, numel: int, layout: PayloadLayout) -> Callable[[Tensor], Tensor]:
+    """A function that allocates a payload on a tensor's device."""
+    nbytes = layout.nbytes(numel)
+    shape, strides = (chunks, nbytes), (max(nbytes, 1), 1)
+    # Not new_empty, which also has a form with names and takes half as long again to tell which is called.
+    return lambda tensor: tensor.new_empty_strided(shape, strides, dtype=torch.uint8)

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..payload import ALIGNMENT
 from .tiling import Tiling
 
 
 class Launch:
     """A launch of a kernel that lacks only the tensors and factors, which are the kernel's first arguments.
+
+    On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes. In
+    all calls of one launch these must be the same for each tensor; ``dispatch.py`` sees to it for what ops are given,
+    and what they allocate is aligned.
 
     Args:
         kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
@@ -35,39 +38,47 @@ class Launch:
         self._kernel, self._grid, self._num_warps = kernel, grid, num_warps
         # A compiled kernel takes its arguments by position alone.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names[-len(fixed) :])
-        self._compiled: dict[tuple[int, ...], Callable[..., None]] = {}
+        self._compiled: Callable[..., None] | None = None
+        self._device = -1  # of a CPU, where kernels are interpreted
 
-    def __call__(self, *tensors: Tensor, factors: tuple[float, ...] = ()) -> None:
+    def __call__(self, *arguments: Tensor | float) -> None:
         """Enqueue the kernel in the current stream of the tensors' device.
 
         Args:
-            tensors: Contiguous tensors, of the same dtypes in every call; uint8 ones are payloads.
-            factors: The arguments that the kernel takes after the tensors.
+            arguments: Contiguous tensors, of which uint8 ones are payloads, then the factors.
         """
-        # On NVIDIA GPUs, Triton compiles another kernel for another device or pointer alignment. Nothing else that it
-        # specializes for can change between calls of one Launch.
-        variant = (tensors[0].get_device(), *[tensor.data_ptr() % ALIGNMENT for tensor in tensors])
-        compiled = self._compiled.get(variant)
-        # Triton launches on the current device, in its current stream; the tensors may be on another device.
-        with torch.cuda.device_of(tensors[0]):
-            if compiled is not None:
-                compiled(*tensors, *factors, *self._fixed)
-            else:
-                self._compile(variant, tensors, factors)
+        if self._compiled is None:
+            self._compile(arguments)
+        elif self._device < 0 or self._device == torch.cuda.current_device():
+            self._compiled(*arguments, *self._fixed)
+        else:
+            # Triton launches on the current device, in its current stream.
+            with torch.cuda.device(self._device):
+                self._compiled(*arguments, *self._fixed)
 
-    def _compile(self, variant: tuple[int, ...], tensors: tuple[Tensor, ...], factors: tuple[float, ...]) -> None:
-        # Kernels handle payloads as words. Once compiled they take mere addresses, so later calls need no view.
-        words = [tensor.view(torch.int32) if tensor.dtype == torch.uint8 else tensor for tensor in tensors]
-        numbers = [float(factor) for factor in factors]  # Triton would specialize for an int
-        # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
-        kernel = self._kernel[self._grid](
-            *words, *numbers, *self._fixed, num_warps=self._num_warps, enable_fp_fusion=False
-        )
+    def _compile(self, arguments: tuple[Tensor | float, ...]) -> None:
+        """Compile the kernel, unless Triton has, and launch it."""
+        first = arguments[0]
+        assert isinstance(first, Tensor)
+        with torch.cuda.device_of(first):
+            # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
+            kernel = self._kernel[self._grid](
+                *map(_as_specialized, arguments), *self._fixed, num_warps=self._num_warps, enable_fp_fusion=False
+            )
         if kernel is not None:  # the interpreter returns None and has nothing to keep
-            self._compiled[variant] = kernel[self._grid]
+            self._device, self._compiled = first.get_device(), kernel[self._grid]
 
 
-def launch_tiles(kernel: Any, tiling: Tiling, numel: int, cols: int, rows: int, /, **fixed: int | str) -> Launch:
+def _as_specialized(argument: Tensor | float) -> Tensor | float:
+    """An argument as kernels are compiled for it. Once compiled they take mere addresses and numbers."""
+    if not isinstance(argument, Tensor):
+        return float(argument)  # Triton would specialize for an int
+    return argument.view(torch.int32) if argument.dtype == torch.uint8 else argument  # payloads are read as words
+
+
+def launch_tiles(
+    kernel: Any, tiling: Tiling, numel: int, cols: int, rows: int, /, **fixed: int | str
+) -> Callable[..., None]:
     """A launch with one program for each tile of each chunk.
 
     Args:
@@ -77,7 +88,12 @@ def launch_tiles(kernel: Any, tiling: Tiling, numel: int, cols: int, rows: int, 
         cols: Columns of the grid of chunks.
         rows: Rows of the grid of chunks.
         fixed: The kernel's remaining arguments, by name.
+
+    Returns:
+        The launch; a function that does nothing if chunks are empty.
     """
+    if numel == 0:
+        return lambda *arguments: None
     # Tiles go first: CUDA limits that axis to 2**31 - 1 programs and the other two to 65535.
     tiles = -(-numel // tiling.tile)
     return Launch(kernel, (tiles, cols, rows), tiling.num_warps, TILE=tiling.tile, **fixed)

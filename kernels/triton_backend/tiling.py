@@ -43,7 +43,7 @@ def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
 
 def sum_quantize_tiling(layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
     """For a sum over peers that is quantized again."""
-    # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``_sum_quantize``.
+    # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
     return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
 
 
@@ -63,7 +63,7 @@ def align(numel: int) -> int:
     Kernels take ``numel`` in this unit. They then know which accesses are aligned, and are compiled in at most four
     variants, not for each size.
     """
-    return min(numel & -numel, 8)  # the lowest bit set
+    return min(numel & -numel, 8) or 8  # the lowest bit set; every power divides 0
 
 
 def group(dtype: torch.dtype, layout: PayloadLayout) -> int:

@@ -54,18 +54,18 @@ def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: fl
     values, errors, base_layout = torch.zeros(2 * numel, dtype=dtype), torch.zeros(2 * numel), PayloadLayout(8, 256)
     payload = torch.zeros((2, layout.nbytes(numel)), dtype=torch.uint8)
     base = torch.zeros((2, base_layout.nbytes(numel)), dtype=torch.uint8)
-    triton_backend.quantize(values, 1, 2, layout)
+    grid = numel, 1, 2
+    triton_backend.quantize(*grid, layout, dtype)(values)
     for peers in (1, 4, 9):
-        triton_backend.dequantize_sum(payload.expand(peers, -1, -1).contiguous(), values, 1, 2, layout, factor)
-    peers_payload = payload.expand(4, -1, -1).contiguous()
-    triton_backend.dequantize_sum_quantize(peers_payload, numel, 1, 2, layout, base_layout, factor)
+        triton_backend.dequantize_sum(peers, *grid, layout, dtype)(payload, values, factor)
+    triton_backend.dequantize_sum_quantize(4, *grid, layout, base_layout)(payload, factor)
     for state, error_layout in ((errors, None), (base, base_layout)):
-        triton_backend.quantize_with_feedback(values, state, 1, 2, layout, error_layout, factor)
-        rest = numel, layout, layout, factor, error_layout, factor
-        triton_backend.dequantize_sum_quantize_with_feedback(peers_payload, state, *rest)
-    triton_backend.quantize_delta(values, base, base_layout, layout)
-    triton_backend.add_delta(base, payload, numel, base_layout, layout)
-    triton_backend.dequantize_rows(payload, values, layout)
+        triton_backend.quantize_with_feedback(*grid, layout, error_layout, dtype)(values, state, factor)
+        call = triton_backend.dequantize_sum_quantize_with_feedback(4, numel, 2, layout, layout, error_layout)
+        call(payload, state, factor, factor)
+    triton_backend.quantize_delta(2, numel, base_layout, layout, dtype)(values, base)
+    triton_backend.add_delta(2, numel, base_layout, layout)(base, payload)
+    triton_backend.dequantize_rows(2, numel, payload.stride(0), layout, dtype)(payload, values)
 
 
 if __name__ == "__main__":

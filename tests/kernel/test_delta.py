@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fsdp_zpp.kernels import PayloadLayout, add_delta, quantize_delta, reference, triton_backend
+from backends import on_triton
+from fsdp_zpp.kernels import PayloadLayout, add_delta, dequantize, quantize, quantize_delta
 from harness.covering import over_each
 from samples import DTYPES, normal
 from torch import Tensor
@@ -21,55 +22,53 @@ shapes = pytest.mark.parametrize(("base_bits", "base_block", "bits", "block", "n
 CHUNKS = 3
 
 
-def held_of(numel: int, layout: PayloadLayout, lost: int | None = None) -> Tensor:
+def held_of(numel: int, bits: int, block: int, lost: int | None = None) -> Tensor:
     values = normal(CHUNKS * numel, torch.float32, seed=1)
     if lost is not None:
         values[lost % len(values)] = torch.nan
-    return reference.quantize(values, 1, CHUNKS, layout)
+    return quantize(values, 1, CHUNKS, bits, block)
 
 
-def decoded(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
+def decoded(payload: Tensor, numel: int, bits: int, block: int) -> Tensor:
     out = torch.empty(CHUNKS * numel)
-    reference.dequantize_sum(payload[None], out, 1, CHUNKS, layout, 1.0)
+    dequantize(payload, out, 1, CHUNKS, bits, block)
     return out
 
 
 @over_each(shape=SHAPES, dtype=DTYPES)
 def test_quantize_delta(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     base_bits, base_block, bits, block, numel = shape
-    layouts = PayloadLayout(base_bits, base_block), PayloadLayout(bits, block)
-    values, base = normal(CHUNKS * numel, dtype), held_of(numel, layouts[0], lost=numel // 2)
+    values, base = normal(CHUNKS * numel, dtype), held_of(numel, base_bits, base_block, lost=numel // 2)
     values[numel // 3] = torch.inf
-    expected = reference.quantize_delta(values, base, *layouts)
-    delta = values.float() - decoded(base, numel, layouts[0])
-    assert torch.equal(expected, reference.quantize(delta, 1, CHUNKS, layouts[1]))
-    payload = triton_backend.quantize_delta(values.to(device), base.to(device), *layouts)
+    expected = quantize_delta(values, base, *shape[:4])
+    delta = values.float() - decoded(base, numel, base_bits, base_block)
+    assert torch.equal(expected, quantize(delta, 1, CHUNKS, bits, block))
+    payload = on_triton(quantize_delta, values.to(device), base.to(device), *shape[:4])
     assert torch.equal(payload.cpu(), expected)
 
 
 @shapes
 def test_add_delta(base_bits: int, base_block: int, bits: int, block: int, numel: int, device: torch.device) -> None:
-    layouts = PayloadLayout(base_bits, base_block), PayloadLayout(bits, block)
-    base, values = held_of(numel, layouts[0], lost=numel // 2), 0.1 * normal(CHUNKS * numel, torch.float32)
+    layouts = base_bits, base_block, bits, block
+    base, values = held_of(numel, *layouts[:2], lost=numel // 2), 0.1 * normal(CHUNKS * numel, torch.float32)
     values[numel // 3] = -torch.inf
-    delta = reference.quantize(values, 1, CHUNKS, layouts[1])
-    expected = reference.add_delta(base, delta, numel, *layouts)
-    total = decoded(base, numel, layouts[0]) + decoded(delta, numel, layouts[1])
-    assert torch.equal(expected, reference.quantize(total, 1, CHUNKS, layouts[0]))
+    delta = quantize(values, 1, CHUNKS, bits, block)
+    expected = add_delta(base, delta, numel, *layouts)
+    total = decoded(base, numel, *layouts[:2]) + decoded(delta, numel, bits, block)
+    assert torch.equal(expected, quantize(total, 1, CHUNKS, *layouts[:2]))
     assert total.isnan().any()
-    assert decoded(expected, numel, layouts[0])[total.isnan()].isnan().all()
-    result = triton_backend.add_delta(base.to(device), delta.to(device), numel, *layouts)
+    assert decoded(expected, numel, *layouts[:2])[total.isnan()].isnan().all()
+    result = on_triton(add_delta, base.to(device), delta.to(device), numel, *layouts)
     assert torch.equal(result.cpu(), expected)
 
 
 def test_receivers_come_near(device: torch.device) -> None:
     """One delta takes what is base to within half a step of the delta and half one of what is base."""
-    base_layout = PayloadLayout(8, 64)
-    base = held_of(640, base_layout)
-    values = decoded(base, 640, base_layout) + 0.01 * normal(CHUNKS * 640, torch.float32)
+    base = held_of(640, 8, 64)
+    values = decoded(base, 640, 8, 64) + 0.01 * normal(CHUNKS * 640, torch.float32)
     delta = quantize_delta(values.to(device), base.to(device), 8, 64, 4, 64)
-    now = decoded(add_delta(base.to(device), delta, 640, 8, 64, 4, 64).cpu(), 640, base_layout)
-    change = (values - decoded(base, 640, base_layout)).view(-1, 64).abs().amax(1)
+    now = decoded(add_delta(base.to(device), delta, 640, 8, 64, 4, 64).cpu(), 640, 8, 64)
+    change = (values - decoded(base, 640, 8, 64)).view(-1, 64).abs().amax(1)
     step = change / 7 + now.view(-1, 64).abs().amax(1) / 127
     assert ((now - values).view(-1, 64).abs().amax(1) <= 0.501 * step).all()
 
@@ -77,7 +76,7 @@ def test_receivers_come_near(device: torch.device) -> None:
 @pytest.mark.parametrize("numel", [0, 300])
 def test_opcheck(numel: int) -> None:
     values = torch.randn(2 * numel)
-    base = reference.quantize(values, 1, 2, PayloadLayout(8, 64)) if numel else torch.empty(2, 0, dtype=torch.uint8)
+    base = quantize(values, 1, 2, 8, 64)
     torch.library.opcheck(torch.ops.fsdp_zpp.quantize_delta.default, (values, base, 8, 64, 4, 32))
     delta = quantize_delta(values, base, 8, 64, 4, 32)
     torch.library.opcheck(torch.ops.fsdp_zpp.add_delta.default, (base, delta, numel, 8, 64, 4, 32))

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from backends import on_triton
 from fsdp_zpp.kernels import (
-    PayloadLayout,
     dequantize,
     dequantize_sum,
     dequantize_sum_quantize_with_feedback,
     quantize,
     quantize_with_feedback,
-    reference,
-    triton_backend,
 )
 from harness.covering import over_pairs
 from samples import DTYPES, normal, peers
@@ -28,7 +26,7 @@ error_blocks = pytest.mark.parametrize("error_block", ERROR_BLOCKS)
 def errors_of(chunks: int, numel: int, error_block: int) -> Tensor:
     """Errors left by earlier steps."""
     values = normal(chunks * numel, torch.float32, seed=7) * 0.1
-    return reference.quantize(values, 1, chunks, PayloadLayout(8, error_block)) if error_block else values
+    return quantize(values, 1, chunks, 8, error_block) if error_block else values
 
 
 def as_values(errors: Tensor, chunks: int, numel: int, error_block: int) -> Tensor:
@@ -40,10 +38,6 @@ def as_values(errors: Tensor, chunks: int, numel: int, error_block: int) -> Tens
     return values
 
 
-def layout_of(error_block: int) -> PayloadLayout | None:
-    return PayloadLayout(8, error_block) if error_block else None
-
-
 @over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS, dtype=DTYPES)
 def test_quantize_with_feedback_equals_the_reference(
     shape: tuple[int, int, int], error_block: int, grid: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -52,11 +46,11 @@ def test_quantize_with_feedback_equals_the_reference(
     chunks = grid[0] * grid[1]
     values = normal(chunks * numel, dtype)
     values[:: 7 * block] = torch.nan
-    layout, error_layout = PayloadLayout(bits, block), layout_of(error_block)
+    rest = (*grid, bits, block, error_block, BETA)
     expected_errors = errors_of(chunks, numel, error_block)
     errors = expected_errors.clone().to(device)
-    expected = reference.quantize_with_feedback(values, expected_errors, *grid, layout, error_layout, BETA)
-    payload = triton_backend.quantize_with_feedback(values.to(device), errors, *grid, layout, error_layout, BETA)
+    expected = quantize_with_feedback(values, expected_errors, *rest)
+    payload = on_triton(quantize_with_feedback, values.to(device), errors, *rest)
     assert torch.equal(payload.cpu(), expected)
     assert torch.equal(errors.cpu(), expected_errors)
 
@@ -70,13 +64,12 @@ def test_dequantize_sum_quantize_with_feedback_equals_the_reference(
     shape: tuple[int, int, int, int, int], error_block: int, count: int, device: torch.device
 ) -> None:
     bits, block, out_bits, out_block, numel = shape
-    layouts = PayloadLayout(bits, block), PayloadLayout(out_bits, out_block)
-    payload = torch.stack([reference.quantize(values, 1, 2, layouts[0]) for values in peers(count, 2 * numel)])
+    payload = torch.stack([quantize(values, 1, 2, bits, block) for values in peers(count, 2 * numel)])
     expected_errors = errors_of(2, numel, error_block)
     errors = expected_errors.clone().to(device)
-    rest = (numel, *layouts, 0.3, layout_of(error_block), BETA)
-    expected = reference.dequantize_sum_quantize_with_feedback(payload, expected_errors, *rest)
-    fused = triton_backend.dequantize_sum_quantize_with_feedback(payload.to(device), errors, *rest)
+    rest = (numel, bits, block, out_bits, out_block, 0.3, error_block, BETA)
+    expected = dequantize_sum_quantize_with_feedback(payload, expected_errors, *rest)
+    fused = on_triton(dequantize_sum_quantize_with_feedback, payload.to(device), errors, *rest)
     assert torch.equal(fused.cpu(), expected)
     assert torch.equal(errors.cpu(), expected_errors)
 

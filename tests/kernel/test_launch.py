@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from fsdp_zpp.kernels.triton_backend.launch import Launch
+from fsdp_zpp.kernels.triton_backend.launch import Launch, launch_tiles
+from fsdp_zpp.kernels.triton_backend.tiling import Tiling
 
 
 class Kernel:
@@ -37,25 +39,13 @@ def test_the_jit_is_asked_once() -> None:
     launch = make(kernel)
     payload, out = torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
     for factor in (1, 0.5, 2.0):
-        launch(payload, out, factors=(factor,))
+        launch(payload, out, factor)
     ((words, first_out, factor, *fixed),) = kernel.compiled
     assert (words.dtype, words.data_ptr()) == (torch.int32, payload.data_ptr())
     assert first_out is out
     assert (factor, type(factor)) == (1, float)
     assert fixed == [10, 64]
     assert kernel.launched == [(payload, out, factor, 10, 64) for factor in (0.5, 2.0)]
-
-
-@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (2, 1)])
-def test_what_is_aligned_otherwise_is_compiled_otherwise(offsets: tuple[int, int]) -> None:
-    kernel = Kernel()
-    launch = make(kernel)
-    tensors = [torch.zeros(32) for _ in range(2)]
-    moved = [tensor[offset : offset + 16] for tensor, offset in zip(tensors, offsets, strict=True)]
-    for _ in range(2):
-        launch(*tensors, factors=(0.5,))
-        launch(*moved, factors=(0.5,))
-    assert len(kernel.compiled) == len(kernel.launched) == 2
 
 
 def test_what_is_interpreted_is_never_taken_for_compiled() -> None:
@@ -67,8 +57,27 @@ def test_what_is_interpreted_is_never_taken_for_compiled() -> None:
 
     launch = make(Interpreted())
     for _ in range(2):
-        launch(torch.zeros(8), torch.zeros(8), factors=(0.5,))
+        launch(torch.zeros(8), torch.zeros(8), 0.5)
     assert len(calls) == 2
+
+
+def test_chunks_without_values_launch_nothing() -> None:
+    kernel = Kernel()
+    launch_tiles(kernel, Tiling(64, 2), 0, 1, 1, BLOCK=64, numel=0)(torch.zeros(0), torch.zeros(0))
+    assert not kernel.compiled
+
+
+def test_only_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, entered = Kernel(), []
+    launch, tensor = make(kernel), torch.zeros(8)
+    launch(tensor, tensor, 0.5)
+    launch._device = 1  # that of the tensors, on a machine with two GPUs
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        launch(tensor, tensor, 0.5)
+        assert entered == [1]
+    assert len(kernel.launched) == 2
 
 
 def test_arguments_must_be_the_kernel_s_last() -> None:

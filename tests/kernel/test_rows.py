@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fsdp_zpp.kernels import PayloadLayout, dequantize, dequantize_rows, quantize
+from backends import on_triton
+from fsdp_zpp.kernels import dequantize, dequantize_rows, quantize
 from harness.covering import over_pairs
 from samples import DTYPES
 from torch import Tensor
@@ -31,12 +32,10 @@ def test_same_bits(device: torch.device, chunks: int, shape: tuple[int, int, int
 
 @pytest.mark.parametrize(("bits", "block", "numel"), SHAPES)
 def test_triton_equals_reference(device: torch.device, bits: int, block: int, numel: int) -> None:
-    from fsdp_zpp.kernels.triton_backend import dequantize_rows as decode_rows
-
     payload, rows = apart(3, numel, bits, block, device)
     expected, out = torch.empty(2, 3 * numel, device=device)
     dequantize(payload, expected, 3, 1, bits, block)
-    decode_rows(rows, out, PayloadLayout(bits, block))
+    on_triton(dequantize_rows, rows, out, bits, block)
     assert torch.equal(out, expected)
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_zpp.kernels import PayloadLayout, reference, triton_backend
+from backends import on_triton
+from fsdp_zpp.kernels import PayloadLayout, dequantize, dequantize_sum, dequantize_sum_quantize, quantize
 from harness.covering import over_pairs
 from samples import DTYPES, normal, peers, same, spread
 from torch import Tensor
@@ -24,13 +25,13 @@ over_pairs_of_all = over_pairs(
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the kernels fail to write, padding included, shows."""
-    new_empty = Tensor.new_empty
+    new_empty_strided = Tensor.new_empty_strided
 
     def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = new_empty(self, *args, **kwargs)
+        out = new_empty_strided(self, *args, **kwargs)
         return out.fill_(0xAB) if out.dtype == torch.uint8 else out
 
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(Tensor, "new_empty_strided", poisoned)
 
 
 def as_stored(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,12 +41,12 @@ def as_stored(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     return values.to(dtype)
 
 
-def gather(count: int, chunks: int, numel: int, layout: PayloadLayout) -> Tensor:
+def gather(count: int, chunks: int, numel: int, bits: int, block: int) -> Tensor:
     """The payloads of several peers, with a block of each lost to a NaN."""
     payloads = []
     for peer, values in enumerate(peers(count, chunks * numel)):
         values[peer * 997 % len(values)] = torch.nan
-        payloads.append(reference.quantize(values, 1, chunks, layout))
+        payloads.append(quantize(values, 1, chunks, bits, block))
     return torch.stack(payloads)
 
 
@@ -59,18 +60,17 @@ def test_quantize(shape: tuple[int, int, int], dtype: torch.dtype, grid: tuple[i
     if device.type == "cpu" and dtype == torch.bfloat16:
         # The interpreter converts bf16's subnormals wrongly.
         values[values.abs() < torch.finfo(dtype).smallest_normal] = 0
-    layout = PayloadLayout(bits, block)
-    payload = triton_backend.quantize(values.to(device), *grid, layout)
-    assert torch.equal(payload.cpu(), reference.quantize(values, *grid, layout))
+    payload = on_triton(quantize, values.to(device), *grid, bits, block)
+    assert torch.equal(payload.cpu(), quantize(values, *grid, bits, block))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_ties_round_to_even(bits: int, device: torch.device) -> None:
-    layout = PayloadLayout(bits, 256)
-    values = (torch.arange(256) % (2 * layout.qmax + 1) - layout.qmax) * 0.5 * 2.0**-130
-    values[0] = layout.qmax * 2.0**-130
-    payload = triton_backend.quantize(values.to(device), 1, 1, layout)
-    assert torch.equal(payload.cpu(), reference.quantize(values, 1, 1, layout))
+    qmax = PayloadLayout(bits, 256).qmax
+    values = (torch.arange(256) % (2 * qmax + 1) - qmax) * 0.5 * 2.0**-130
+    values[0] = qmax * 2.0**-130
+    payload = on_triton(quantize, values.to(device), 1, 1, bits, 256)
+    assert torch.equal(payload.cpu(), quantize(values, 1, 1, bits, 256))
 
 
 @over_pairs_of_all
@@ -78,13 +78,12 @@ def test_dequantize(
     shape: tuple[int, int, int], dtype: torch.dtype, grid: tuple[int, int], device: torch.device
 ) -> None:
     bits, block, numel = shape
-    layout = PayloadLayout(bits, block)
     chunks = grid[0] * grid[1]
-    payload = gather(1, chunks, numel, layout)
+    (payload,) = gather(1, chunks, numel, bits, block)
     expected = torch.empty(chunks * numel)
-    reference.dequantize_sum(payload, expected, *grid, layout, 1.0)
+    dequantize(payload, expected, *grid, bits, block)
     out = torch.full((chunks * numel,), 3, dtype=dtype, device=device)
-    triton_backend.dequantize_sum(payload.to(device), out, *grid, layout, 1.0)
+    on_triton(dequantize, payload.to(device), out, *grid, bits, block)
     assert same(out.cpu(), as_stored(expected, dtype, device))
 
 
@@ -93,12 +92,11 @@ def test_dequantize(
 )
 def test_dequantize_sum(shape: tuple[int, int, int], dtype: torch.dtype, count: int, device: torch.device) -> None:
     bits, block, numel = shape
-    layout = PayloadLayout(bits, block)
-    payload = gather(count, 2, numel, layout)
+    payload = gather(count, 2, numel, bits, block)
     expected = torch.empty(2 * numel)
-    reference.dequantize_sum(payload, expected, 2, 1, layout, 1 / count)
+    dequantize_sum(payload, expected, 2, 1, bits, block, 1 / count)
     out = torch.full((2 * numel,), 3, dtype=dtype, device=device)
-    triton_backend.dequantize_sum(payload.to(device), out, 2, 1, layout, 1 / count)
+    on_triton(dequantize_sum, payload.to(device), out, 2, 1, bits, block, 1 / count)
     assert same(out.cpu(), as_stored(expected, dtype, device))
 
 
@@ -110,31 +108,28 @@ def test_dequantize_sum(shape: tuple[int, int, int], dtype: torch.dtype, count: 
 def test_dequantize_sum_quantize(
     bits: int, block: int, out_bits: int, out_block: int, numel: int, count: int, device: torch.device
 ) -> None:
-    layouts = PayloadLayout(bits, block), PayloadLayout(out_bits, out_block)
-    payload = gather(count, 2, numel, layouts[0])
-    expected = reference.dequantize_sum_quantize(payload, numel, 1, 2, *layouts, 0.3)
-    fused = triton_backend.dequantize_sum_quantize(payload.to(device), numel, 1, 2, *layouts, 0.3)
+    payload, rest = gather(count, 2, numel, bits, block), (numel, 1, 2, bits, block, out_bits, out_block, 0.3)
+    expected = dequantize_sum_quantize(payload, *rest)
+    fused = on_triton(dequantize_sum_quantize, payload.to(device), *rest)
     assert torch.equal(fused.cpu(), expected)
 
 
 def test_empty_chunks(device: torch.device) -> None:
-    layout = PayloadLayout(8, 256)
     nothing = torch.empty(0, device=device)
-    assert triton_backend.quantize(nothing, 2, 3, layout).shape == (6, 0)
+    assert on_triton(quantize, nothing, 2, 3, 8, 256).shape == (6, 0)
     payload = torch.empty(4, 6, 0, dtype=torch.uint8, device=device)
-    triton_backend.dequantize_sum(payload, nothing, 2, 3, layout, 1.0)
-    assert triton_backend.dequantize_sum_quantize(payload, 0, 2, 3, layout, layout, 1.0).shape == (6, 0)
+    on_triton(dequantize_sum, payload, nothing, 2, 3, 8, 256, 1.0)
+    assert on_triton(dequantize_sum_quantize, payload, 0, 2, 3, 8, 256, 8, 256, 1.0).shape == (6, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 16 GiB of GPU memory")
 def test_offsets_past_32_bits(device: torch.device) -> None:
-    layout = PayloadLayout(8, 256)
     chunks, numel = 3, 3 * 2**28 + 8
     values = torch.empty(chunks * numel, dtype=torch.bfloat16, device=device)
     last = normal(numel // 2**10, torch.bfloat16)
     values.zero_()[-len(last) :] = last.to(device)
-    payload = triton_backend.quantize(values, 1, chunks, layout)
+    payload = quantize(values, 1, chunks, 8, 256)
     out = torch.full_like(values, torch.nan)
-    triton_backend.dequantize_sum(payload[None], out, chunks, 1, layout, 1.0)
+    dequantize(payload, out, chunks, 1, 8, 256)
     assert not out[:-numel].any()
     torch.testing.assert_close(out[-len(last) :].cpu(), last, rtol=0, atol=0.03)

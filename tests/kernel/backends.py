@@ -1,0 +1,15 @@
+"""Ops on a backend that their tensors' device would not choose."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from fsdp_zpp.kernels import _ops, triton_backend
+from torch import Tensor
+
+
+def on_triton(op: Callable[..., Any], *args: Any) -> Any:
+    """What an op does in Triton: compiled for tensors on a GPU, interpreted for those on a CPU."""
+    with patch.object(_ops, "backend_for", lambda tensor: triton_backend):
+        call = op.__wrapped__(*args)  # type: ignore[attr-defined]
+    return call(*[arg for arg in args if isinstance(arg, Tensor | float)])
