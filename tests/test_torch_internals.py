@@ -18,7 +18,7 @@ PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
 FILES = sorted(
     str(path.relative_to(PACKAGE))
-    for path in (*PACKAGE.glob("adapters/fsdp[12]/_torch*.py"), PACKAGE / "frozen" / "_tensor.py")
+    for path in (*PACKAGE.glob("adapters/**/_torch*.py"), PACKAGE / "frozen" / "_tensor.py")
 )
 over_files = pytest.mark.parametrize("file", FILES)
 

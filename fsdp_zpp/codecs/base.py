@@ -11,6 +11,7 @@ same length for every chunk, and no block spans two chunks.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -108,15 +109,35 @@ class FullPrecision(Codec):
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
-        # Contiguous, so that a view can flatten the transposed grid and show it as bytes.
-        grid = values.to(self.dtype).view(rows, cols, -1).transpose(0, 1).contiguous()
-        return grid.view(rows * cols, -1).view(torch.uint8)
+        if values.dtype != self.dtype:
+            values = values.to(self.dtype)
+        if rows > 1 and cols > 1:
+            values = values.view(rows, cols, -1).transpose(0, 1)
+        # Of values in dtype, contiguous and in order, the payload is a view: callers send it before they change them,
+        # or encode anew after that.
+        return values.contiguous().view(rows * cols, -1).view(torch.uint8)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
-        grid = payload.view(self.dtype).view(rows, cols, -1)
-        out.view(cols, rows, -1).copy_(grid.transpose(0, 1))
+        self._write(payload.view(self.dtype), out, rows, cols)
 
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
+        values = payload.view(self.dtype)
         # fp32 whatever the dtype sent: bf16 sums over many ranks would lose the smaller terms.
-        sums = payload.view(self.dtype).sum(dim=0, dtype=torch.float32).mul_(scale)
-        out.view(cols, rows, -1).copy_(sums.view(rows, cols, -1).transpose(0, 1))
+        if out.dtype == torch.float32 and (rows == 1 or cols == 1):
+            torch.sum(values, dim=0, dtype=torch.float32, out=out.view(rows * cols, -1)).mul_(scale)
+        else:
+            self._write(values.sum(dim=0, dtype=torch.float32).mul_(scale), out, rows, cols)
+
+    def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
+        return payload.view(self.dtype).sum(dim=0, dtype=torch.float32).mul_(scale).view(-1)
+
+    def _write(self, chunks: Tensor, out: Tensor, rows: int, cols: int) -> None:
+        """Write a grid of chunks [rows * cols, numel] to ``out``, transposed."""
+        if rows == 1 or cols == 1:  # nothing changes places
+            out.view_as(chunks).copy_(chunks)
+        else:
+            out.view(cols, rows, -1).copy_(chunks.view(rows, cols, -1).transpose(0, 1))
+
+
+full_precision = functools.cache(FullPrecision)
+"""The same instance for each dtype, since every gather and reduction without a codec asks for one."""

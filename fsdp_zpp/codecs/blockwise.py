@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -35,12 +36,12 @@ class Blockwise(Codec):
 
     def __post_init__(self) -> None:
         check_block(self, self.block)
-        PayloadLayout(self.bits, self.block)  # raises if the block is out of range
+        _ = self.layout  # raises if the block is out of range
 
     def __str__(self) -> str:
         return f"int{self.bits}({self.block})"
 
-    @property
+    @cached_property
     def layout(self) -> PayloadLayout:
         """Where codes and scales lie in a payload."""
         return PayloadLayout(self.bits, self.block)

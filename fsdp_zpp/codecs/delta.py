@@ -66,27 +66,25 @@ class Int4Delta(Codec):
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         self.whole.decode_sum(payload, out, rows, cols, scale)
 
-    def encode_delta(self, base: Tensor, row_index: int, shard: Tensor) -> Tensor:
-        """Encode what the other ranks of a hop must add to their copy of this rank's row of the base.
+    def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
+        """Encode what the other ranks of a hop must add to their copies of this rank's part of the base.
 
         Args:
-            base: uint8 [ranks, nbytes(numel)], the same on all ranks of the hop.
-            row_index: This rank's row.
-            shard: The values that the row is to hold, flat [numel].
+            base: This rank's part of it, uint8 [rows, nbytes(numel)].
+            values: What the rows are to hold, flat [rows * numel].
 
         Returns:
-            uint8 [1, changes.nbytes(numel)].
+            uint8 [rows, changes.nbytes(numel)].
         """
         codec, changes = self.whole, self.changes
-        row = base[row_index : row_index + 1]
-        return quantize_delta(shard, row, codec.bits, codec.block, changes.bits, changes.block)
+        return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
         """Add every rank's :meth:`encode_delta` to ``base``.
 
         Args:
-            base: As for :meth:`encode_delta`.
-            deltas: uint8 [ranks, changes.nbytes(numel)].
+            base: The parts of all ranks, uint8 [rows, nbytes(numel)].
+            deltas: uint8 [rows, changes.nbytes(numel)].
             numel: Number of values in a row.
 
         Returns:

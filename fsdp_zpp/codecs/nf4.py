@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +53,7 @@ class NF4(Codec):
     def __str__(self) -> str:
         return f"nf4({self.block})"
 
-    @property
+    @cached_property
     def layout(self) -> PayloadLayout:
         """Where codes and scales lie in a payload of whole blocks."""
         return PayloadLayout(4, self.block)

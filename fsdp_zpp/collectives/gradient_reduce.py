@@ -114,7 +114,6 @@ class GradientReduce:
         """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
 
-    @torch.no_grad()
     def accumulate(self, gradient: Tensor) -> PendingReduction:
         """Take a micro-batch's gradient as far as the gradient scope says, and add it to those of earlier ones.
 
@@ -146,7 +145,6 @@ class GradientReduce:
         """
         self.start(gradient, out, factor).finish()
 
-    @torch.no_grad()
     def start(self, gradient: Tensor, out: Tensor, factor: float = 1.0, layout: Hashable = None) -> PendingReduction:
         """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
@@ -187,7 +185,7 @@ class GradientReduce:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _PendingAccumulation(PendingReduction):
     """Of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
 
@@ -195,13 +193,12 @@ class _PendingAccumulation(PendingReduction):
     reduction: PendingReduction
     part: Tensor
 
-    @torch.no_grad()
     def finish(self) -> None:
         self.reduction.finish()
         self.owner._add(self.part)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _PendingWithAccumulated(PendingReduction):
     """Of the last micro-batch, where earlier ones have reduced over all ranks: writes the fp32 sum of all."""
 
@@ -211,7 +208,6 @@ class _PendingWithAccumulated(PendingReduction):
     out: Tensor
     factor: float
 
-    @torch.no_grad()
     def finish(self) -> None:
         self.reduction.finish()
         # Both were allocated in the stream that started the reduction, and are freed when this returns.

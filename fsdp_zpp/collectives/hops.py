@@ -56,29 +56,33 @@ class Hop:
         kind: ``"gather"`` for weights, ``"reduce"`` for gradients.
         level: ``"inter"`` between nodes or ``"intra"`` inside one.
         traffic: Where the bytes are counted.
+
+    Attributes:
+        size: Number of ranks.
     """
 
     group: dist.ProcessGroup
     kind: Kind
     level: Level
     traffic: Traffic
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.group.size()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", self.group.size())
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
-        self._count_gather(payload)
-        return self._all_gather(payload, label, out)
+        self.count_gather(payload.nbytes)
+        return self.all_gather_uncounted(payload, label, out)
 
-    def _count_gather(self, payload: Tensor) -> None:
-        self.traffic.add(self.kind, self.level, payload.nbytes * (self.size - 1))
+    def count_gather(self, nbytes: int) -> None:
+        """Count a payload of ``nbytes`` of this rank as sent to all others."""
+        self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
 
-    def _all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+    def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
+        """As :meth:`all_gather`, of what several units send together and count each for itself."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
-        with labelled(f"{self.level}_all_gather", label):
+        with labelled("all_gather", label, self.level):
             all_gather_single()(gathered, payload, group=self.group)
         return gathered
 
@@ -86,23 +90,14 @@ class Hop:
         """Send the i-th part of ``payload`` [size * chunks, nbytes] to rank i; return what all sent, by rank."""
         received = torch.empty_like(payload)
         self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
-        with labelled(f"{self.level}_all_to_all", label):
+        with labelled("all_to_all", label, self.level):
             dist.all_to_all_single(received, payload, group=self.group)
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
         """torch's own reduce-scatter into ``out``; not counted, as the bytes of torch's collectives never are."""
-        with labelled(f"{self.level}_reduce_scatter", label):
+        with labelled("reduce_scatter", label, self.level):
             _reduce_scatter_single()(out, values, group=self.group)
-
-
-def all_gather_together(hops: list[Hop], payloads: list[Tensor], label: str) -> list[Tensor]:
-    """As :meth:`Hop.all_gather` of one payload [1, nbytes] for each hop, all over the same ranks, in one collective."""
-    for hop, payload in zip(hops, payloads, strict=True):
-        hop._count_gather(payload)
-    gathered = hops[0]._all_gather(torch.cat(payloads, dim=1), label)
-    # Each part is cut out of longer rows, and kernels take contiguous ones.
-    return [part.contiguous() for part in gathered.split([payload.shape[1] for payload in payloads], dim=1)]
 
 
 class PendingReduction(ABC):
@@ -114,7 +109,7 @@ class PendingReduction(ABC):
         """Make the inter-node hop, in whatever stream is current, which must come after the one that started it."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PendingHop(PendingReduction):
     """The last hop of a reduction to a chunk on each rank.
 
@@ -134,7 +129,6 @@ class PendingHop(PendingReduction):
     factor: float
     label: str
 
-    @torch.no_grad()
     def finish(self) -> None:
         if self.payload.is_cuda:
             keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
@@ -210,11 +204,11 @@ def profiled() -> bool:
     return bool(getattr(profiler, "_is_profiler_enabled", True))  # private to torch
 
 
-def labelled(phase: str, unit: str) -> AbstractContextManager[Any]:
-    """Label the block ``fsdp_zpp::<phase> (<unit>)`` for the profiler, if one is recording.
+def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[Any]:
+    """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording.
 
     Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
     """
     if profiled():
-        return record_function(f"fsdp_zpp::{phase} ({unit})")
+        return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
     return _NOTHING

@@ -12,23 +12,18 @@ weights twice. Starting at the change would gain nothing on a GPU, whose host is
 Ranks agree, for gathers and changes come in the same order on all of them. A unit whose secondary shard was prefetched
 and not read before its weights changed again is not prefetched any more.
 
-A hop that carries little takes as long as the network's latency, so neighbours that are small are sent together.
+inter_node_gather.py has how neighbours are encoded and sent together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-
-from torch import Tensor
+from collections.abc import Iterable
 
 from fsdp_zpp.codecs.base import Codec
 
-from .hops import labelled
-from .secondary_shard import SecondaryShard, send_together
+from .inter_node_gather import LEAST_NBYTES, StaleShard, gather_between_nodes, in_chunks
+from .secondary_shard import SecondaryShard, ShardValues
 from .streams import SideStream
-
-BATCH_NBYTES = 2**20
-"""A MiB: on a network that is slow it takes far longer than a hop's latency."""
 
 
 class SecondaryShardPrefetcher:
@@ -37,46 +32,43 @@ class SecondaryShardPrefetcher:
     Args:
         shards: The secondary shards of units that need no second inter-node hop until their weights change, in the
             order in which a forward needs them. Each has a source.
-        batch_nbytes: Bytes of payloads that are sent as one; one that is larger goes by itself.
+        least_nbytes: As of :func:`inter_node_gather.in_chunks`.
     """
 
-    def __init__(self, shards: Iterable[SecondaryShard], batch_nbytes: int = BATCH_NBYTES) -> None:
+    def __init__(self, shards: Iterable[SecondaryShard], least_nbytes: int = LEAST_NBYTES) -> None:
         self._shards = list(shards)
-        self._batch_nbytes = batch_nbytes
+        self._least_nbytes = least_nbytes
         self._stream = SideStream()
         self._excluded: set[int] = set()  # the ids of those that are not prefetched any more
         for shard in self._shards:
             shard.side_stream = self._stream
 
-    def refresh(self, needed: SecondaryShard, values: Tensor, codec: Codec, version: Hashable) -> None:
+    def refresh(self, needed: SecondaryShard, codec: Codec, values: ShardValues) -> None:
         """Make ``needed`` fresh, and the stale ones that are to come. Collective.
 
         Args:
             needed: The secondary shard of the unit that is gathered now.
-            values: As of :meth:`SecondaryShard.encode`, like the next two.
-            codec: As above.
-            version: As above.
+            codec: Encodes its values.
+            values: Its values.
         """
         stale = [shard for shard in self._shards if shard.stale and shard is not needed]
         self._excluded.update(id(shard) for shard in (needed, *stale) if shard.unread)
-        ahead = [
-            (shard, shard.source, shard.next_codec)
+        ahead = {
+            shard: (shard.next_codec, shard.source)
             for shard in stale
             if id(shard) not in self._excluded and shard.next_codec and shard.source and shard.source.can_be_read()
-        ]
-        for _, source, _ in ahead:
-            # In this stream: parameters may have been replaced by what it computes.
-            source.write_back()
-        with labelled("refresh", needed.label), self._stream.after_current(values.device):
-            payload = needed.encode(values, codec, version)
-            batch = [] if payload is None else [(needed, payload)]
-            for shard, source, next_codec in ahead:
-                payload = shard.encode(source.full_precision_shard(), next_codec, source.shard_version())
-                if payload is None:
-                    continue
-                nbytes = payload.nbytes + sum(earlier.nbytes for _, earlier in batch)
-                if batch and (batch[0][0].group is not shard.group or nbytes > self._batch_nbytes):
-                    send_together(batch)
-                    batch = []
-                batch.append((shard, payload))
-            send_together(batch)
+        }
+        # In this stream: parameters may have been replaced by what it computes.
+        numels = [source.prepare_read() for _, source in ahead.values()]
+        sizes = [codec.nbytes(values.numel)]
+        sizes += (its_codec.nbytes(numel) for (its_codec, _), numel in zip(ahead.values(), numels, strict=True))
+        sent = [(shard, size * shard.peers) for shard, size in zip((needed, *ahead), sizes, strict=True)]
+        with self._stream.after_current(values.tensors[0].device):
+            for shard in stale:
+                if id(shard) in self._excluded:
+                    shard.keep_base_apart()
+            for chunk in in_chunks(sent, self._least_nbytes):
+                # Others are read only now, for shards that are offloaded are copied to the device.
+                others = [(shard, *ahead[shard]) for shard in chunk if shard is not needed]
+                due = [StaleShard(needed, codec, values)] if needed in chunk else []
+                gather_between_nodes(due + [StaleShard(shard, its, source.read()) for shard, its, source in others])

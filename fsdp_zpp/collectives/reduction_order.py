@@ -67,6 +67,6 @@ class ReductionOrder(Generic[U]):
 
     def restart(self) -> None:
         """A backward ends: start the next one at the first turn, in the order in which this one synchronized."""
-        first = list(dict.fromkeys(self._synchronized))
-        self._order = first + [unit for unit in self._order if unit not in first]
+        first = dict.fromkeys(self._synchronized)
+        self._order = [*first] + [unit for unit in self._order if unit not in first]
         self._synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0

@@ -6,9 +6,11 @@ node. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers st
 nothing between nodes. All ranks, the owner too, decode the same bytes, so they compute with the same weights bit for
 bit.
 
-    empty --encode()--> in flight --receive()--> fresh, at a version of the weights --mark_stale()--> stale
-                            ^                                                                           |
-                            +---------- encode(): whole, or the change against a base if there is one --+
+    empty --hold()--> fresh, at a version of the weights --mark_stale()--> stale, perhaps with a base for a delta
+                        ^                                                    |
+                        +-------------------------- hold() ------------------+
+
+inter_node_gather.py makes what it holds, for several units at once.
 
 [Note: Staleness]
 A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter different
@@ -23,8 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from fsdp_zpp.codecs.base import Codec, FullPrecision
 from fsdp_zpp.codecs.delta import Int4Delta
 
 from .checkpointed_shard import NOTHING, CheckpointedShard
-from .hops import Hop, all_gather_together, labelled
+from .hops import Hop
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
 logger = logging.getLogger("fsdp_zpp")
@@ -43,30 +44,43 @@ class StaleSecondaryError(RuntimeError):
     """The weights were written to in a way that no event announced."""
 
 
+class ShardValues(NamedTuple):
+    """What a unit's shard holds on this rank.
+
+    Attributes:
+        tensors: The full-precision values, flat tensors on the device to gather on.
+        numel: Their number.
+        version: Their version, as of :meth:`ShardSource.shard_version`.
+        is_trained: Whether steps change them.
+    """
+
+    tensors: Sequence[Tensor]
+    numel: int
+    version: Hashable
+    is_trained: bool
+
+
 class ShardSource(Protocol):
     """Where a unit's weights can be read before FSDP asks for their gather; FSDP's own record of a unit."""
 
     def can_be_read(self) -> bool:
         """Whether they can be read now, and will not change before their gather."""
 
-    def write_back(self) -> None:
-        """Have the shard contain what its parameters were replaced by, in the stream that gathers."""
+    def prepare_read(self) -> int:
+        """Have the shard contain what its parameters were replaced by, in the stream that gathers.
 
-    def full_precision_shard(self) -> Tensor:
-        """This rank's values, flat, on the device to gather on."""
+        Returns:
+            This rank's number of values.
+        """
+
+    def read(self) -> ShardValues:
+        """This rank's values."""
 
     def shard_version(self) -> Hashable:
         """A value that changes with every write to the shard that torch counts, and when it is moved or replaced."""
 
-
-@dataclass(frozen=True)
-class _InFlight:
-    """What :meth:`SecondaryShard.encode` has encoded and :meth:`SecondaryShard.receive` will complete."""
-
-    codec: Codec
-    version: Hashable
-    delta_base: Tensor | None
-    numel: int
+    def is_trained(self) -> bool:
+        """Whether steps change the weights."""
 
 
 class SecondaryShard:
@@ -81,6 +95,10 @@ class SecondaryShard:
 
     Attributes:
         group: The ranks of the hop.
+        peers: Their number, without this one.
+        own_node: This rank's node, and so its row.
+        base: The older secondary shard that the next delta is to be against, if there is one.
+        checkpointed: What was loaded from a checkpoint, and may hold the weights as they are now.
         source: Where the weights can be read; None if they can't. FSDP may replace it.
         side_stream: The stream in which it is made, if not in the one that reads it.
         next_codec: What will encode the weights for the next gather, if that is known by now.
@@ -96,20 +114,15 @@ class SecondaryShard:
         self.source: ShardSource | None = None
         self.side_stream: SideStream | None = None
         self.stale, self.unread = True, False
-        self._own_node = own_node
+        self.own_node = own_node
+        self.peers = 0 if hop is None else hop.size - 1
+        self.base: Tensor | None = None
         self._payload: Tensor | None = None
-        self._in_flight: _InFlight | None = None
-        self._delta_base: Tensor | None = None
-        self._checkpointed: CheckpointedShard | None = None
+        self.checkpointed: CheckpointedShard | None = None
         self._last_codec: Codec | None = None
         self.next_codec = codec
         self._version: Hashable = None
         self._ready: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes now."""
-        return 0 if self._payload is None else self._payload.nbytes
 
     @property
     def sends_deltas(self) -> bool:
@@ -118,72 +131,57 @@ class SecondaryShard:
 
     def is_fresh(self, codec: Codec) -> bool:
         """Whether it holds the weights as ``codec`` encodes them."""
-        return self._payload is not None and not self.stale and self._last_codec == codec
+        same_codec = self._last_codec is codec or self._last_codec == codec
+        return same_codec and not self.stale and self._payload is not None
 
     # ---- from stale to fresh
 
-    @torch.no_grad()
-    def encode(self, shard: Tensor, codec: Codec, version: Hashable) -> Tensor | None:
-        """Encode the weights for the inter-node hop, in the current stream. Collective after a checkpoint was loaded.
+    def take_base(self) -> Tensor | None:
+        """Give away the older secondary shard that a delta is to be sent against, if there is one, for its last use."""
+        base, self.base = self.base, None
+        if base is not None and base.is_cuda:
+            keep_until_read(base)  # it was made in the stream of an earlier gather
+        return base
+
+    def keep_base_apart(self) -> None:
+        """Keep the base, if there is one, for longer than those that were made with it, in memory of its own."""
+        if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
+            base = self.take_base()
+            assert base is not None
+            self.base = base.clone()
+
+    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> None:
+        """Go on from what was loaded from a checkpoint, if that is of these values on all ranks. Collective.
 
         Args:
-            shard: This rank's full-precision values, flat [numel].
+            values: This rank's full-precision values, flat.
             codec: What encodes them.
-            version: The version of ``shard``.
-
-        Returns:
-            This rank's payload, uint8 [1, nbytes], to be gathered for :meth:`receive`; None if nothing needs to be
-            sent, and the secondary shard is fresh.
+            version: Their version.
         """
-        base, is_current = self._take_base(shard, codec)
-        if is_current:
-            assert base is not None
-            self._hold(base, codec, version)
-            return None
-        if base is not None and isinstance(codec, Int4Delta):
-            payload = codec.encode_delta(base, self._own_node, shard)
+        checkpointed, self.checkpointed = self.checkpointed, None
+        if checkpointed is None or self.hop is None or not self.sends_deltas:
+            return
+        base = checkpointed.all_gather_if_matching(self.hop, values, codec.nbytes(values.numel()), self.label)
+        if base is not None and checkpointed.fresh:
+            self.hold(base, codec, version, record_event(base))
         else:
-            base, payload = None, codec.encode(shard, 1, 1)
-        self._in_flight = _InFlight(codec, version, base, shard.numel())
-        if self.hop is None:
-            self.receive(payload)
-            return None
-        return payload
+            self.base = base
 
-    def receive(self, gathered: Tensor) -> None:
-        """Take what the ranks of all nodes have sent, uint8 [nodes, nbytes], in the stream that gathered it."""
-        sent, self._in_flight = self._in_flight, None
-        assert sent is not None
-        if sent.delta_base is not None:
-            assert isinstance(sent.codec, Int4Delta)
-            gathered = sent.codec.apply_delta(sent.delta_base, gathered, sent.numel)
-        self._hold(gathered, sent.codec, sent.version)
+    def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: Any) -> None:
+        """Become fresh.
 
-    def refresh(self, shard: Tensor, codec: Codec, version: Hashable) -> None:
-        """Encode and gather the weights by themselves; arguments as of :meth:`encode`. Collective."""
-        with labelled("refresh", self.label):
-            payload = self.encode(shard, codec, version)
-            if payload is not None:
-                send_together([(self, payload)])
-
-    def _hold(self, payload: Tensor, codec: Codec, version: Hashable) -> None:
+        Args:
+            payload: What the ranks of all nodes have sent, uint8 [nodes, nbytes].
+            codec: Decodes it.
+            version: The version of the weights that it holds.
+            ready: An event in the stream that makes ``payload``; None on a CPU.
+        """
         # Parameters of several dtypes go as bytes, which are not to be had from the full-precision shard.
         bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
         self.next_codec = None if bytes_only else codec
         self._payload, self._last_codec, self._version = payload, codec, version
         self.stale, self.unread = False, True
-        self._ready = record_event(payload) if self.side_stream is not None and payload.is_cuda else None
-
-    def _take_base(self, shard: Tensor, codec: Codec) -> tuple[Tensor | None, bool]:
-        """An older secondary shard to send a delta against, if there is one, and whether it holds these very values."""
-        base, checkpointed = self._delta_base, self._checkpointed
-        self._delta_base = self._checkpointed = None
-        if base is not None and base.is_cuda:
-            keep_until_read(base)  # it was made in the stream of an earlier gather, and this is its last use
-        if checkpointed is None or self.hop is None or not self.sends_deltas:
-            return base, False
-        base = checkpointed.all_gather_if_matching(self.hop, shard, codec.nbytes(shard.numel()), self.label)
-        return base, base is not None and checkpointed.fresh
+        self._ready = ready
 
     # ---- while it is fresh
 
@@ -225,9 +223,9 @@ class SecondaryShard:
             by_step: Whether they have changed by a step only, and so by little: the next gather may send a delta.
         """
         if not by_step or not self.sends_deltas:
-            self._delta_base = None
+            self.base = None
         elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
-            self._delta_base = self._payload
+            self.base = self._payload
         self._payload, self.stale = None, True
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s: secondary shard stale", self.label)
@@ -236,42 +234,25 @@ class SecondaryShard:
 
     def reset(self) -> None:
         """Send the weights whole when they are gathered next."""
-        self._checkpointed = None
+        self.checkpointed = None
         self.mark_stale()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's row of what deltas are against, and a fingerprint of the weights as they are now; on the CPU."""
-        if self._checkpointed is not None:
-            return self._checkpointed.state_dict()
-        held = self._payload if self._payload is not None else self._delta_base
+        if self.checkpointed is not None:
+            return self.checkpointed.state_dict()
+        held = self._payload if self._payload is not None else self.base
         if held is None:
             return dict(NOTHING)
         if self._ready is not None:
             self._ready.synchronize()
         # Only now: before the first forward there is no shard to be read.
         readable = self.source is not None and self.source.can_be_read()
-        weights = self.source.full_precision_shard() if readable and self.source is not None else None
-        row = held[self._own_node : self._own_node + 1]
+        weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
+        row = held[self.own_node : self.own_node + 1]
         return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave, be the weights loaded before or after."""
         self.reset()
-        self._checkpointed = CheckpointedShard.from_state_dict(state)
-
-
-def send_together(encoded: Sequence[tuple[SecondaryShard, Tensor]]) -> None:
-    """Gather the payloads of shards whose inter-node hops are over the same ranks, if any, in one collective."""
-    if not encoded:
-        return
-    shards = [shard for shard, _ in encoded]
-    hops = [shard.hop for shard in shards if shard.hop is not None]
-    label = shards[0].label if len(shards) == 1 else f"{shards[0].label} to {shards[-1].label}"
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s: inter-node gather launched", label)
-    if len(shards) == 1:
-        shards[0].receive(hops[0].all_gather(encoded[0][1], label))
-        return
-    gathered = all_gather_together(hops, [payload for _, payload in encoded], label)
-    for shard, part in zip(shards, gathered, strict=True):
-        shard.receive(part)
+        self.checkpointed = CheckpointedShard.from_state_dict(state)

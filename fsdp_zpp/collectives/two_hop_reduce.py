@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec, FullPrecision
+from fsdp_zpp.codecs.base import Codec, FullPrecision, full_precision
 from fsdp_zpp.config.topology import Topology
 
 from .error_buffer import ErrorBuffer
@@ -108,7 +108,7 @@ class TwoHopReduce(ABC):
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
         """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, chunks, nbytes]."""
         assert self._intra is not None
-        codec = self._intra_codec or FullPrecision(wire_dtype or gradient.dtype)
+        codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
         errors = self._errors_of("intra", chunks * gpus, gradient.numel() // (chunks * gpus), gradient.device)
         received = self._intra.all_to_all(encode(codec, gradient, chunks, gpus, self.label, errors), self.label)
@@ -136,7 +136,7 @@ class TwoHopReduceScatter(TwoHopReduce):
             self._reduce_single_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
             return DONE
-        codec = self._inter_codec or FullPrecision(wire_dtype or gradient.dtype)
+        codec = self._inter_codec or full_precision(wire_dtype or gradient.dtype)
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
             payload = encode(codec, sums, 1, self._nodes, self.label, self._inter_errors(out))
@@ -191,7 +191,7 @@ class TwoHopAllReduce(TwoHopReduce):
         sums = self.reduce_intra_node(_padded(gradient, -gradient.numel() % self._gpus), wire_dtype)
         if accumulated is not None:
             sums.add_(accumulated)
-        return _PendingAllReduce(self, sums, FullPrecision(wire_dtype), out, factor)
+        return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
 
     def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
         """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
@@ -218,7 +218,7 @@ class TwoHopAllReduce(TwoHopReduce):
         return codec, self._inter.all_gather(payload, self.label)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _PendingAllReduce(PendingReduction):
     reduce: TwoHopAllReduce
     sums: Tensor
@@ -226,7 +226,6 @@ class _PendingAllReduce(PendingReduction):
     out: Tensor
     factor: float
 
-    @torch.no_grad()
     def finish(self) -> None:
         self.reduce.all_reduce_inter_node(self.sums, self.wire_codec, self.out, self.factor)
         log_launched(self.reduce.label)

@@ -10,7 +10,7 @@
         | decode            one kernel, which restores the order of ranks
     unsharded parameters    in the dtype to compute in; scope N keeps them until the weights change
 
-secondary_shard.py has the way down to the secondary shard, and prefetch.py makes it for all units of a model ahead of
+inter_node_gather.py has the way down to the secondary shard, and prefetch.py makes it for all units of a model ahead of
 their use. This file has the rest.
 """
 
@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec, FullPrecision
+from fsdp_zpp.codecs.base import Codec, full_precision
 
 from .hops import Traffic, decode, hop_over
+from .inter_node_gather import StaleShard, gather_between_nodes
 from .mesh import ProcessMesh
 from .prefetch import SecondaryShardPrefetcher
-from .secondary_shard import SecondaryShard
+from .secondary_shard import SecondaryShard, ShardValues
 
 
 class WeightGather:
@@ -70,7 +70,6 @@ class WeightGather:
     def label(self, label: str) -> None:
         self.secondary.label = label
 
-    @torch.no_grad()
     def __call__(self, shard: Tensor | None, out: Tensor, version: Hashable = None) -> None:
         """Gather every rank's ``shard`` into ``out``.
 
@@ -84,26 +83,34 @@ class WeightGather:
             ValueError: If the sizes do not fit, before any communication.
             StaleSecondaryError: If the secondary shard is reused but ``version`` has changed.
         """
-        secondary, codec = self.secondary, self.secondary.codec or FullPrecision(out.dtype)
+        secondary = self.secondary
+        codec = secondary.codec or full_precision(out.dtype)
         if shard is not None:
             self._check_sizes(shard, out)
+        values = None
         if secondary.is_fresh(codec):
             secondary.check_version(version)
         else:
-            if shard is None:
-                assert secondary.source is not None
-                shard = secondary.source.full_precision_shard()
-            # A side stream may read ``shard``, which was allocated in this one. That is safe without record_stream, for
-            # read() below has this stream wait for the encoding before ``shard`` is freed.
+            values = self._values(shard, version)
             if self.prefetcher is None:
-                secondary.refresh(shard, codec, version)
+                gather_between_nodes([StaleShard(secondary, codec, values)])
             else:
-                self.prefetcher.refresh(secondary, shard, codec, version)
+                self.prefetcher.refresh(secondary, codec, values)
         payload = secondary.read()
+        # A side stream may have read ``values``, which were allocated in this one. To free them is safe without
+        # record_stream by now, for read() has this stream wait for the encoding.
+        del values
         if self._intra is not None:
             payload = self._intra.all_gather(payload, secondary.label)
         # Rows come by local index, then node; decoding transposes that grid to the order of ranks.
         decode(codec, payload, out, self._gpus, self._nodes, secondary.label)
+
+    def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
+        source = self.secondary.source
+        if shard is not None:
+            return ShardValues([shard], shard.numel(), version, source is None or source.is_trained())
+        assert source is not None
+        return source.read()
 
     def _check_sizes(self, shard: Tensor, out: Tensor) -> None:
         if out.numel() != self._world * shard.numel():

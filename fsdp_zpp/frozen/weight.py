@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Blockwise
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.kernels import PayloadLayout, dequantize_rows, dequantize_rows_unchecked, is_plain
+from fsdp_zpp.kernels import PayloadLayout, dequantize_rows
 
 from .placement import Placement
 from .report import FrozenReport
@@ -95,7 +95,6 @@ class FrozenWeight:
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
         self.name, self.shape, self.dtype, self.codec = name, shape, dtype, codec
         self.place(placement)
-        self._layout = codec.layout if isinstance(codec, Blockwise) else None
 
     def place(self, placement: Placement) -> None:
         """Set the placement and the chunk sizes that follow from it; the caller must re-cut an existing chunk."""
@@ -154,20 +153,17 @@ class FrozenWeight:
         numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
         # Decoding writes whole chunks, so the padding at the end of the last ones needs room; a view cuts it off.
         out = torch.empty(self.shape if numel == padded else padded, dtype=dtype, device=rows.device)
-        if self._layout is None:
+        if isinstance(self.codec, Blockwise):
+            dequantize_rows(rows, out, self.codec.bits, self.codec.block)
+        else:
             # A weight's columns of a gathered payload are not contiguous: our kernels take strides, a codec need not.
             self.codec.decode(rows.contiguous(), out.view(-1), len(rows), 1)
-        # An op's dispatch takes 30 to 45 us of CPU time, as long as several launches; plain tensors don't need it.
-        elif is_plain(rows, out):
-            dequantize_rows_unchecked(rows, out, self._layout)
-        else:
-            dequantize_rows(rows, out.view(-1), self._layout.bits, self._layout.block)
         return out if numel == padded else out[:numel].view(self.shape)
 
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``dense(...)[index]``, but only this matrix of the stack is decoded, unless blocks straddle two matrices."""
         index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
-        # Not self._layout, which NF4 lacks: codes are only copied here, and its payload is laid out like any other.
+        # NF4 has a layout, too: codes are only copied here, and its payload is laid out like any other.
         layout: PayloadLayout | None = getattr(self.codec, "layout", None)
         if layout is None or numel % layout.block:
             return self.dense(dtype, device)[index]

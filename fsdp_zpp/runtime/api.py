@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_zpp.collectives.hops import Kind, Level
 
-from .unit import PARTS, Communicator, unit_of
+from .unit import PARTS, Communicator, named_units
 
 
 def units(model: nn.Module) -> Iterator[Communicator]:
@@ -17,9 +17,8 @@ def units(model: nn.Module) -> Iterator[Communicator]:
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
-    # Dicts, since modules may share a unit, and all those of a frozen base list the base; a set would change the order
-    # from run to run.
-    found: dict[Communicator, None] = {unit: None for unit in map(unit_of, model.modules()) if unit is not None}
+    # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
+    found: dict[Communicator, None] = dict.fromkeys(named_units(model))
     found |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
     if not found:
         raise ValueError(

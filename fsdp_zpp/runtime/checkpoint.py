@@ -22,7 +22,7 @@ from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
 from .api import units
-from .unit import StrategyUnit, unit_of
+from .unit import StrategyUnit, named_units
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -105,12 +105,7 @@ class CodecState:
         next(units(model))  # raises if fsdp_zpp manages nothing of the model, where there would be nothing to save
         parts: dict[str, SavedState] = {}
         meshes: set[ProcessMesh] = set()
-        seen: set[int] = set()  # modules that were passed to fully_shard as a list share a unit
-        for path, module in model.named_modules():
-            unit = unit_of(module)
-            if unit is None or id(unit) in seen:
-                continue
-            seen.add(id(unit))
+        for unit, path in named_units(model).items():
             if unit.errors is not None:
                 parts[f"errors of {path}"] = unit.errors
                 meshes.add(unit.mesh)

@@ -63,6 +63,16 @@ def unit_of(module: nn.Module) -> Unit | None:
     return vars(module).get(_ATTRIBUTE)
 
 
+def named_units(model: nn.Module) -> dict[Unit, str]:
+    """The units of a model, outermost first, with their names; modules that share a unit give it the first one's."""
+    found: dict[Unit, str] = {}
+    for name, module in model.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            found.setdefault(unit, name)
+    return found
+
+
 class StrategyUnit:
     """A group of parameters that is gathered together and whose gradients are reduced together.
 
@@ -77,7 +87,8 @@ class StrategyUnit:
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         reduce: Reduces its gradients; None if there is only one rank.
-        on_invalidate: Called in every :meth:`invalidate`, for what the adapter itself keeps of the old weights.
+        on_invalidate: Called with ``by_step`` in every :meth:`invalidate`, for what the adapter itself keeps of the old
+            weights.
         on_drop_gradients: Called in every :meth:`drop_gradients`, for what the adapter itself has accumulated.
     """
 
@@ -87,7 +98,7 @@ class StrategyUnit:
         self.resolved = strategy.resolve(mesh.topology)
         self.scopes = self.resolved.scopes
         self.traffic = Traffic()
-        self.on_invalidate: Callable[[], None] = lambda: None
+        self.on_invalidate: Callable[[bool], None] = lambda by_step: None
         self.on_drop_gradients: Callable[[], None] = lambda: None
         self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
@@ -133,7 +144,7 @@ class StrategyUnit:
         """
         if self.gather is not None:
             self.gather.secondary.mark_stale(by_step=by_step)
-        self.on_invalidate()
+        self.on_invalidate(by_step)
 
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""

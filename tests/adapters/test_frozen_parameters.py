@@ -87,14 +87,14 @@ def gathered_in_a_later_step(adapter: Adapter, strategy: Strategy) -> set[str]:
     model = adapter.shard(net.to(models.device()), Case(), strategy)
     optimizer = models.make_optimizer("sgd", (p for p in model.parameters() if p.requires_grad))
     train(adapter, model, Case(steps=2, clip=None), optimizer=optimizer)
-    gathered, receive = set(), SecondaryShard.receive
+    gathered, hold = set(), SecondaryShard.hold
 
     def noted(self: SecondaryShard, *arguments: Any) -> None:
         gathered.add(self.label)
-        receive(self, *arguments)
+        hold(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecondaryShard, "receive", noted)
+        patch.setattr(SecondaryShard, "hold", noted)
         train(adapter, model, Case(steps=1, clip=None), optimizer=optimizer)
     return gathered
 

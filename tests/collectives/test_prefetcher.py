@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import models
 from harness.pool import Pool
 from harness.wiretap import wiretap
 
-from fsdp_zpp import Int8
+from fsdp_zpp import Int4Delta, Int8
 from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.collectives.inter_node_gather import in_chunks
 from fsdp_zpp.collectives.mesh import process_mesh
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
+from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
 INTER, INTRA = ("all_gather", "inter"), ("all_gather", "intra")
@@ -33,12 +36,17 @@ class Given:
         """At any time."""
         return True
 
-    def write_back(self) -> None:
+    def prepare_read(self) -> int:
         """Nothing replaces it."""
+        return self._shard.numel()
 
-    def full_precision_shard(self) -> torch.Tensor:
+    def read(self) -> ShardValues:
         """The shard."""
-        return self._shard
+        return ShardValues([self._shard], self._shard.numel(), None, True)
+
+    def is_trained(self) -> bool:
+        """It is."""
+        return True
 
     def shard_version(self) -> None:
         """It has none."""
@@ -67,6 +75,60 @@ def some_unused(device_shards: int, together: int) -> list[int]:
 
 def test_an_unused_unit_is_prefetched_in_vain_only_once(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(some_unused, 64, 0) == [[3, 2, 2]] * 4
+
+
+def deltas_of_three_units() -> tuple[list[int], list[bool]]:
+    """In a worker: over steps that leave out the last of three units, what each sends, and if its memory is its own."""
+    gathers = [WeightGather(process_mesh(dist.group.WORLD, 2), Int4Delta(), True, Traffic()) for _ in range(3)]
+    shards = [torch.ones(512, device=models.device()) for _ in gathers]
+    prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in gathers)
+    for gather, shard in zip(gathers, shards, strict=True):
+        gather.prefetcher, gather.secondary.source = prefetcher, Given(shard)
+    for _ in range(3):
+        for gather, shard in zip(gathers[:2], shards, strict=False):
+            gather(shard, torch.empty(4 * 512, device=models.device()))
+        for gather in gathers:
+            gather.secondary.mark_stale(by_step=True)
+    sent = [gather.secondary.hop.traffic.sent["gather", "inter"] for gather in gathers if gather.secondary.hop]
+    bases = [gather.secondary.base for gather in gathers]
+    return sent, [base is not None and base.untyped_storage().nbytes() == base.nbytes for base in bases]
+
+
+def test_what_units_send_together_is_each_ones_own(pool: Callable[[int], Pool]) -> None:
+    codec = Int4Delta()
+    once, twice_more = codec.nbytes(512), 2 * codec.changes.nbytes(512)
+    for sent, apart in pool(4).run(deltas_of_three_units):
+        assert sent == [once + twice_more, once + twice_more, once]
+        # One that is not sent any more must not keep the memory of those that it was sent with.
+        assert apart == [False, False, True]
+
+
+def sizes_of_chunks(units: list[int], least_nbytes: int, most_nbytes: int) -> list[list[int]]:
+    """In a worker: units of so many bytes, cut into chunks."""
+    mesh = process_mesh(dist.group.WORLD, 2)
+    shards = [WeightGather(mesh, None, True, Traffic()).secondary for _ in units]
+    sizes = dict(zip(shards, units, strict=True))
+    chunks = in_chunks(list(sizes.items()), least_nbytes=least_nbytes, most_nbytes=most_nbytes)
+    return [[sizes[shard] for shard in chunk] for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("units", "least", "most", "expected"),
+    [
+        ([8] * 8, 0, 1000, [[8, 8]] * 4),
+        ([8] * 9, 0, 1000, [[8, 8]] * 4 + [[8]]),
+        ([8] * 8, 64, 1000, [[8] * 8]),
+        ([8] * 8, 63, 1000, [[8] * 7, [8]]),
+        ([8] * 8, 0, 8, [[8]] * 8),
+        ([100, 4, 4, 4], 0, 1000, [[100], [4, 4, 4]]),
+        ([4, 100, 4], 0, 50, [[4], [100], [4]]),
+        ([8], 0, 1, [[8]]),
+    ],
+)
+def test_a_model_is_sent_in_a_few_chunks(
+    pool: Callable[[int], Pool], units: list[int], least: int, most: int, expected: list[list[int]]
+) -> None:
+    assert pool(4).run(sizes_of_chunks, units, least, most) == [expected] * 4
 
 
 def test_small_neighbours_are_sent_together(pool: Callable[[int], Pool]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.mesh import ProcessMesh
-from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import FlatParamHandle, unshard_param_utils
@@ -27,37 +24,20 @@ _NEEDED = (
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
-def adopt_handle(
-    module: FullyShardedDataParallel,
-    gather: WeightGather | None,
-    lossy: bool,
-    keep_unsharded: bool,
-    reduce: GradientReduce | None,
-    mesh: ProcessMesh,
-    written_back: Callable[[], None],
-) -> StrategyHandle | None:
-    """Have ``module``'s flat parameter, if it has one, gathered by ``gather`` and its gradient reduced by ``reduce``.
-
-    Args:
-        module: An instance of FSDP.
-        gather: Gathers the weights; None leaves it to torch.
-        lossy: Whether what it gathers differs from the weights.
-        keep_unsharded: Whether what it gathered is kept until the weights change.
-        reduce: Reduces the gradients; None leaves it to torch.
-        mesh: The ranks over which the model is sharded.
-        written_back: Called after summoned or loaded parameters were written to the shard.
+def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit) -> StrategyHandle | None:
+    """Have the flat parameter of ``module``, if it has one, gathered and its gradient reduced by ``unit``.
 
     Returns:
         The flat parameter's handle.
     """
-    if reduce is not None:
+    if unit.reduce is not None:
         # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
-        module._comm_hook, module._comm_hook_state = reduction_hook, reduce
+        module._comm_hook, module._comm_hook_state = reduction_hook, unit.reduce
     if module._handle is None:
         return None
     handle: Any = module._handle
     handle.__class__ = StrategyHandle
-    handle.adopt(module, gather, lossy, keep_unsharded, reduce, mesh, written_back)
+    handle.adopt(module, unit)
     return handle
 
 
@@ -80,7 +60,7 @@ def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
 
 
 def announce_writebacks() -> None:
-    """Have ``written_back()`` of :func:`adopt_handle` called after each of FSDP's writebacks."""
+    """Have ``written_back()`` of a strategy's handle called after each of FSDP's writebacks."""
     original = unshard_param_utils._writeback_to_local_shard
 
     @functools.wraps(original)

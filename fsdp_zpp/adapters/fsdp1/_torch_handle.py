@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_zpp.adapters._torch_shard_version import ShardVersion
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
+from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import (
@@ -24,12 +26,14 @@ from ._torch import (
     no_dispatch_record_stream,
     runtime_utils,
 )
+from ._torch_views import show_views_directly
 
 _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
 _FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
 _NEEDED = (
     Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
     Needed(_HANDLE, "_use_low_precision_shard", "encoding the full-precision shard"),
+    Needed(_HANDLE, "_free_low_precision_sharded_param", "the same"),
     Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
     Needed(_HANDLE, "reshard _free_unsharded_flat_param _prefetched", "keeping and dropping what was gathered"),
     Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
@@ -75,25 +79,20 @@ class StrategyHandle(FlatParamHandle):
     _keep_unsharded: bool
     _was_gathered: bool
     _holds_decoded_weights: bool
+    _version: ShardVersion
     _version_at_summon: Hashable
 
-    def adopt(
-        self,
-        state: FullyShardedDataParallel,
-        gather: WeightGather | None,
-        lossy: bool,
-        keep_unsharded: bool,
-        reduction: GradientReduce | None,
-        mesh: ProcessMesh,
-        written_back: Callable[[], None],
-    ) -> None:
-        """Initialize the attributes of this class; arguments as of :func:`_torch_adoption.adopt_handle`."""
-        self.state, self.mesh, self.reduction, self.order = state, mesh, reduction, None
-        self.written_back = written_back
-        self._gather, self._gather_is_lossy, self._keep_unsharded = gather, lossy, keep_unsharded
+    def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+        """Initialize the attributes of this class, for ``unit`` to gather and reduce."""
+        self.state, self.mesh, self.reduction, self.order = state, unit.mesh, unit.reduce, None
+        self.written_back = unit.invalidate
+        self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
+        self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
+        self._version = ShardVersion()
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
         self.zero_padding()
+        show_views_directly(self)
 
     def _wants_full_precision(self) -> bool:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
@@ -115,7 +114,7 @@ class StrategyHandle(FlatParamHandle):
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
-        # Parameter scope N keeps what was gathered until the weights change; drop_unsharded() frees it then.
+        # Parameter scope N keeps what was gathered until the weights change; weights_changed() frees it then.
         super().reshard(free_unsharded_flat_param and (summoned or not self._keep_unsharded))
         if summoned and self._gather is not None:
             # Edits of summoned parameters count as writes to them, but are not of the shard unless written back.
@@ -140,6 +139,10 @@ class StrategyHandle(FlatParamHandle):
         # The strategy encodes the full-precision shard itself, so there is no 16-bit copy of it to be made.
         else:
             self.flat_param.data = self.flat_param._local_shard.to(self.device, non_blocking=True)
+
+    def _free_low_precision_sharded_param(self) -> None:
+        if self._gather is None:
+            super()._free_low_precision_sharded_param()
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
         self._was_gathered = True
@@ -189,7 +192,7 @@ class StrategyHandle(FlatParamHandle):
         if synchronized:
             self.took_part, self.used_in_step = False, False
 
-    def drop_unsharded(self) -> None:
+    def weights_changed(self, by_step: bool) -> None:
         """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
         flat_param = self.flat_param
         initialized = hasattr(flat_param, "_full_param_padded")
@@ -212,32 +215,36 @@ class StrategyHandle(FlatParamHandle):
         """Drop the flat gradient if those of all original parameters are cleared; a move would restore them from it."""
         self._reset_flat_param_grad_info_if_needed()
 
-    def write_back(self) -> None:
-        """What FSDP does before it gathers: copy parameters that have other storage by now to the shard."""
-        # In a backward, FSDP keeps gradients where a writeback does not look for them.
-        if torch._C._current_graph_task_id() != -1 or not self._use_orig_params or self._skip_writeback_check:
-            return
-        if self._writeback_orig_params():
-            self._use_sharded_views()  # or FSDP would do it again, which counts as a write
-
     # ---- as a ShardSource, which is asked before FSDP's gather
 
     def can_be_read(self) -> bool:
         """Not in a backward, where an optimizer may write to the shard."""
         return torch._C._current_graph_task_id() == -1
 
-    def full_precision_shard(self) -> Tensor:
-        """This rank's values, flat, on the device to gather on."""
-        return self.flat_param._local_shard.to(self.device, non_blocking=True)
+    def prepare_read(self) -> int:
+        """Copy parameters that have other storage by now to the shard, as FSDP does before it gathers."""
+        # In a backward, FSDP keeps gradients where a writeback does not look for them.
+        may_differ = (
+            torch._C._current_graph_task_id() == -1 and self._use_orig_params and not self._skip_writeback_check
+        )
+        if may_differ and self._writeback_orig_params():
+            self._use_sharded_views()  # or FSDP would do it again, which counts as a write
+        return self.flat_param._local_shard.numel()
+
+    def read(self) -> ShardValues:
+        """This rank's values, on the device to gather on."""
+        shard = self.flat_param._local_shard.to(self.device, non_blocking=True)
+        return ShardValues([shard], shard.numel(), self.shard_version(), self.is_trained())
+
+    def is_trained(self) -> bool:
+        """Whether the flat parameter requires a gradient."""
+        return self.flat_param.requires_grad
 
     def shard_version(self) -> Hashable:
         """A value that changes with every write to the shard that torch counts, and when it is moved."""
         flat_param = self.flat_param
-        shard, originals = flat_param._local_shard, flat_param._params or ()
-        # Each new tensor counts its writes from zero, and an allocator reuses addresses. A weak reference to the
-        # storage identifies it without keeping it alive.
-        memory = StorageWeakRef(shard.untyped_storage())
-        return memory, *(tensor._version for tensor in (shard, flat_param, *originals))
+        shard = flat_param._local_shard
+        return self._version.of((shard,), (shard, flat_param, *(flat_param._params or ())))
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         super().flat_param_to(*args, **kwargs)

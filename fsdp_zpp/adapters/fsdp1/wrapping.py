@@ -98,22 +98,14 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
 
 def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
     """Have the flat parameter that ``module`` has now, if any, gathered and reduced by ``unit``."""
-    handle = _torch_adoption.adopt_handle(
-        module,
-        unit.gather,
-        lossy=unit.gather is not None and unit.gather.secondary.codec is not None,
-        keep_unsharded=unit.keep_unsharded,
-        reduce=unit.reduce,
-        mesh=unit.mesh,
-        written_back=unit.invalidate,
-    )
+    handle = _torch_adoption.adopt_handle(module, unit)
     if unit.gather is not None:
         unit.gather.secondary.source = handle
     if handle is None:
         # Not those of a flat parameter that the instance no longer has.
-        unit.on_invalidate = unit.on_drop_gradients = lambda: None
+        unit.on_invalidate, unit.on_drop_gradients = lambda by_step: None, lambda: None
     else:
-        unit.on_invalidate, unit.on_drop_gradients = handle.drop_unsharded, handle.drop_gradients
+        unit.on_invalidate, unit.on_drop_gradients = handle.weights_changed, handle.drop_gradients
 
 
 def _readopt(module: FullyShardedDataParallel) -> None:

@@ -16,6 +16,7 @@ _STATE = f"{_FSDP}._fsdp_state.FSDPState"
 _NEEDED = (
     Needed(_STATE, "_state_ctx _root_post_backward_final_callback", "the end of a backward"),
     Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the same"),
+    Needed(_STATE, "_pre_backward", "the beginning of a backward"),
     Needed(_STATE, "finalize_backward", "the end of a step by a user's call", since=(2, 15)),
     Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "manual_backward_finalization_active", "the same", since=(2, 15)),
     Needed(_STATE, "_reset_iter_state", "recovery from an exception", since=(2, 13)),
@@ -28,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ._torch import FSDPParamGroup, FSDPState, StrategyGroup, groups_of, state_of
 from ._torch_reduction import ReducingGroup
+from ._torch_transforms import without_dynamo
 
 
 class WatchedState(FSDPState):
@@ -35,6 +37,8 @@ class WatchedState(FSDPState):
 
     _gradients_synchronized: Callable[[], None]
     _agree_on_use: Callable[[], None]
+
+    _pre_backward = without_dynamo(FSDPState._pre_backward)
 
     def _root_post_backward_final_callback(self) -> None:
         # From torch 2.15 on, a user may end the step by calling finalize_backward instead.

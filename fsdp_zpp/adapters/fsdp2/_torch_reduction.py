@@ -22,6 +22,8 @@ _NEEDED = (
     Needed(_GROUP, "is_unsharded wait_for_unshard _to_sharded _all_gather_result", "which groups a micro-batch uses"),
     Needed(_GROUP, "comm_ctx device_handle", "where to reduce"),
     Needed(_GROUP, "_all_reduce_hook _module_fqn", "taking over the reduction"),
+    Needed(_GROUP, "_training_state", "telling a repeated end of a backward"),
+    Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE", "the same"),
     Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "reduce_scatter_stream all_reduce_stream", "where to reduce"),
     Needed(_PARAM, "sharded_param _param_fqn", "the parameters of a group"),
     Needed(_PARAM, "unsharded_param _unsharded_param", "gradients that are not sharded yet"),
@@ -32,10 +34,14 @@ _NEEDED = (
 )
 check_needed("adapter for fully_shard", _NEEDED)
 
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ._torch_gradients import flatten_gradients, take_gradient
+from ._torch_transforms import without_dynamo
+
+_torchs_post_backward = without_dynamo(FSDPParamGroup.post_backward)
 
 
 class FinishReduction:
@@ -80,6 +86,7 @@ class ReducingGroup(FSDPParamGroup):
     own_all_reduce: Callable[[Tensor], None] | None
     completion: FinishReduction | None
     _was_gathered: bool
+    _reduced: bool
     _took_part: bool
     _used: set[int]
     _unused: dict[int, tuple[FSDPParam, Any, Any]]
@@ -88,7 +95,7 @@ class ReducingGroup(FSDPParamGroup):
         """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
         self.reduction, self.own_all_reduce, self.completion = None, None, None
         self.order = ReductionOrder([self])
-        self._was_gathered, self._took_part = False, False
+        self._was_gathered, self._reduced, self._took_part = False, False, False
         self._used, self._unused = set(), {}
 
     @property
@@ -107,6 +114,10 @@ class ReducingGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """See [Note: What a micro-batch reduces] in gradient_reduce.py."""
         self._check_hooks()
+        # Until torch 2.12, the end of a backward comes once for each of the modules that were passed as a list.
+        if self._reduced and self._training_state == TrainingState.IDLE:
+            return
+        self._reduced = True
         self._was_gathered |= self.is_unsharded  # before it is resharded
         if self.reduction is None or self.is_last_micro_batch:
             self._reduce_step(*unused)
@@ -115,7 +126,7 @@ class ReducingGroup(FSDPParamGroup):
         # Even then, torch must keep the gradients unreduced until the group's turn.
         reduce_grads, self.reduce_grads = self.reduce_grads, False
         try:
-            super().post_backward(*unused)
+            _torchs_post_backward(self, *unused)
         finally:
             self.reduce_grads = reduce_grads
         if not self.reduction.communicates_early:
@@ -175,42 +186,41 @@ class ReducingGroup(FSDPParamGroup):
 
     def _trainable(self) -> list[FSDPParam]:
         """The parameters that require gradients, in the order in which torch reduces them."""
-        order = getattr(self, "_reduce_scatter_param_indices", range(len(self.fsdp_params)))  # from torch 2.14 on
-        params = [self.fsdp_params[index] for index in order]
+        params = self.fsdp_params
+        if (order := getattr(self, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
+            params = [params[index] for index in order]
         return [param for param in params if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")]
 
     @staticmethod
     def _has_gradient(param: FSDPParam) -> bool:
-        return param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+        return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
     # ---- the last micro-batch
 
     def _reduce_step(self, *unused: Any) -> None:
         """Reduce in the last micro-batch of a step, by torch's own post_backward."""
         params = self._trainable()
-        has_gradient = [self._has_gradient(param) for param in params]
-        if self.reduction is not None:
-            self._fill_missing(params, has_gradient)
+        has_gradient = any(map(self._has_gradient, params))
+        # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
+        whole = has_gradient and self.reduction is not None and self.reduction.errors is not None
+        if self.reduction is not None and (self._took_part or whole):
+            self._fill_missing(params)
         # Where torch reduces what is not used, all ranks do, whatever this one has.
-        if self._took_part or any(has_gradient) or (params and self._reduces_unused):
+        if self._took_part or has_gradient or (params and self._reduces_unused):
             self.order.synchronized(self)
         # Optimizers in the backward must not step on gradients that perhaps no rank has used.
         for param, _, _ in self._unused.values():
             param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         try:
-            super().post_backward(*unused)
+            _torchs_post_backward(self, *unused)
         finally:
             for param, _, hooks in self._unused.values():
                 param.sharded_param._post_accumulate_grad_hooks = hooks
 
-    def _fill_missing(self, params: list[FSDPParam], has_gradient: list[bool]) -> None:
+    def _fill_missing(self, params: list[FSDPParam]) -> None:
         """Add zero gradients where this micro-batch has none, but earlier ones or other ranks may have some."""
-        assert self.reduction is not None
-        # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
-        if not self._took_part and not (self.reduction.errors is not None and any(has_gradient)):
-            return
-        for param, has in zip(params, has_gradient, strict=True):
-            if has:
+        for param in params:
+            if self._has_gradient(param):
                 self._used.add(id(param))
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
@@ -263,9 +273,10 @@ class ReducingGroup(FSDPParamGroup):
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
         self._used = set()
-        for param in self._trainable():
-            while take_gradient(param) is not None:  # until torch 2.14, there may be two
-                pass
+        for param in self.fsdp_params:
+            if hasattr(param, "_unsharded_param") and self._has_gradient(param):
+                while take_gradient(param) is not None:  # until torch 2.14, there may be two
+                    pass
 
     # ---- after the backward
 
@@ -289,7 +300,7 @@ class ReducingGroup(FSDPParamGroup):
 
     def end_backward(self, synchronized: bool) -> None:
         """The backward is over."""
-        self._was_gathered = False
+        self._was_gathered = self._reduced = False
         if synchronized:
             self._took_part, self._used, self._unused = False, set(), {}
 

@@ -24,11 +24,11 @@ class _PlainAllocation:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class StrategyAllGather(_PlainAllocation, _torch.AllGather):
-    """Gathers a group's weights in two hops, in the dtype to compute in.
+class StrategyAllGather(_PlainAllocation, _torch.ShardGather):
+    """Gathers a group's weights in two hops.
 
     Args:
-        gather: The two hops, without a codec.
+        gather: The two hops.
         group: Whose weights they are.
     """
 
@@ -36,49 +36,39 @@ class StrategyAllGather(_PlainAllocation, _torch.AllGather):
         self._gather = gather
         self._group = group
 
+    def from_shards(self, output_tensor: Tensor) -> None:
+        """Fill ``output_tensor``, in which every rank has equally many values."""
+        self._gather(None, output_tensor, self._version())
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill ``output_tensor``; ``input_tensor`` is this rank's part of it."""
+        """Fill ``output_tensor`` with what torch has put together; ``input_tensor`` is this rank's part of it."""
         self._gather(input_tensor, output_tensor, self._version())
+
+    def check(self) -> None:
+        """Raise if what torch alone can put together is to be encoded.
+
+        Raises:
+            TypeError: If the parameters are to be computed in several dtypes, or one encodes itself.
+        """
+        codec, plan = self._gather.secondary.codec, self._group.plan
+        if codec is None:
+            return
+        if (param := plan.self_encoding) is not None:
+            raise TypeError(
+                f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
+                "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
+            )
+        raise TypeError(
+            f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
+            f"they can't be encoded as {codec}: give them one dtype, or "
+            "MixedPrecisionPolicy(param_dtype=...) without param_dtype_override_fn, or shard them with weights=None"
+        )
 
     def _version(self) -> Hashable:
         reused = self._gather.secondary.keep or self._group.staleness_guard is not None
         return self._group.shard_version() if reused else None
-
-
-class EncodedAllGather(StrategyAllGather, _torch.ShardGather):
-    """Gathers a group's weights in two hops, encoded from their full-precision shards.
-
-    Args:
-        gather: The two hops, with a codec.
-        group: Whose weights they are.
-    """
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """As :meth:`from_shards`."""
-        self.from_shards(output_tensor)
-
-    def from_shards(self, output_tensor: Tensor) -> None:
-        """Fill ``output_tensor``, in which every rank has equally many values.
-
-        Raises:
-            TypeError: If the parameters are to be computed in several dtypes.
-        """
-        if output_tensor.dtype == torch.uint8:
-            raise TypeError(
-                f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
-                f"they can't be encoded as {self._gather.secondary.codec}: give them one dtype, or "
-                "MixedPrecisionPolicy(param_dtype=...) without param_dtype_override_fn, or shard them with weights=None"
-            )
-        self._gather(None, output_tensor, self._version())
-
-
-def all_gather_of(gather: WeightGather, group: _torch.StrategyGroup) -> _torch.AllGather:
-    """What gathers the weights of ``group`` by ``gather``."""
-    return (StrategyAllGather if gather.secondary.codec is None else EncodedAllGather)(gather, group)
 
 
 class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
@@ -101,7 +91,7 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         divide_factor = self._group.gradient_divide_factor
-        factor = _factor_of(op, dist.get_world_size(group), self._world, divide_factor)
+        factor = _factor_of(op, group.size(), self._world, divide_factor)
         layout = None if self._reduce.errors is None else self._group.layout()
         pending = self._reduce.start(input_tensor, output_tensor, factor, layout)
         if self._group.completion is None:

@@ -22,7 +22,7 @@ from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
-from .comms import StrategyAllReduce, StrategyReduceScatter, all_gather_of
+from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
 from .validation import check_arguments, check_strategy, is_stock, named_own_parameters
 
 
@@ -164,10 +164,10 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     sharded = modules[0]
     assert isinstance(sharded, FSDPModule)
     world = unit.mesh.topology.world
-    unit.on_invalidate, unit.on_drop_gradients = group.drop_unsharded, group.drop_gradients
+    unit.on_invalidate, unit.on_drop_gradients = group.weights_changed, group.drop_gradients
     if unit.gather is not None:
         unit.gather.secondary.source = group
-        sharded.set_custom_all_gather(all_gather_of(unit.gather, group))
+        sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
     if unit.keep_unsharded and unit.gather is not None:
         group.staleness_guard = unit.gather.secondary
     if unit.reduce is not None:

@@ -82,6 +82,42 @@ def test_units_are_gathered_as_often_as_they_are_unsharded(pool: Callable[[int],
     assert pool(4).run(gathers_of_a_step, strategy) == [times] * 4
 
 
+class LateGather(AllGather):
+    """A user's all-gather, which is made when it is waited for."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        """The work to wait for."""
+
+        class Late(dist.Work):
+            def wait(self, *args: Any) -> bool:
+                all_gather_single()(output_tensor, input_tensor.clone(), group=group)
+                return True
+
+        return Late()
+
+
+def gathered_late() -> bool:
+    """In a worker: whether a warm unit shows all weights after a gather that a user has set since."""
+    adapter = Fsdp2()
+    model = adapter.make(Case(), Strategy("IGG", gpus_per_node=2))
+    train(adapter, model, Case(steps=2))
+    block: Any = model.blocks[0]
+    expected = [parameter.full_tensor() for parameter in block.parameters()]
+    block.set_custom_all_gather(LateGather())
+    block.unshard(async_op=True).wait()
+    return all(map(torch.equal, block.parameters(), expected))
+
+
+def test_a_gather_that_a_user_sets_is_waited_for(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(gathered_late) == [True] * 4
+
+
 def torchs_names(strategy: Strategy | None) -> set[str]:
     """In a worker: what torch calls the gathers of a forward, as a profiler sees it."""
     model = Fsdp2().make(Case(), strategy)

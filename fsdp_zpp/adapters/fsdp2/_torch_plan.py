@@ -1,0 +1,151 @@
+"""Private names of torch's fully_shard: what all gathers of a parameter group have in common."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_NEEDED = (
+    Needed(_GROUP, "fsdp_params _all_gather_process_group", "the sizes of a gather"),
+    Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor", "the same, and its dtype"),
+    Needed(_PARAM, "all_gather_outputs _unsharded_param sharded_param fsdp_placement is_dtensor", "unsharding"),
+    Needed(_PARAM, "sharded_state _module_info", "resharding"),
+    Needed(_PARAM, "keep_unsharded_storage", "the same", since=(2, 15)),
+    Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules shared_param_names", "the same"),
+    Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
+    Needed("torch.nn.Module", "_parameters", "the same"),
+)
+check_needed("adapter for fully_shard", _NEEDED)
+
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class GatherPlan:
+    """What all gathers of a group have in common, looked up once; until its parameters are moved, cast or replaced.
+
+    Args:
+        group: The group, initialized lazily.
+
+    Attributes:
+        self_encoding: A parameter that decides itself what is gathered (``fsdp_pre_all_gather``), if there is one.
+        mixed: Whether parameters are gathered in several dtypes, and so as bytes.
+        by_torch: Whether torch alone can put together what is gathered.
+        dtype: The dtype in which they are gathered.
+        shard_numel: The number of values that a rank contributes to a gather.
+        numel: The number of values that it leaves on a rank.
+        memory: The shards that are gathered, but for tensor subclasses, which may have no storage.
+        counted: These and the parameters, writes to which torch counts.
+        swaps: The parameters, if :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would do for each.
+        result: What an ``AllGatherResult`` tells besides the output and its event.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        params = group.fsdp_params
+        shards = [param._sharded_param_data for param in params]
+        dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
+        numels = [shard.numel() for shard in shards]
+        self._world = group._all_gather_process_group.size()
+        self.self_encoding = next((p for p in params if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")), None)
+        self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
+        self.by_torch = self.mixed or self.self_encoding is not None
+        self.dtype = torch.uint8 if self.mixed else dtypes[0]
+        self.shard_numel = sum(numels)
+        self.numel = self.shard_numel * self._world
+        self.memory = [shard for shard in shards if type(shard) is Tensor]
+        self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
+        # No work to wait for, then each parameter's dtypes and numels, and all numels.
+        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], numels)
+        self._numels = numels
+        self.swaps: list[Swap] = []
+        self._views: list[Tensor] = []
+
+    def prepare_swaps(self, group: FSDPParamGroup) -> None:
+        """After a group was unsharded once by torch, prepare to do it in fewer steps, if its parameters are plain."""
+        params = group.fsdp_params
+        if self.by_torch or self._world == 1 or torch.is_inference_mode_enabled() or not all(map(_is_plain, params)):
+            return
+        self.swaps = [Swap.of(param) for param in params]
+        self._views = [_beside(param.all_gather_outputs[0], self._world) for param in params]
+
+    @torch.no_grad()
+    def fill(self, gathered: Tensor) -> None:
+        """Copy what was gathered, flat [numel], into the unsharded parameters' memory."""
+        for swap in self.swaps:
+            if swap.storage.size() != swap.nbytes:
+                swap.storage.resize_(swap.nbytes)
+        torch.split_with_sizes_copy(gathered.view(self._world, -1), self._numels, dim=1, out=self._views)
+
+    def unshard(self) -> None:
+        """Have modules show the unsharded parameters."""
+        for param, unsharded, sites, _, _ in self.swaps:
+            sharded = param.sharded_param
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+            for module, name in sites:
+                module._parameters[name] = unsharded
+            param.sharded_state = ShardedState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Have modules show the sharded parameters, and free the others' memory."""
+        for param, _, sites, storage, _ in self.swaps:
+            for module, name in sites:
+                module._parameters[name] = param.sharded_param
+            if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+                storage.resize_(0)
+            param.sharded_state = ShardedState.SHARDED
+
+
+class Swap(NamedTuple):
+    """A parameter in place of which modules show the sharded or the unsharded one.
+
+    Attributes:
+        param: torch's record of it.
+        unsharded: The unsharded parameter.
+        sites: The modules, and its name in each.
+        storage: The unsharded parameter's.
+        nbytes: The storage's size while the parameter is unsharded.
+    """
+
+    param: FSDPParam
+    unsharded: nn.Parameter
+    sites: tuple[tuple[nn.Module, str], ...]
+    storage: Any
+    nbytes: int
+
+    @classmethod
+    def of(cls, param: FSDPParam) -> Swap:
+        """That of a parameter that torch has unsharded before."""
+        info, output = param._module_info, param.all_gather_outputs[0]
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        sites = ((info.module, info.param_name), *shared)
+        return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
+
+
+def _beside(output: Tensor, world: int) -> Tensor:
+    """``output`` as [world, numel], with a count of writes of its own.
+
+    Autograd has saved unsharded parameters, and must not take it for a change that their values are there again.
+    """
+    size = (world, output.numel() // world)
+    return output.new_empty(0).set_(output.untyped_storage(), 0, size)  # type: ignore[call-overload]
+
+
+def _is_plain(param: FSDPParam) -> bool:
+    """Whether a parameter is unsharded by a copy and a swap alone."""
+    info = param._module_info
+    return (
+        hasattr(param, "_unsharded_param")
+        and not param.is_dtensor  # of tensor parallelism
+        and param.fsdp_placement.dim == 0
+        and len(param.all_gather_outputs) == 1
+        and not param.all_gather_outputs[0].is_inference()
+        and all(type(module).__setattr__ is nn.Module.__setattr__ for module in (info.module, *info.shared_modules))
+    )

@@ -1,0 +1,178 @@
+"""The inter-node hop of weights, for several units at once.
+
+    shards of k units of one size   what the optimizer holds, full precision
+        | concatenate, encode       one launch for all of them; with Int4Delta, the change against their bases
+    payload                         uint8 [k, nbytes]
+        | all-gather                among the ranks with this local index
+    gathered                        uint8 [nodes, k, nbytes]
+        | transpose, apply deltas
+    secondary shards                uint8 [k, nodes, nbytes]: a contiguous part of one buffer for each unit
+
+Units of another size, or of which only some have a base for a delta, are encoded apart and share the collective.
+
+[Note: Chunks]
+To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
+can be used only when all that was sent with it has arrived. So what a forward needs is sent in a few chunks, the next
+one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others: a chunk of
+several units must not be larger than what is worth that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.delta import Int4Delta
+
+from .hops import labelled
+from .secondary_shard import SecondaryShard, ShardValues
+from .streams import record_event
+
+logger = logging.getLogger("fsdp_zpp")
+
+CHUNKS = 4
+"""In about how many parts the weights of a forward are sent: all but the first can hide behind computation."""
+
+LEAST_NBYTES = 2**20
+"""A rank that sends less than a MiB takes about as long as the network's latency, so that is not worth cutting."""
+
+MOST_NBYTES = 2**24
+"""The most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it
+is encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
+
+
+class StaleShard(NamedTuple):
+    """A secondary shard that is to be made fresh, and from what.
+
+    Attributes:
+        shard: The secondary shard.
+        codec: Encodes the values.
+        values: What it is made from.
+    """
+
+    shard: SecondaryShard
+    codec: Codec
+    values: ShardValues
+
+
+def in_chunks(
+    sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
+) -> list[list[SecondaryShard]]:
+    """Cut what is to be sent, in order, into parts that are sent together. See [Note: Chunks].
+
+    Args:
+        sent: Secondary shards, and the bytes that a rank sends for each if it sends no delta.
+        least_nbytes: Parts of fewer bytes are not cut.
+        most_nbytes: The most that a part of several shards may be.
+    """
+    limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
+    chunks: list[list[SecondaryShard]] = []
+    nbytes = 0
+    for shard, size in sent:
+        if not chunks or nbytes + size > limit or shard.group is not chunks[-1][0].group:
+            chunks.append([])
+            nbytes = 0
+        chunks[-1].append(shard)
+        nbytes += size
+    return chunks
+
+
+@torch.no_grad()
+def gather_between_nodes(stale: Sequence[StaleShard]) -> None:
+    """Make secondary shards whose hops are over the same ranks, in the current stream, in one collective.
+
+    Collective; once more for each shard that a checkpoint was loaded for.
+    """
+    first, last = stale[0].shard, stale[-1].shard
+    label = first.label if first is last else f"{first.label} to {last.label}"
+    with labelled("refresh", label):
+        for shard, codec, values in stale:
+            if shard.checkpointed is not None:
+                shard.gather_checkpoint(_joined(values.tensors), codec, values.version)
+        sent = [each for each in stale if not each.shard.is_fresh(each.codec)]
+        if sent:
+            _send(sent, label)
+
+
+def _send(sent: Sequence[StaleShard], label: str) -> None:
+    runs = list(map(Run, [list(neighbours) for _, neighbours in groupby(sent, _kind)]))
+    payloads = [run.encode() for run in runs]
+    for run, payload in zip(runs, payloads, strict=True):
+        for shard, _, _ in run.stale:
+            if shard.hop is not None:
+                shard.hop.count_gather(payload.shape[1])
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: inter-node gather launched", label)
+    gathered = _all_gather(sent[0].shard, payloads, label)
+    received = [run.receive(part) for run, part in zip(runs, gathered, strict=True)]
+    ready = record_event(received[-1])
+    for run, rows in zip(runs, received, strict=True):
+        for (shard, codec, values), part in zip(run.stale, rows.unflatten(0, (len(run.stale), -1)), strict=True):
+            shard.hold(part, codec, values.version, ready)
+
+
+def _kind(stale: StaleShard) -> Hashable:
+    """What shards must have in common to be encoded as one."""
+    values = stale.values
+    # A buffer is freed when the last of its units has another one, which a frozen unit never has.
+    return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained
+
+
+def _all_gather(shard: SecondaryShard, payloads: list[Tensor], label: str) -> list[Tensor]:
+    """Each payload [rows, nbytes] of all nodes: uint8 [nodes, rows, nbytes]."""
+    if shard.hop is None:
+        return [payload.unsqueeze(0) for payload in payloads]
+    flat = [payload.view(-1) for payload in payloads]
+    gathered = shard.hop.all_gather_uncounted(_joined(flat).unsqueeze(0), label)
+    parts = gathered.split([part.numel() for part in flat], dim=1)
+    return [part.unflatten(1, payload.shape) for part, payload in zip(parts, payloads, strict=True)]
+
+
+class Run:
+    """Neighbours that are encoded as one: of one size, by one codec, all of them with a base for a delta or none.
+
+    Args:
+        stale: The neighbours.
+    """
+
+    def __init__(self, stale: list[StaleShard]) -> None:
+        self.stale = stale
+        self._codec, self._rows = stale[0].codec, len(stale)
+        bases = [base for shard, _, _ in stale if (base := shard.take_base()) is not None]
+        self._base = _adjacent(bases) if bases else None
+
+    def encode(self) -> Tensor:
+        """The payload of all of them, uint8 [rows, nbytes], a row for each."""
+        values = _joined([piece for each in self.stale for piece in each.values.tensors])
+        if self._base is None or not isinstance(self._codec, Int4Delta):
+            return self._codec.encode(values, 1, self._rows)
+        own = self._base.unflatten(0, (self._rows, -1))[:, self.stale[0].shard.own_node]
+        return self._codec.encode_delta(own.contiguous(), values)
+
+    def receive(self, gathered: Tensor) -> Tensor:
+        """What all nodes have sent, uint8 [nodes, rows, nbytes], as secondary shards, uint8 [rows * nodes, nbytes]."""
+        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # a part of longer rows is not
+        if self._base is not None and isinstance(self._codec, Int4Delta):
+            by_shard = self._codec.apply_delta(self._base, by_shard, self.stale[0].values.numel)
+        return by_shard
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts; without a copy if they lie one after the other, as a run leaves them."""
+    first = parts[0]
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for number, part in enumerate(parts):
+        beside = part.storage_offset() == start + number * first.numel() and part.shape == first.shape
+        if not beside or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(list(parts))
+    return first.as_strided((len(parts) * first.shape[0], first.shape[1]), first.stride())
