@@ -5,6 +5,7 @@ python benchmarks/scale/report.py [--check]
 
 from __future__ import annotations
 
+import statistics
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -96,11 +97,30 @@ def growth(rows: list[Row], blocks: int) -> str:
     return readme_tables.markdown(headings, lines)
 
 
+def beside_hsdp(rows: list[Row]) -> str:
+    """A line a contender: its time without the computation's, and that as a part of HSDP's, which varies by set."""
+    us = {row["contender"]: row["us_a_unit"] for row in rows}
+    lines = []
+    for name, found in us.items():
+        accumulates = " x 4" if name.endswith(" x 4") else ""
+        computation, reference = us[f"computation{accumulates}"], us[f"fsdp2 HSDP{accumulates}"]
+        around = [each - base for each, base in zip(found, computation, strict=True)]
+        parts = [each / (of - base) for each, of, base in zip(around, reference, computation, strict=True)]
+        if not name.startswith("computation"):
+            spread = f"{statistics.median(parts):.2f} ({min(parts):.2f} to {max(parts):.2f})"
+            lines.append([name, f"{statistics.median(around):.0f}", spread])
+    return readme_tables.markdown(["contender", "us a unit and step", "of FSDP2's HSDP (range of sets)"], lines)
+
+
 def tables() -> dict[str, str]:
     """All tables of README.md by name."""
     results = result_files.read(FOLDER / "results")
     made = growth(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
-    return {"growth": f"{made}\n\n{readme_tables.provenance(results, ['cpu'])}"}
+    beside = beside_hsdp(results["beside-hsdp"]["rows"])
+    return {
+        "growth": f"{made}\n\n{readme_tables.provenance(results, ['cpu'])}",
+        "beside HSDP": f"{beside}\n\n{readme_tables.provenance(results, ['beside-hsdp'])}",
+    }
 
 
 if __name__ == "__main__":
