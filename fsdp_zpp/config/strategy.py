@@ -16,6 +16,7 @@ from fsdp_zpp.codecs.delta import Int4Delta
 
 from .deepspeed import strategy_arguments
 from .error_feedback import LoCo
+from .mapping import arguments_from_mapping, mapping_from_arguments
 from .resolve import ResolvedStrategy, finer_inside, resolve
 from .topology import Topology
 
@@ -236,6 +237,31 @@ class Strategy:
             **options,
         )
         return strategy
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any] | str) -> Strategy:
+        """The strategy of a configuration file in YAML or JSON; the top of mapping.py shows the form.
+
+        Args:
+            mapping: The arguments of a strategy, with codecs by name (``"int8:256"``); ``preset``, if given, is the
+                name of a class method such as ``"zeropp"``, whose arguments the others override. Or the name alone.
+
+        Raises:
+            ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
+            TypeError: If a value has the wrong type; likewise.
+        """
+        preset, arguments = arguments_from_mapping(mapping)
+        make = cls if preset is None else getattr(cls, preset)
+        strategy: Strategy = make(**arguments)
+        return strategy
+
+    def to_dict(self) -> dict[str, Any]:
+        """The strategy as :meth:`from_dict` reads it, every argument, in strings, numbers, None and dicts.
+
+        Raises:
+            TypeError: If a codec is not one of this library; the error names the key.
+        """
+        return mapping_from_arguments({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Strategy:

@@ -9,16 +9,13 @@ from typing import Literal
 import torch
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import Int4, Int8
-from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.codecs.names import codec_from_name
 from fsdp_zpp.config.error_feedback import LoCo
 
 from .bandwidth import DEFAULT_MIB
 from .config import DTYPES, MemoryBudget
 from .model_size import DEFAULT_UNITS
 
-_CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
 _CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta, for --frozen nf4"
 
 
@@ -131,13 +128,8 @@ def codec(text: str) -> Codec | None:
     Raises:
         argparse.ArgumentTypeError: If ``text`` is not a codec.
     """
-    if text == "none":
-        return None
-    name, colon, block = text.partition(":")
-    if name not in _CODECS or (colon and not block.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a codec; allowed are {_CODEC_HELP}")
     try:
-        return _CODECS[name](int(block)) if colon else _CODECS[name]()  # type: ignore[call-arg]
+        return codec_from_name(text)
     except (ValueError, ModuleNotFoundError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -1,0 +1,80 @@
+"""Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``, ``nf4``.
+
+A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .base import Codec
+from .blockwise import Int4, Int8
+from .delta import Int4Delta
+from .nf4 import NF4
+
+CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
+
+
+def codec_from_name(value: object) -> Codec | None:
+    """The codec that a configuration names.
+
+    Args:
+        value: ``none`` or None; a name, with a block (``int8:256``) or without; a mapping; or a codec itself.
+
+    Raises:
+        ValueError: If there is no such codec, it has no such argument, or a value is out of range.
+        TypeError: If ``value`` or an argument has the wrong type.
+        ModuleNotFoundError: If the codec needs a package that is not installed.
+    """
+    if value is None or isinstance(value, Codec):
+        return value
+    if isinstance(value, Mapping):
+        return _from_mapping(dict(value))
+    if not isinstance(value, str):
+        raise TypeError(f"a codec is a name such as 'int8:256', a mapping such as {{codec: int8}}, or none: {value!r}")
+    if value == "none":
+        return None
+    name, colon, block = value.partition(":")
+    if colon and not block.isdecimal():
+        raise ValueError(f"{value!r} is not a codec: a block is a number, as in 'int8:256'")
+    return _class_of(name)(*([int(block)] if colon else []))
+
+
+def name_of_codec(codec: Codec) -> str | dict[str, Any]:
+    """What :func:`codec_from_name` reads as ``codec``.
+
+    Raises:
+        TypeError: If it is not one of the library's codecs.
+    """
+    name = next((name for name, cls in CODECS.items() if cls is type(codec)), None)
+    if name is None:
+        raise TypeError(f"{codec!r} has no name; those with names are {', '.join(CODECS)}")
+    arguments = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}  # type: ignore[arg-type]
+    others = {key: value for key, value in arguments.items() if key != "block"}
+    brief = f"{name}:{arguments['block']}"
+    if codec_from_name(brief) == codec:
+        return brief
+    codecs = {key: name_of_codec(value) if isinstance(value, Codec) else value for key, value in others.items()}
+    return {"codec": name, "block": arguments["block"]} | codecs
+
+
+def _class_of(name: object) -> type[Any]:
+    if not isinstance(name, str) or name not in CODECS:
+        raise ValueError(f"{name!r} is not a codec; allowed are none, {', '.join(CODECS)}")
+    return CODECS[name]
+
+
+def _from_mapping(values: dict[str, Any]) -> Codec:
+    if "codec" not in values:
+        raise ValueError(f"{values!r} does not say which codec it is: add 'codec', one of {', '.join(CODECS)}")
+    cls = _class_of(values.pop("codec"))
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{key!r} is not an argument of {cls.__name__}, which takes {', '.join(known)}")
+    if "whole" in values:
+        values["whole"] = codec_from_name(values["whole"])
+    codec: Codec = cls(**values)
+    return codec

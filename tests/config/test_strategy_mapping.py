@@ -1,0 +1,127 @@
+"""Strategies as mappings: every strategy comes back, through JSON and YAML, and errors name the key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+from harness.strategies import FOURTEEN
+from hypothesis import given, strategies as st
+
+from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LoCo, Strategy
+
+BLOCKS = st.sampled_from([64, 128, 256, 4096])
+INT8 = st.builds(Int8, BLOCKS)
+HOP_CODECS = st.none() | INT8 | st.builds(Int4, BLOCKS)
+LOCO = st.builds(
+    LoCo,
+    beta=st.floats(0, 0.99),
+    reset_every=st.integers(0, 5000),
+    hops=st.sampled_from(["inter", "both"]),
+    dtype=st.none() | INT8,
+)
+
+
+@st.composite
+def legal_strategies(draw: st.DrawFn) -> Strategy:
+    levels = draw(st.sampled_from(FOURTEEN))
+    keeps_secondary = levels[0] + levels[2] == "IG"
+    gradients = draw(HOP_CODECS)
+    return Strategy(
+        levels,
+        weights=draw(HOP_CODECS | st.builds(Int4Delta, BLOCKS, INT8) if keeps_secondary else HOP_CODECS),
+        gradients=gradients,
+        intra_gradients=draw(st.just("auto") | HOP_CODECS),
+        error_feedback=draw(st.none() | LOCO) if gradients is not None else None,
+        frozen=draw(HOP_CODECS | st.builds(NF4, BLOCKS)),
+        gpus_per_node=draw(st.none() | st.integers(1, 16)),
+    )
+
+
+@given(legal_strategies())
+def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
+    mapping = strategy.to_dict()
+    assert Strategy.from_dict(json.loads(json.dumps(mapping))) == strategy
+    assert Strategy.from_dict(yaml.safe_load(yaml.safe_dump(mapping))) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("zeropp", Strategy.zeropp()),
+        (
+            "{preset: zeropp, weights: int4delta, gpus_per_node: 8}",
+            Strategy.zeropp(weights=Int4Delta(), gpus_per_node=8),
+        ),
+        ("{preset: mixzpp, frozen: nf4}", Strategy.mixzpp(frozen=NF4())),
+        ("{levels: GGG, weights: 'int8:128', gradients: none}", Strategy("GGG", weights=Int8(128))),
+        ("{preset: zeropp, intra_gradients: null}", Strategy.zeropp(intra_gradients=None)),
+        ("{preset: zeropp, intra_gradients: auto}", Strategy.zeropp()),
+        (
+            "{levels: IGG, weights: {codec: int4delta, block: 64, whole: 'int8:32'}}",
+            Strategy("IGG", weights=Int4Delta(64, Int8(32))),
+        ),
+        ("{preset: zeropp, error_feedback: true}", Strategy.loco()),
+        (
+            "{preset: zeropp, error_feedback: {hops: both, dtype: int8}}",
+            Strategy.zeropp(error_feedback=LoCo(hops="both", dtype=Int8())),
+        ),
+        ("{preset: loco, error_feedback: false}", Strategy.zeropp()),
+        ("{}", Strategy()),
+    ],
+)
+def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Strategy) -> None:
+    assert Strategy.from_dict(yaml.safe_load(text)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("mapping", "error", "message"),
+    [
+        (3, TypeError, "name of a preset .zeropp, .* or a mapping, got 3"),
+        ("zerop", ValueError, "^preset: 'zerop' is not known; allowed are zeropp, mixzpp"),
+        ({"preset": None, "level": "IGG"}, ValueError, "^level: unknown key; did you mean levels"),
+        ({"stage": 3}, ValueError, "^stage: unknown key; allowed are preset, levels, weights"),
+        ({"levels": "GGI"}, ValueError, "^levels 'GGI' is not legal"),
+        ({"weights": "int7"}, ValueError, "^weights: 'int7' is not a codec; allowed are none, int8"),
+        ({"weights": "int8:x"}, ValueError, "^weights: 'int8:x' is not a codec: a block is a number"),
+        ({"weights": "int8:100"}, ValueError, "^weights: .*100"),
+        ({"weights": 8}, TypeError, "^weights: a codec is a name such as 'int8:256'"),
+        ({"weights": {"block": 64}}, ValueError, "^weights: .* does not say which codec it is"),
+        ({"weights": {"codec": "int8", "blocks": 64}}, ValueError, "^weights: 'blocks' is not an argument of Int8"),
+        (
+            {"weights": {"codec": "int4delta", "whole": "int4"}},
+            TypeError,
+            "^weights: Int4Delta's whole must be an Int8",
+        ),
+        ({"gradients": "nf4"}, ValueError, "^gradients can't be NF4"),
+        (
+            {"error_feedback": {"beta": 2}, "gradients": "int4"},
+            ValueError,
+            r"^error_feedback: beta must be in \[0, 1\)",
+        ),
+        (
+            {"error_feedback": {"betas": 0.5}},
+            ValueError,
+            "^error_feedback.betas: unknown key; did you mean error_feedback.beta",
+        ),
+        ({"error_feedback": {"dtype": "int9"}}, ValueError, "^error_feedback.dtype: 'int9' is not a codec"),
+        ({"error_feedback": "inter"}, TypeError, "^error_feedback: must be true, false or a mapping"),
+        ({"gpus_per_node": "8"}, TypeError, "^gpus_per_node must be a positive int"),
+    ],
+)
+def test_errors_name_the_key(mapping: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Strategy.from_dict(mapping)
+
+
+@dataclass(frozen=True)
+class Own(Int8):
+    """A user's codec."""
+
+
+def test_a_users_codec_has_no_name() -> None:
+    with pytest.raises(TypeError, match=r"^weights: Own\(block=256\) has no name; those with names are int8, int4"):
+        Strategy(weights=Own()).to_dict()
