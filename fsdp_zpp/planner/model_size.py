@@ -159,13 +159,13 @@ def module_size(model: nn.Module) -> ModelSize:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
-    layers = list(_layers(model))
+    blocks = list(layers(model))
     # Parameters hash by identity, so a set counts a shared one once.
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    inside = {parameter for layer in blocks for parameter in layer.parameters()}
     root = _unit_of(set(model.parameters()) - inside, reshard_after_forward=False)
     sizes: Counter[Unit] = Counter()
     seen: set[nn.Parameter] = set()
-    for layer in layers:
+    for layer in blocks:
         own = set(layer.parameters()) - seen
         seen |= own
         sizes[_unit_of(own)] += 1
@@ -173,9 +173,10 @@ def module_size(model: nn.Module) -> ModelSize:
     return ModelSize((*([root] if root.numel else []), *units), *idle_elements(model))
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost ``nn.ModuleList``s."""
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+        yield from child if isinstance(child, nn.ModuleList) else layers(child)
 
 
 def _unit_of(parameters: set[nn.Parameter], reshard_after_forward: bool = True) -> Unit:

@@ -1,0 +1,268 @@
+"""Hugging Face's accelerate: an ``Accelerator`` that shards models by a strategy.
+
+    accelerator = use_strategy(Accelerator(), Strategy.zeropp())
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+All else stays as it is with accelerate's FSDP2. What a ``FullyShardedDataParallelPlugin`` or ``accelerate launch`` says
+of it (what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from fsdp_zpp.adapters.fsdp2 import fully_shard
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.planner.model_size import layers
+from fsdp_zpp.runtime.unit import unit_of
+
+from ._codec_files import load_codec_state, save_codec_state
+from ._requirement import require
+
+require("accelerate", "1.13")
+
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import (
+    fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy,
+    get_module_children_bottom_up,
+    get_parameters_from_modules,
+)
+
+A = TypeVar("A", bound=Accelerator)
+
+
+def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
+    """Have ``accelerator.prepare`` shard its model by ``strategy``.
+
+    Each module that the plugin's policy wraps becomes a unit, and the model another. Without a plugin those are the
+    layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
+    ``nn.ModuleList``s. A model with a base that the strategy quantizes (``frozen=``) is wrapped once: such a base is
+    gathered layer by layer anyway. ``save_state`` and ``load_state`` hold the codec state, too.
+
+    Args:
+        accelerator: An accelerator that has prepared nothing yet. It needs no plugin and no environment variable.
+        strategy: Where each model state lives and how each hop is encoded.
+        plugin: What else there is to say of FSDP. Default: the accelerator's own, or one for FSDP2. On CPUs an
+            accelerator drops its plugin, so there it has to be given here.
+
+    Returns:
+        ``accelerator``, whose class is now a subclass of what it was.
+
+    Raises:
+        TypeError: If ``strategy`` is not a :class:`Strategy`.
+        ValueError: If the accelerator has prepared a model, runs in one process, or was configured for what a strategy
+            can't honour; says what to do instead.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    _check_accelerator(accelerator)
+    plugin = plugin or getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    _check_plugin(plugin)
+    # accelerate chooses FSDP only where it sees a GPU; torch's FSDP, and all that depends on this, runs on CPUs, too.
+    # Each AcceleratorState that is made, one with every optimizer, takes this from the PartialState.
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    cls = type(accelerator)
+    accelerator.__class__ = type(f"Strategy{cls.__name__}", (ShardingAccelerator, cls), {})
+    accelerator.strategy = strategy
+    accelerator.register_save_state_pre_hook(partial(_save_codec_states, accelerator))
+    accelerator.register_load_state_pre_hook(partial(_load_codec_states, accelerator))
+    return accelerator
+
+
+class ShardingAccelerator(Accelerator):
+    """Shards models by a strategy where accelerate would call torch's own ``fully_shard``.
+
+    Attributes:
+        strategy: The strategy.
+    """
+
+    strategy: Strategy
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        # To evaluate, a model is prepared without an optimizer, which accelerate refuses for FSDP2: it could not give
+        # the optimizer the sharded parameters later. An optimizer that is made later has them.
+        if any(isinstance(each, Optimizer) for each in objects):
+            return super().prepare(*objects, device_placement=device_placement)
+        prepared = tuple(
+            self.prepare_model(each) if isinstance(each, nn.Module) else super(ShardingAccelerator, self).prepare(each)
+            for each in objects
+        )
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        self._shard(model, [])
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
+
+    def _prepare_fsdp2(self, *objects: Any) -> tuple[Any, ...]:
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        for each in objects:
+            if isinstance(each, nn.Module):
+                self._shard(each, optimizers)
+        # In two passes, since a scheduler is prepared for an optimizer that is prepared.
+        return tuple(map(self._prepare_one, [self._prepare_one(each, first_pass=True) for each in objects]))
+
+    def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if unit_of(model) is not None:
+            return
+        if isinstance(model, FSDPModule):
+            raise ValueError(
+                f"this {type(model).__name__} was sharded by torch's fully_shard before; leave that to "
+                "accelerator.prepare, or use fsdp_zpp.fully_shard(..., strategy=strategy)"
+            )
+        plugin = self.state.fsdp_plugin
+        plugin.set_auto_wrap_policy(model)
+        if plugin.activation_checkpointing:
+            model = fsdp2_apply_ac(self, model)
+        _check_and_compile(model, self.state.dynamo_plugin)
+        if self.mixed_precision != "no":
+            _upcast(model)
+        arguments = _arguments(plugin, model, self.device)
+        with _following(optimizers, model):
+            for module in [*_units(model, plugin, self.strategy), model]:
+                fully_shard(module, strategy=self.strategy, **arguments)
+        # transformers looks here to tell that all ranks of a generation must make as many forwards.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    if accelerator._models:
+        raise ValueError("this accelerator has prepared a model already: call use_strategy before accelerator.prepare")
+    kind = accelerator.distributed_type
+    if accelerator.num_processes == 1 or not dist.is_initialized():
+        raise ValueError("a strategy shards over several processes: start them with accelerate launch or torchrun")
+    if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
+        raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
+    config = accelerator.parallelism_config
+    if config is None:
+        return
+    if config.dp_replicate_enabled:
+        raise ValueError(
+            f"dp_replicate_size={config.dp_replicate_size} in parallelism_config makes an HSDP mesh, and a strategy "
+            "says itself what is replicated: leave it out, and choose letters, such as Strategy('III') for HSDP, with "
+            "gpus_per_node= the size of a replica"
+        )
+    if config.non_data_parallel_size > 1:
+        raise ValueError(
+            "a strategy can't be combined with tensor, context or sequence parallelism through accelerate: leave out "
+            "parallelism_config, or call fsdp_zpp.fully_shard(mesh=mesh['dp_shard'], ...) yourself"
+        )
+
+
+def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
+    if plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "cpu_ram_efficient_loading=True loads the weights on rank 0 alone, and a strategy shards those of each "
+            "rank: leave it out"
+        )
+    if plugin.fsdp_version != 2:
+        # accelerate 1.15 loads no state into FSDP1's optimizers from a sharded checkpoint (a fresh one has no keys to
+        # load into), with or without a strategy.
+        raise ValueError(
+            f"a strategy needs fsdp_version=2, and the plugin says {plugin.fsdp_version}: set it in the plugin, with "
+            "FSDP_VERSION=2 or with fsdp_version: 2 in accelerate's configuration"
+        )
+
+
+def _check_and_compile(model: nn.Module, plugin: Any) -> None:
+    if plugin.backend.value == "NO":
+        return
+    if not plugin.use_regional_compilation:
+        raise ValueError(
+            "torch.compile of a whole model does not see where a strategy gathers: compile layer by layer, "
+            "TorchDynamoPlugin(use_regional_compilation=True) or --dynamo_use_regional_compilation"
+        )
+    from accelerate.utils.other import compile_regions_fsdp2
+
+    compile_regions_fsdp2(model, **plugin.to_kwargs())
+
+
+def _upcast(model: nn.Module) -> None:
+    """Keep what is trained in fp32, as accelerate does; mixed precision casts it for the computation."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The arguments of ``fully_shard`` that the plugin stands for."""
+    arguments = {
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+    }
+    if plugin.reshard_after_forward is False:  # the plugin's default is True, torch's is to decide
+        arguments["reshard_after_forward"] = False
+    if plugin.ignored_modules is not None:
+        arguments["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, model, device)
+    return arguments
+
+
+def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
+    """The modules that are units beside the model, bottom-up."""
+    if strategy.frozen is not None and not all(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if chosen is None:
+        return []
+    found = [module for module in get_module_children_bottom_up(model)[:-1] if chosen(module)]
+    # The policy chooses a layer that is recomputed twice: itself, and what has it recomputed, which is to gather it.
+    inside = {id(getattr(module, "_checkpoint_wrapped_module", None)) for module in found}
+    found = [module for module in found if id(module) not in inside]
+    by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
+    return list(layers(model)) if by_layers and not found else found
+
+
+@contextmanager
+def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[None]:
+    """A context in which a model is sharded, after which optimizers have its parameters.
+
+    In between they have the names of parameters, so that they do not keep the memory of full ones.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(optimizer.state for optimizer in optimizers):
+        raise ValueError(
+            "the optimizer has made steps on a model that is not sharded yet: prepare both before training"
+        )
+    for group in groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
+        group["params"] = [names[id(parameter)] for parameter in group["params"]]
+    yield
+    sharded = dict(model.named_parameters())
+    for group in groups:  # what was quantized is no parameter any more
+        group["params"] = [sharded[name] for name in group["params"] if name in sharded]
+
+
+def _save_codec_states(
+    accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
+) -> None:
+    for index, model in enumerate(models):
+        save_codec_state(model, output_dir, index)
+
+
+def _load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
+    # accelerate hands over the models that it has left to be loaded, which are none under FSDP.
+    for index, model in enumerate(accelerator._models):
+        load_codec_state(model, input_dir, index)

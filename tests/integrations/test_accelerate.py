@@ -1,0 +1,299 @@
+"""accelerate with a strategy: as accelerate's own FSDP, with fewer bytes, and checkpoints from which it goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, PartialState, skip_first_batches
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from harness import llama
+from harness.pool import Pool, device_type
+from harness.wiretap import sent_in
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy, save_adapter
+from fsdp_zpp.integrations.accelerate import use_strategy
+
+STEPS, MICRO_BATCHES = 4, 2
+TOKENS = torch.arange(1, 13).view(1, -1)
+PLAIN = Strategy("GGG", gpus_per_node=2)
+ZEROPP = Strategy.zeropp(gpus_per_node=2)
+STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
+"""With all that codecs keep from step to step."""
+
+
+@dataclass
+class Training:
+    """What a training has, prepared."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+
+    def train(self, first: int = 0, last: int = STEPS) -> list[float]:
+        """The losses of all micro-batches of some steps, over all ranks."""
+        batches = iter(skip_first_batches(self.loader, first * MICRO_BATCHES))
+        return [self.micro_batch(*next(batches)) for _ in range((last - first) * MICRO_BATCHES)]
+
+    def micro_batch(self, tokens: Tensor) -> float:
+        """As accelerate's documentation has it."""
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            self.accelerator.backward(loss)
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return float(self.accelerator.reduce(loss.detach(), "mean"))
+
+
+@contextmanager
+def accelerators(**options: Any) -> Iterator[Accelerator]:
+    """A context with an accelerator; accelerate keeps no state beyond it."""
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # a plugin sets it for all that come
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    try:
+        yield Accelerator(cpu=device_type() == "cpu", gradient_accumulation_steps=MICRO_BATCHES, **options)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
+    """accelerate's own description of FSDP2."""
+    return FullyShardedDataParallelPlugin(
+        **{"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
+        | options
+    )
+
+
+def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> Training:
+    """A Llama and all that trains it."""
+    model = llama.make_base() if model is None else model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS)
+    rows = STEPS * MICRO_BATCHES * dist.get_world_size() * 2
+    tokens = torch.randint(0, 40, (rows, 16), generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(TensorDataset(tokens), batch_size=2)
+    return Training(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
+
+
+def for_fsdp(accelerator: Accelerator, strategy: Strategy | None, own: FullyShardedDataParallelPlugin) -> Accelerator:
+    """One that shards by a strategy, or by accelerate's own FSDP."""
+    if strategy is not None:
+        return use_strategy(accelerator, strategy, plugin=own)
+    # On a CPU, accelerate itself does not choose FSDP.
+    if accelerator.mixed_precision != "no":
+        own.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = own
+    return accelerator
+
+
+def trained(strategy: Strategy | None, precision: str) -> list[float]:
+    """In a worker: the losses of a training."""
+    with accelerators(mixed_precision=precision) as accelerator:
+        return prepared(for_fsdp(accelerator, strategy, plugin())).train()
+
+
+def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool]) -> None:
+    own, plain, zeropp = (pool(4).run(trained, strategy, "no")[0] for strategy in (None, PLAIN, ZEROPP))
+    assert own[-1] < own[0] - 0.1
+    assert plain == pytest.approx(own, rel=1e-6)
+    assert zeropp == pytest.approx(own, rel=0.01)
+    assert zeropp != pytest.approx(own, rel=1e-6)
+
+
+def test_mixed_precision_is_accelerates(pool: Callable[[int], Pool]) -> None:
+    own, plain = (pool(4).run(trained, strategy, "bf16")[0] for strategy in (None, PLAIN))
+    assert plain == pytest.approx(own, rel=2e-3)  # sums of gradients in bf16, in another order
+    assert plain != pytest.approx(pool(4).run(trained, PLAIN, "no")[0], rel=1e-5)
+
+
+def checkpointed() -> tuple[list[float], list[str]]:
+    """In a worker: the losses of a training that recomputes activations, and what its units are."""
+    with accelerators() as accelerator:
+        training = prepared(use_strategy(accelerator, PLAIN, plugin=plugin(activation_checkpointing=True)))
+        units = [type(module).__name__ for module in training.model.modules() if isinstance(module, FSDPModule)]
+        return training.train(), units
+
+
+def test_activations_are_recomputed_inside_of_units(pool: Callable[[int], Pool]) -> None:
+    losses, units = pool(4).run(checkpointed)[0]
+    assert losses == pytest.approx(pool(4).run(trained, PLAIN, "no")[0], rel=1e-6)
+    assert units == ["FSDPLlamaForCausalLM"] + 2 * ["FSDPCheckpointWrapper"]
+
+
+def bytes_by_micro_batch(strategy: Strategy) -> list[tuple[int, int, int]]:
+    """In a worker: what each sends between nodes: gathers and reductions as traffic says, and all that was seen."""
+    with accelerators() as accelerator:
+        training = prepared(use_strategy(accelerator, strategy))
+        found = []
+        for (tokens,), _ in zip(training.loader, range(2 * MICRO_BATCHES), strict=False):
+            tap, said = sent_in(partial(training.micro_batch, tokens), training.model, gpus_per_node=2)
+            found.append((said["gather"]["inter"], said["reduce"]["inter"], tap.total("inter")))
+    return found
+
+
+def test_only_the_last_micro_batch_sends_gradients_between_nodes(pool: Callable[[int], Pool]) -> None:
+    strategy = Strategy("IIG", weights=Int8(64), gpus_per_node=2)
+    first, last, *again = pool(4).run(bytes_by_micro_batch, strategy)[0]
+    assert first[0] > 0 == first[1]
+    assert last[1] > 0 == last[0]
+    assert again == [first, last]
+    assert all(seen == gathered + reduced for gathered, reduced, seen in (first, last))
+
+
+def trained_with_a_break(folder: str, state_dict: str) -> tuple[list[float], list[float], list[float]]:
+    """In a worker: the losses of a whole training, of its first half, and of its second in other objects."""
+    losses = []
+    for first, last in ((0, STEPS), (0, STEPS // 2), (STEPS // 2, STEPS)):
+        with accelerators() as accelerator:
+            training = prepared(use_strategy(accelerator, STATEFUL, plugin=plugin(state_dict_type=state_dict)))
+            if first:
+                accelerator.load_state(folder)
+            losses.append(training.train(first, last))
+            accelerator.save_state(folder)
+    return losses[0], losses[1], losses[2]
+
+
+@pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_training_goes_on_bit_for_bit(pool: Callable[[int], Pool], tmp_path: Path, state_dict: str) -> None:
+    whole, first, second = pool(4).run(trained_with_a_break, str(tmp_path), state_dict)[0]
+    assert first + second == whole
+
+
+def loaded_without_codec_state(folder: str) -> tuple[list[float], list[float]]:
+    """In a worker: the losses after a checkpoint with codec state and after the same without."""
+    losses = []
+    for codecs in (True, False):
+        with accelerators() as accelerator:
+            training = prepared(use_strategy(accelerator, STATEFUL))
+            if codecs:
+                training.train(0, 2)
+                accelerator.save_state(folder)
+            else:
+                if accelerator.is_main_process:
+                    shutil.rmtree(Path(folder) / "fsdp_zpp_codecs_0")
+                accelerator.wait_for_everyone()
+                accelerator.load_state(folder)
+            losses.append(training.train(2, STEPS))
+    return losses[0], losses[1]
+
+
+def test_a_checkpoint_without_codec_state_is_loaded(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    with_codecs, without = pool(4).run(loaded_without_codec_state, str(tmp_path))[0]
+    assert without == pytest.approx(with_codecs, rel=0.02)
+    assert without != with_codecs
+
+
+def evaluated(strategy: Strategy) -> tuple[float, float]:
+    """In a worker: the loss of a model that was prepared by itself, and of an unwrapped copy of its full weights."""
+    with accelerators() as accelerator:
+        model = use_strategy(accelerator, strategy).prepare(llama.make_base())
+        tokens = torch.arange(12, device=accelerator.device).view(1, -1)
+        with torch.no_grad():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        full = accelerator.get_state_dict(model)
+        assert accelerator.unwrap_model(model) is model
+        if not accelerator.is_main_process:
+            return loss.item(), loss.item()
+        plain = llama.make_base()
+        plain.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in full.items()})
+        plain.load_state_dict(full)
+        return loss.item(), plain(input_ids=tokens, labels=tokens).loss.item()
+
+
+def test_a_model_is_evaluated_without_an_optimizer_and_unwrapped(pool: Callable[[int], Pool]) -> None:
+    sharded, unwrapped = pool(4).run(evaluated, PLAIN)[0]
+    assert sharded == pytest.approx(unwrapped, rel=1e-6)
+
+
+def fine_tuned(folder: str) -> tuple[list[float], Tensor]:
+    """In a worker: the losses of a training of adapters on a quantized base, and what the model answers after it."""
+    with accelerators() as accelerator:
+        model = llama.adapt(llama.make_base(), {"default": "lora"})
+        # Without a codec of weights, or the model would compute with adapters that differ from those in the file.
+        strategy = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
+        training = prepared(use_strategy(accelerator, strategy), model)
+        losses = training.train()
+        save_adapter(training.model, folder)
+        with torch.no_grad():
+            return losses, training.model(input_ids=TOKENS.to(accelerator.device)).logits.cpu()
+
+
+def test_adapters_on_a_quantized_base_load_in_plain_peft(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    losses, logits = pool(4).run(fine_tuned, str(tmp_path))[0]
+    assert losses[-1] < losses[0]
+    loaded = PeftModel.from_pretrained(llama.rounded_base(Int8(64)).cpu(), tmp_path)
+    torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def refused(kind: str) -> str:
+    """In a worker: what is said to something that can't be."""
+    options: dict[str, Any] = {}
+    if kind == "compiled":
+        options = {"dynamo_plugin": TorchDynamoPlugin(backend="eager")}
+    with accelerators(**options) as accelerator:
+        if kind == "HSDP":  # which accelerate does not take on a CPU
+            accelerator.state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        if kind == "late":
+            accelerator._models.append(nn.Linear(2, 2))
+        strategy: Any = "zeropp" if kind == "type" else ZEROPP
+        plugins = {"FSDP1": {"fsdp_version": 1}, "rank 0": {"cpu_ram_efficient_loading": True}}
+        own = plugin(**plugins[kind]) if kind in plugins else None
+        try:
+            use_strategy(accelerator, strategy, plugin=own)
+            model = llama.make_base()
+            if kind == "sharded":
+                fully_shard(model)
+            optimizer = torch.optim.SGD(llama.make_base().parameters() if kind == "other" else model.parameters())
+            if kind == "stepped":
+                optimizer.state[next(iter(model.parameters()))] = {"step": 1}
+            accelerator.prepare(model, optimizer)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("type", "strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'"),
+        ("late", "call use_strategy before accelerator.prepare"),
+        ("HSDP", "choose letters, such as Strategy('III') for HSDP"),
+        ("compiled", "TorchDynamoPlugin(use_regional_compilation=True)"),
+        ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
+        ("rank 0", "cpu_ram_efficient_loading=True loads the weights on rank 0 alone"),
+        ("sharded", "was sharded by torch's fully_shard before"),
+        ("other", "a parameter that is not the model's"),
+        ("stepped", "prepare both before training"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(pool: Callable[[int], Pool], kind: str, message: str) -> None:
+    for said in pool(4).run(refused, kind):
+        assert message in said
+
+
+def test_one_process_is_refused() -> None:
+    with accelerators() as accelerator, pytest.raises(ValueError, match="accelerate launch or torchrun"):
+        use_strategy(accelerator, ZEROPP)
