@@ -52,7 +52,7 @@ def save_adapter(
     if not dist.is_initialized() or dist.get_rank(process_group) == 0:
         try:
             selected = list(adapters) if adapters is not None else names
-            with _original_paths(peft_model), _whole_prompts(peft_model, state):
+            with as_plain(peft_model, state):
                 peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
         except Exception as failure:  # any at all: the other ranks wait to hear whether it went well
             error = f"{type(failure).__name__}: {failure}"
@@ -96,6 +96,18 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
         state |= {other: state[name].clone() for other in names.get(name, ()) if other not in state}
     state |= _adapter_buffers(model, peft_model)
     return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
+
+
+@contextmanager
+def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which ``peft_model.save_pretrained(..., state_dict=state)`` saves what it would if it were plain.
+
+    Args:
+        peft_model: A sharded model.
+        state: What :func:`adapter_state` gave for it.
+    """
+    with _original_paths(peft_model), _whole_prompts(peft_model, state):
+        yield
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

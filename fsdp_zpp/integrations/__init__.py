@@ -1,4 +1,4 @@
-"""Strategies in the frameworks that people train with; one module for each, which imports its framework when it is used.
+"""Strategies in the frameworks that people train with, a module for each.
 
-None is imported by :mod:`fsdp_zpp` itself: ``from fsdp_zpp.integrations.accelerate import use_strategy``.
+:mod:`fsdp_zpp` imports none of them, so that their frameworks need not be installed.
 """

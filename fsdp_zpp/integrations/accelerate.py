@@ -125,6 +125,7 @@ class ShardingAccelerator(Accelerator):
 
     def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if unit_of(model) is not None:
+            _check_has_shards(optimizers, model)
             return
         if isinstance(model, FSDPModule):
             raise ValueError(
@@ -231,6 +232,28 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
     found = [module for module in found if id(module) not in inside]
     by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
     return list(layers(model)) if by_layers and not found else found
+
+
+def _check_has_shards(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    reshard(model)
+    shards = set(map(id, model.parameters()))
+    if any(
+        id(each) not in shards
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for each in group["params"]
+    ):
+        raise ValueError(
+            "the optimizer has a parameter that is no shard of the model's: a forward leaves the root unsharded, so "
+            "make the optimizer before, or after model.reshard()"
+        )
+
+
+def reshard(model: nn.Module) -> None:
+    """Have ``model.parameters()`` be the shards: a forward without a backward leaves those of the root unsharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -30,6 +30,8 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "peft",
     "matplotlib.pyplot",
+    "transformers.trainer",
+    "lightning.pytorch",
     "fsdp_zpp",
 ]
 """What processes of tests import anyway, slowly; what is not installed is left out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, PartialState, skip_first_batches
+from accelerate import Accelerator, skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from harness import llama
+from harness.hugging_face import choose_own_fsdp, new_job
 from harness.pool import Pool, device_type
 from harness.wiretap import sent_in
 from peft import PeftModel
@@ -68,14 +67,8 @@ class Training:
 @contextmanager
 def accelerators(**options: Any) -> Iterator[Accelerator]:
     """A context with an accelerator; accelerate keeps no state beyond it."""
-    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # a plugin sets it for all that come
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    try:
+    with new_job():
         yield Accelerator(cpu=device_type() == "cpu", gradient_accumulation_steps=MICRO_BATCHES, **options)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
@@ -101,11 +94,7 @@ def for_fsdp(accelerator: Accelerator, strategy: Strategy | None, own: FullyShar
     """One that shards by a strategy, or by accelerate's own FSDP."""
     if strategy is not None:
         return use_strategy(accelerator, strategy, plugin=own)
-    # On a CPU, accelerate itself does not choose FSDP.
-    if accelerator.mixed_precision != "no":
-        own.set_mixed_precision(accelerator.mixed_precision)
-    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = own
+    choose_own_fsdp(accelerator, own)
     return accelerator
 
 
@@ -267,6 +256,10 @@ def refused(kind: str) -> str:
             if kind == "sharded":
                 fully_shard(model)
             optimizer = torch.optim.SGD(llama.make_base().parameters() if kind == "other" else model.parameters())
+            if kind == "unsharded":
+                model = accelerator.prepare(model)
+                model(input_ids=TOKENS.to(accelerator.device))
+                optimizer = torch.optim.SGD(model.parameters())
             if kind == "stepped":
                 optimizer.state[next(iter(model.parameters()))] = {"step": 1}
             accelerator.prepare(model, optimizer)
@@ -286,6 +279,7 @@ def refused(kind: str) -> str:
         ("rank 0", "cpu_ram_efficient_loading=True loads the weights on rank 0 alone"),
         ("sharded", "was sharded by torch's fully_shard before"),
         ("other", "a parameter that is not the model's"),
+        ("unsharded", "a forward leaves the root unsharded"),
         ("stepped", "prepare both before training"),
     ],
 )

@@ -1,0 +1,140 @@
+"""Hugging Face's ``Trainer`` and what is derived from it, like TRL's ``SFTTrainer``, with a strategy.
+
+    trainer = use_strategy(Trainer(model, arguments, ...), Strategy.zeropp())
+    trainer.train(resume_from_checkpoint=True)
+
+The model comes to Trainer as ever, not sharded, with adapters or without. Checkpoints are Trainer's own for FSDP2, by
+default sharded ones of torch.distributed.checkpoint, of adapters only if PEFT manages them; beside those lies the codec
+state. accelerate.py shards the model when the training, or the first evaluation, begins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+from torch.optim import Optimizer
+
+from fsdp_zpp.config.strategy import Strategy
+
+from . import accelerate as sharding
+from ._codec_files import load_codec_state, save_codec_state
+from ._requirement import require
+
+require("transformers", "5.16")
+
+from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
+from transformers import Trainer
+
+T = TypeVar("T", bound=Trainer)
+
+
+def use_strategy(trainer: T, strategy: Strategy) -> T:
+    """Have ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
+
+    It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
+    sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap, the kind of
+    state dict and more; without, Trainer moves the whole model to the GPU first.
+
+    Args:
+        trainer: A trainer that has neither trained nor evaluated yet.
+        strategy: Where each model state lives and how each hop is encoded.
+
+    Returns:
+        ``trainer``, whose class is now a subclass of what it was.
+
+    Raises:
+        TypeError: If ``strategy`` is not a :class:`Strategy`.
+        ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
+    """
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "this model was sharded by from_pretrained(distributed_config=...), and a strategy shards it itself: load "
+            "it without distributed_config"
+        )
+    _shard_by(trainer, strategy)
+    cls = type(trainer)
+    trainer.__class__ = type(f"Strategy{cls.__name__}", (ShardingTrainer, cls), {})
+    trainer.strategy = strategy  # type: ignore[attr-defined]
+    return trainer
+
+
+def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
+    """Prepare the accelerator of ``trainer``, and tell the trainer that there is FSDP now."""
+    plugin, arguments = None, trainer.args.fsdp_plugin_args
+    if arguments is not None and not trainer.is_fsdp_enabled:
+        plugin = FullyShardedDataParallelPlugin(**arguments)  # which accelerate has dropped, on a CPU
+    sharding.use_strategy(trainer.accelerator, strategy, plugin=plugin)
+    trainer.is_fsdp_enabled = True
+    state_dict_type = trainer.accelerator.state.fsdp_plugin.state_dict_type
+    if trainer.args.save_only_model and (
+        trainer.args.load_best_model_at_end or state_dict_type == StateDictType.SHARDED_STATE_DICT
+    ):
+        raise ValueError(
+            "save_only_model=True saves one file of full weights, which FSDP's sharded checkpoints and "
+            'load_best_model_at_end have no use for: leave it out, or pass fsdp=True, fsdp_config={"state_dict_type": '
+            '"FULL_STATE_DICT"} without load_best_model_at_end'
+        )
+
+
+class ShardingTrainer(Trainer):
+    """Adds to Trainer what a strategy brings along.
+
+    Attributes:
+        strategy: The strategy.
+    """
+
+    strategy: Strategy
+    model: nn.Module  # not None, as it is only before a hyperparameter search
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # anew for each trial of a hyperparameter search
+        _shard_by(self, self.strategy)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        sharding.reshard(self.model)  # after an evaluation
+        return super().create_optimizer(model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        save_codec_state(self.model, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_codec_state(self.model, checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as ``from_pretrained`` reads it, or adapters as PEFT reads them. Collective.
+
+        Trainer itself saves no such file if the kind of state dict is sharded; here only checkpoints have none.
+        """
+        # By a checkpoint's folder, Trainer tells whether it is the best. If the folder were made later, with the sharded
+        # model, only some ranks might find it.
+        os.makedirs(self.args.output_dir if output_dir is None else output_dir, exist_ok=True)
+        if not is_peft_model(self.model):
+            plugin = self.accelerator.state.fsdp_plugin
+            with nullcontext() if _internal_call else _with_full_state_dicts(plugin):
+                super().save_model(output_dir, _internal_call)
+            return
+        from fsdp_zpp.frozen.peft_saving import adapter_state, as_plain, peft_model_in
+
+        state = adapter_state(self.model)
+        with as_plain(peft_model_in(self.model), state):
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+@contextmanager
+def _with_full_state_dicts(plugin: Any) -> Iterator[None]:
+    kind = plugin.state_dict_type
+    plugin.state_dict_type = StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = kind

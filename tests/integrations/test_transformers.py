@@ -1,0 +1,204 @@
+"""Trainer and SFTTrainer with a strategy: as with their own FSDP2, with checkpoints, best model and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from harness import llama
+from harness.hugging_face import choose_own_fsdp, new_job
+from harness.pool import Pool, device_type
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy, traffic
+from fsdp_zpp.integrations.transformers import use_strategy
+
+STEPS = 4
+TOKENS = torch.arange(1, 13).view(1, -1)
+PLAIN = Strategy("GGG", gpus_per_node=2)
+ZEROPP = Strategy.zeropp(gpus_per_node=2)
+STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
+"""With all that codecs keep from step to step."""
+QUANTIZED = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
+"""Without a codec of weights, or the model would compute with adapters that differ from those in files."""
+
+
+def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """A data set of tokens that are few."""
+    tokens = torch.randint(0, 40, (count, 16), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def make_trainer(folder: str, model: nn.Module, **options: Any) -> Trainer:
+    """A trainer of two micro-batches a step, with an evaluation every other step."""
+    arguments = TrainingArguments(
+        **{
+            "output_dir": folder,
+            "use_cpu": device_type() == "cpu",
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 2e-3,
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        | options
+    )
+    return Trainer(model, arguments, train_dataset=rows(4 * STEPS * 4, 0), eval_dataset=rows(16, 1))
+
+
+def logged(trainer: Trainer, what: str) -> list[float]:
+    """What it has logged under this name."""
+    return [entry[what] for entry in trainer.state.log_history if what in entry]
+
+
+def trained(folder: str, strategy: Strategy | None, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
+    """In a worker: the losses of a training and of its evaluations, and the bytes that it sent."""
+    with new_job():
+        trainer = make_trainer(folder, llama.make_base(), **options)
+        if strategy is None:
+            choose_own_fsdp(trainer.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
+            trainer.is_fsdp_enabled = True
+        else:
+            use_strategy(trainer, strategy)
+        trainer.train()
+        sent = None if strategy is None else traffic(trainer.model)
+        return logged(trainer, "loss"), logged(trainer, "eval_loss"), sent
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_those_of_trainers_own_fsdp(pool: Callable[[int], Pool], tmp_path: Path, precision: str) -> None:
+    options = {"bf16": precision == "bf16"}
+    own, plain, zeropp = (pool(4).run(trained, str(tmp_path), each, options)[0] for each in (None, PLAIN, ZEROPP))
+    rounding = 1e-4 if precision == "fp32" else 5e-3  # Trainer logs four digits; sums in bf16 depend on their order
+    for which in range(2):  # training, evaluation
+        assert own[which][-1] < own[which][0]
+        assert plain[which] == pytest.approx(own[which], rel=rounding)
+        assert zeropp[which] == pytest.approx(own[which], rel=0.01)
+    fewer = 4 if precision == "fp32" else 2
+    assert zeropp[2]["gather"]["inter"] < plain[2]["gather"]["inter"] / fewer
+    assert zeropp[2]["reduce"]["inter"] < plain[2]["reduce"]["inter"] / fewer
+
+
+def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
+    """In a worker: losses and weights after a training, and after one that goes on from its middle."""
+    losses, weights = [], []
+    for middle in (None, f"{folder}/checkpoint-2"):
+        with new_job():
+            model = make_model(kind)
+            trainer = make_trainer(folder, model, save_strategy="steps", save_steps=2, **options)
+            use_strategy(trainer, QUANTIZED if kind == "quantized" else STATEFUL)
+            trainer.train(resume_from_checkpoint=middle)
+            losses.append(logged(trainer, "loss") + logged(trainer, "eval_loss"))
+            weights.append(trainer.accelerator.get_state_dict(trainer.model))
+    return losses, weights
+
+
+def make_model(kind: str) -> nn.Module:
+    """A whole Llama, or one with adapters."""
+    if kind == "whole":
+        return llama.make_base()
+    return llama.adapt(llama.make_base(), {"default": "lora"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("whole", {}),
+        ("whole", {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
+        ("lora", {}),
+        ("quantized", {}),
+        ("quantized", {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
+    ],
+)
+def test_a_training_is_resumed_bit_for_bit(
+    pool: Callable[[int], Pool], tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    (losses, losses_again), (weights, weights_again) = pool(4).run(resumed, str(tmp_path), kind, options)[0]
+    assert losses_again == losses
+    assert weights
+    assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
+    files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert "fsdp_zpp_codecs_0" in files
+    assert ("adapter_model.safetensors" in files) == (kind != "whole")
+    if kind != "whole":
+        assert saved_names(tmp_path / "checkpoint-2")
+        assert all("lora" in name for name in saved_names(tmp_path / "checkpoint-2"))  # and nothing of the base
+
+
+def saved_names(checkpoint: Path) -> list[str]:
+    """The parameters in a checkpoint's model and optimizer."""
+    names: list[str] = []
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        if (checkpoint / folder).is_dir():
+            names += FileSystemReader(checkpoint / folder).read_metadata().state_dict_metadata
+        elif "model" in folder:
+            names += torch.load(checkpoint / "pytorch_model_fsdp.bin")
+        else:
+            names += torch.load(checkpoint / "optimizer.bin")["state"]
+    return [name for name in names if "param_groups" not in name]
+
+
+class Generation(TrainerCallback):
+    """Generates after each evaluation."""
+
+    def __init__(self) -> None:
+        self.generated: list[list[int]] = []
+
+    def on_evaluate(self, *_: Any, model: Any, **others: Any) -> None:
+        tokens = model.generate(TOKENS.to(next(model.parameters()).device), max_new_tokens=8, do_sample=False)
+        self.generated.append(tokens[0].tolist())
+
+
+def evaluated(folder: str, kind: str, strategy: Strategy) -> tuple[Any, ...]:
+    """In a worker: a training with evaluations around it, the best model of which is saved."""
+    with new_job():
+        trainer = make_trainer(
+            folder,
+            make_model(kind),
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+            greater_is_better=True,  # so that the last one is not the best
+        )
+        generation = Generation()
+        trainer.add_callback(generation)
+        use_strategy(trainer, strategy)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        trainer.save_model(f"{folder}/saved")
+        with torch.no_grad():
+            logits = trainer.model(input_ids=TOKENS.to(trainer.args.device)).logits.cpu()
+        return before, logged(trainer, "eval_loss"), after, logits, generation.generated
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("whole", PLAIN), ("quantized", QUANTIZED), ("lora", PLAIN)])
+def test_the_best_model_is_evaluated_and_saved_for_plain_use(
+    pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: Strategy
+) -> None:
+    found = pool(4).run(evaluated, str(tmp_path), kind, strategy)
+    before, during, after, logits, generated = found[0]
+    assert before > during[0] > during[1]
+    assert after == pytest.approx(during[0], rel=1e-6)
+    base = llama.rounded_base(Int8(64)).cpu() if kind == "quantized" else llama.make_base().cpu()
+    if kind == "whole":
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    else:
+        loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
+    torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+    assert all(each[-1] == generated for each in found)  # each rank generates
+    best = loaded.generate(input_ids=TOKENS, max_new_tokens=8, do_sample=False)
+    assert generated[-1] == best[0].tolist()
