@@ -1,0 +1,101 @@
+"""torchtitan's trainer with a strategy: gradient accumulation by its letters, and codec state in the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.runtime.api import traffic
+from fsdp_zpp.runtime.checkpoint import CodecState
+
+from .parallelism import StrategyParallelism, check_combination
+
+CODECS = "codecs"
+"""The key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
+
+
+class StrategyTrainer(Trainer):
+    """torchtitan's trainer for a model that :func:`.sharding.parallelize_llama` shards.
+
+    Args:
+        config: As torchtitan's, with a :class:`StrategyParallelism`.
+
+    Raises:
+        ValueError: If something else can't be combined with the strategy; says what to do instead.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's configuration with a strategy in its parallelism section."""
+
+        parallelism: StrategyParallelism = field(default_factory=StrategyParallelism)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        strategy = config.parallelism.strategy
+        if strategy is not None:
+            check_combination(strategy, config.parallelism, config.training)
+            _check_loss(config.loss)
+            _check_communication(config.comm.mode)
+        # torch's FULL_SHARD on one node would keep whole gradients where torchtitan reduces each micro-batch's, and
+        # the letters of GGG ask for just that.
+        self._accumulates = strategy is not None and not strategy.is_plain
+        self._micro_batches_left = 0
+        super().__init__(config)
+        model: nn.Module = self.model_parts[0]  # not sharded if torchtitan is only to save a seed checkpoint
+        if self.checkpointer.enable and isinstance(model, FSDPModule) and _has_codec_state(strategy):
+            self.checkpointer.states[CODECS] = CodecState(model)
+
+    def train(self) -> None:
+        """As torchtitan's; logs at its end what this rank has sent."""
+        super().train()
+        if self.config.parallelism.strategy is not None:
+            logger.info("Bytes that this rank has sent: %s", traffic(self.model_parts[0]))
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+        """As torchtitan's."""
+        self._micro_batches_left = self.gradient_accumulation_steps
+        super().train_step(data_iterator)
+
+    def forward_backward_step(self, **batch: Any) -> Tensor:
+        """As torchtitan's, but gradients wait for the last micro-batch as far as the strategy says."""
+        self._micro_batches_left -= 1
+        model = self.model_parts[0]
+        if self._accumulates and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(self._micro_batches_left == 0)
+        loss: Tensor = super().forward_backward_step(**batch)
+        return loss
+
+
+def _check_loss(loss: BaseLoss.Config) -> None:
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        raise ValueError(
+            "loss=ChunkedLossWrapper runs a backward for each chunk, in which a strategy would gather and reduce; set "
+            "the configuration's loss to the one it wraps, config.loss = config.loss.loss_fn, or pass "
+            "--parallelism.strategy None for torchtitan's own FSDP"
+        )
+
+
+def _check_communication(mode: str) -> None:
+    if mode != "default":
+        raise ValueError(
+            f"comm.mode={mode} can't be combined with a strategy, whose ranks exchange real data at set-up, over "
+            "torch.distributed's process groups; set --comm.mode default"
+        )
+
+
+def _has_codec_state(strategy: Strategy | None) -> bool:
+    """Whether there is anything to save: checkpoints without are those of torchtitan's own FSDP, and load as such."""
+    if strategy is None:
+        return False
+    return strategy.error_feedback is not None or isinstance(strategy.weights, Int4Delta)

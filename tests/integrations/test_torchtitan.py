@@ -1,0 +1,190 @@
+"""torchtitan's trainer with a strategy, beside its own FSDP and HSDP, on four processes as two nodes of two."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchtitan_on_cpu
+from harness.launch import launch
+from harness.pool import Pool, device_type
+
+from fsdp_zpp import Int4, Strategy
+
+pytest.importorskip("torchtitan")
+
+CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.no-last_save_model_only".split()
+
+VALIDATION = "--validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset sums".split()
+
+
+def flag(strategy: str | None = None, **arguments: Any) -> list[str]:
+    """The flag of a strategy on nodes of two."""
+    preset = {} if strategy is None else {"preset": strategy}
+    return ["--parallelism.strategy", json.dumps(preset | arguments | {"gpus_per_node": 2})]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Callable[..., list[Any]]]:
+    """``workers(name, *args)``: a function of torchtitan_training on four ranks; results by rank.
+
+    These processes are not those of other tests: torchtitan changes the garbage collector and timeouts of a process.
+    """
+    if device_type() == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, has {torch.cuda.device_count()}")
+    pool = Pool(4)
+    yield lambda name, *args: pool.run(torchtitan_on_cpu.call, name, *args)
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def own(workers: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """torchtitan's own FSDP."""
+    return workers("train", "own", tmp_path_factory.mktemp("own"), *VALIDATION)[0]
+
+
+def test_full_shard_is_torchtitans_fsdp(workers: Callable[..., list[Any]], own: Any, tmp_path: Path) -> None:
+    run = workers("train", "strategy", tmp_path, *flag(levels="GGG"), *VALIDATION)[0]
+    assert run.losses == pytest.approx(own.losses, rel=1e-6)  # sums in another order
+    assert run.validated == pytest.approx(own.validated, rel=1e-6)
+    assert run.metrics.keys() == own.metrics.keys()
+    assert run.metrics["grad_norm"] == pytest.approx(own.metrics["grad_norm"], rel=1e-5)
+    assert own.losses[-1] < 0.9 * own.losses[0]
+
+
+def test_mics_is_torchtitans_hsdp(workers: Callable[..., list[Any]], tmp_path: Path) -> None:
+    replicate = ["--parallelism.data_parallel_replicate_degree", "2"]
+    hsdp = workers("train", "own", tmp_path, "--training.steps", "2", *replicate)[0]
+    mics = workers("train", "strategy", tmp_path, "--training.steps", "2", *flag("mics"))[0]
+    assert mics.losses == pytest.approx(hsdp.losses, rel=1e-6)
+
+
+def test_zeropp_trains_and_validates(workers: Callable[..., list[Any]], own: Any, tmp_path: Path) -> None:
+    run = workers("train", "strategy", tmp_path, *flag("zeropp"), *VALIDATION)[0]
+    assert run.losses == pytest.approx(own.losses, rel=0.01)
+    assert run.losses != own.losses
+    assert run.validated == pytest.approx(own.validated, rel=0.01)
+
+
+def test_nothing_goes_between_nodes_before_the_last_micro_batch(
+    workers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    options = [*flag(levels="IIG"), "--training.steps", "2", "--training.global_batch_size"]
+    (_, one), (_, three) = (
+        workers("train", "strategy", tmp_path, *options, str(8 * count))[0].traffic for count in (1, 3)
+    )
+    for kind in ("gather", "reduce"):
+        assert three[kind] == {"inter": one[kind]["inter"], "intra": 3 * one[kind]["intra"]}
+        assert one[kind]["inter"] > 0
+
+
+@pytest.mark.parametrize("levels", ["IIG", "NNG"])
+def test_accumulates_torchtitans_gradients(workers: Callable[..., list[Any]], tmp_path: Path, levels: str) -> None:
+    batch = ["--training.steps", "2", "--training.global_batch_size", "16"]
+    own = workers("train", "own", tmp_path, *batch)[0]
+    ours = workers("train", "strategy", tmp_path, *flag(levels=levels), *batch)[0]
+    assert ours.losses == pytest.approx(own.losses, rel=1e-6)
+    assert ours.metrics["grad_norm"] == pytest.approx(own.metrics["grad_norm"], rel=1e-5)
+
+
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(workers: Callable[..., list[Any]], tmp_path: Path) -> None:
+    options = [*flag("loco", weights="int4delta"), *CHECKPOINTS]
+    whole = workers("train", "strategy", tmp_path / "whole", *options)[0]
+    workers("train_until", 4, "strategy", tmp_path / "half", *options)
+    rest = workers("train", "strategy", tmp_path / "half", *options)[0]
+    assert rest.losses == whole.losses[2:]
+    without = [*options, "--checkpoint.load_step", "2", "--checkpoint.exclude_from_loading", "codecs"]
+    assert workers("train", "strategy", tmp_path / "half", *without)[0].losses != rest.losses
+
+
+def test_without_codec_state_checkpoints_are_torchtitans_own(
+    workers: Callable[..., list[Any]], own: Any, tmp_path: Path
+) -> None:
+    workers("train_until", 4, "own", tmp_path, *CHECKPOINTS)
+    rest = workers("train", "strategy", tmp_path, *flag(levels="GGG"), *CHECKPOINTS)[0]
+    assert rest.losses == pytest.approx(own.losses[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree=2 is .*--parallelism.strategy mics"),
+        ("--parallelism.tensor_parallel_degree 2", "tensor_parallel_degree=2 .* set it to 1"),
+        ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree=2 .* set it to 1"),
+        ("--parallelism.context_parallel_degree 2", "context_parallel_degree=2 .* set it to 1"),
+        ("--parallelism.expert_parallel_degree 2", "expert_parallel_degree=2 .* set it to 1"),
+        ("--parallelism.spmd_backend spmd_types", "spmd_backend=spmd_types .* partial_dtensor"),
+        ("--training.enable_cpu_offload", "enable_cpu_offload .* leave it out"),
+        ("--training.no-disable_cuda_graphs", "set --training.disable_cuda_graphs"),
+        ("--parallelism.strategy mixzpp", "frozen=int8.* leave frozen out"),
+        ("--parallelism.strategy zero2 --parallelism.fsdp_reshard_after_forward always", "always contradicts 'NGG'"),
+        ("--parallelism.strategy zero4", "--parallelism.strategy: .*'zero4'.* zeropp"),
+        ('--parallelism.strategy {"weight":"int8"}', "--parallelism.strategy: weight: .* did you mean weights"),
+        ('--parallelism.strategy {"weights":3}', "--parallelism.strategy: weights: .*3"),
+        ('--parallelism.strategy {"weights"}', "--parallelism.strategy: .* is not JSON"),
+    ],
+)
+def test_refused_on_every_rank(workers: Callable[..., list[Any]], options: str, told: str) -> None:
+    texts = workers("refusal", "strategy", "--parallelism.strategy", "zeropp", *options.split())
+    assert all(re.search(told, re.sub(r"[\s│]+", " ", text)) for text in texts), texts
+
+
+def test_what_the_configuration_sets_is_refused(workers: Callable[..., list[Any]]) -> None:
+    assert "Strategy.from_dict" in workers("refusal", "misspelt")[0]
+    assert "--comm.mode default" in workers("refusal", "strategy", *flag("zeropp"), "--comm.mode", "torchcomms")[0]
+
+
+@pytest.mark.parametrize("config", ["llama3_debugmodel", "llama3_8b", "llama3_70b"])
+def test_configurations_have_one_key(workers: Callable[..., list[Any]], config: str) -> None:
+    module = "fsdp_zpp.integrations.torchtitan"
+    default, given = (
+        json.loads(workers("parallelism", module, config, *options)[0])["strategy"]
+        for options in ([], flag("loco", weights="int4:64"))
+    )
+    assert default == Strategy.zeropp().to_dict()
+    assert given == Strategy.loco(weights=Int4(64), gpus_per_node=2).to_dict()
+
+
+def test_chunked_loss_is_refused(workers: Callable[..., list[Any]]) -> None:
+    for text in workers("refusal", "chunked", *flag("zeropp")):
+        assert "config.loss = config.loss.loss_fn" in text
+
+
+def test_another_model_is_refused(workers: Callable[..., list[Any]]) -> None:
+    assert "torchtitan's Llama 3" in workers("refusal", "experts")[0]
+
+
+def test_models_whose_parameters_a_strategy_cant_place_or_encode_are_refused(workers: Callable[..., list[Any]]) -> None:
+    assert "has experts" in workers("model_refusal", True, False)[0]
+    assert "layers.0.weight is a Parameter, which encodes itself" in workers("model_refusal", False, True)[0]
+
+
+def test_a_seed_checkpoint_has_no_codec_state(workers: Callable[..., list[Any]], tmp_path: Path) -> None:
+    assert "codecs" not in workers("seed_checkpoint", tmp_path, *flag("loco"), *CHECKPOINTS)[0]
+
+
+def test_none_is_torchtitans_own(workers: Callable[..., list[Any]]) -> None:
+    assert "no part of this" in workers("own_model_under_strategys_trainer")[0]
+
+
+def test_example_trains(tmp_path: Path) -> None:
+    small = "--training.seq_len 64 --training.local_batch_size 2 --training.steps 3 --metrics.disable_color_printing"
+    result = launch(
+        2,
+        *("tests/integrations/torchtitan_on_cpu.py", "examples/torchtitan_train.py", "--dump_folder", tmp_path),
+        *("--parallelism.strategy", '{"preset": "zeropp", "gpus_per_node": 1}', *small.split()),
+        *("--override.imports", "torchtitan_attention.without_masks"),
+        on_cpu=True,
+    )
+    printed = result.stdout + result.stderr
+    assert result.returncode == 0, printed
+    losses = [float(loss) for loss in re.findall(r"loss: +(\d+\.\d+)", printed)]
+    assert losses[-1] < losses[0]
+    sent = re.findall(r"Bytes that this rank has sent: .*'inter': (\d+)", printed)
+    assert len(sent) == 2
+    assert all(int(nbytes) > 0 for nbytes in sent)
