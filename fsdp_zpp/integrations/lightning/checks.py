@@ -1,0 +1,83 @@
+"""What Lightning's strategies are told, and what they refuse, before they shard anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_zpp.adapters.fsdp2.validation import is_stock
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+from fsdp_zpp.runtime.validation import check_instance
+
+
+def split_sharding_strategy(sharding_strategy: Any, arguments: dict[str, Any]) -> Any:
+    """What Lightning's constructor is to be given in place of ``sharding_strategy``, of which it reads the name.
+
+    Args:
+        sharding_strategy: A :class:`Strategy`, or what Lightning takes.
+        arguments: The other arguments of Lightning's FSDPStrategy.
+
+    Raises:
+        TypeError: If it is the class Strategy itself.
+        ValueError: If an argument contradicts a :class:`Strategy`.
+    """
+    check_instance("sharding_strategy", sharding_strategy)
+    if not isinstance(sharding_strategy, Strategy):
+        return sharding_strategy
+    mesh = arguments.get("device_mesh")
+    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+        raise ValueError(
+            f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
+            'Strategy("III", gpus_per_node=...) shards inside of each node and replicates across nodes'
+        )
+    return "FULL_SHARD"
+
+
+def announce_node_size(processes: int) -> None:
+    """Tell strategies how many processes a node has, as torchrun does and Lightning's own launchers do not."""
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
+
+
+def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise if ``model`` is sharded over other ranks than those to which Lightning gives data of their own.
+
+    Args:
+        model: What was sharded with :func:`fsdp_zpp.fully_shard`.
+        mesh: Lightning's mesh, with the dimensions ``data_parallel`` and ``tensor_parallel``.
+
+    Raises:
+        ValueError: On every rank, naming a part of the model.
+    """
+    expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
+    for unit, name in named_units(model).items():
+        if not isinstance(unit, StrategyUnit) or is_stock(unit.strategy) or unit.mesh.group is None:
+            continue  # torch does it all, and what it accepts is Lightning's to say
+        ranks = dist.get_process_group_ranks(unit.mesh.group)
+        if ranks != expected:
+            sizes = dict(zip(("data_parallel_size", "tensor_parallel_size"), mesh.shape, strict=True))
+            raise ValueError(
+                f"{name or 'the model'} is sharded over the ranks {ranks}, but with {sizes} Lightning gives data of "
+                f"their own to the ranks {expected}; without tensor parallelism, pass data_parallel_size="
+                f"{dist.get_world_size()}, tensor_parallel_size=1 to ModelParallelStrategy; with it, pass "
+                'mesh=device_mesh["data_parallel"] to fully_shard'
+            )
+
+
+def check_no_codec_state(state: Iterable[object]) -> None:
+    """Raise if a user has put codec state in what Fabric is to save or load: it would save that of rank 0 alone.
+
+    Raises:
+        TypeError: If so.
+    """
+    if any(isinstance(value, CodecState) for value in state):
+        raise TypeError(
+            "the state holds a CodecState, of which Fabric would save that of rank 0 alone; leave it out: the strategy "
+            "saves and loads codec state together with the optimizer"
+        )

@@ -1,0 +1,93 @@
+"""Codec state next to a checkpoint of Lightning.
+
+Lightning writes a folder, of shards, or a file, with everything gathered on rank 0. Codec state is each rank's own, so
+it goes through torch.distributed.checkpoint into a folder: ``codecs`` inside of a checkpoint that is a folder, and
+``<file>.codecs`` beside one that is a file. A model without codec state leaves no such folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fsdp_zpp.runtime.checkpoint import CodecState
+
+_LAYOUT = "layout"
+"""The one key that the state dict of a :class:`CodecState` without any state has, too."""
+
+
+def save_codec_state(model: nn.Module, checkpoint: Path) -> None:
+    """Save the codec state of ``model``, if it has any, with what Lightning has just saved. Collective.
+
+    Args:
+        model: What Lightning has sharded.
+        checkpoint: Lightning's file or folder, the same on all ranks.
+    """
+    if dist.get_rank() == 0:
+        remove_codec_state(checkpoint)  # of an earlier checkpoint of this name, perhaps of another strategy
+    if (found := _codec_state_of(model)) is not None:
+        _, state = found
+        dcp.save(state, checkpoint_id=_folder_of(checkpoint))
+
+
+def load_codec_state(model: nn.Module, checkpoint: Path) -> None:
+    """Continue with the codec state next to ``checkpoint``; start over, with a warning, if there is none. Collective.
+
+    Args:
+        model: What Lightning has sharded; its weights may be loaded before or after.
+        checkpoint: Lightning's file or folder, the same on all ranks.
+
+    Raises:
+        ValueError: If it was saved for other units, or under another configuration of error feedback.
+    """
+    if (found := _codec_state_of(model)) is None:
+        return
+    codecs, state = found
+    folder = _folder_of(checkpoint)
+    exists = [folder.is_dir()]
+    dist.broadcast_object_list(exists)  # or ranks that see a shared folder at different times would hang
+    if not exists[0]:
+        codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
+        return
+    # Only what is there: a checkpoint of fewer ranks, or of other units, lacks keys, and CodecState says what follows.
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    loaded = {key: value for key, value in state.items() if key in saved}
+    dcp.load(loaded, checkpoint_id=folder)
+    codecs.load_state_dict(loaded)
+
+
+def remove_codec_state(checkpoint: Path) -> None:
+    """Remove what is next to ``checkpoint``, if anything; for one rank alone."""
+    for folder in (_inside(checkpoint), _beside(checkpoint)):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+
+
+def _codec_state_of(model: nn.Module) -> tuple[CodecState, dict[str, Any]] | None:
+    """The codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
+    try:
+        codecs = CodecState(model)
+    except ValueError:  # only torch's own strategies are in the model
+        return None
+    state = codecs.state_dict()
+    return (codecs, state) if state.keys() - {_LAYOUT} else None
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    """Where the codec state of a checkpoint is."""
+    # ModelCheckpoint(save_last="link") makes links to checkpoints.
+    target = checkpoint.resolve()
+    return _inside(target) if target.is_dir() else _beside(target)
+
+
+def _inside(checkpoint: Path) -> Path:
+    return checkpoint / "codecs"
+
+
+def _beside(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.codecs")

@@ -1,0 +1,144 @@
+"""The strategies for the Fabric of ``lightning.fabric``.
+
+    from fsdp_zpp import Strategy
+    from fsdp_zpp.integrations.lightning.fabric import FSDPStrategy
+
+    fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
+
+What they add to Lightning's: checkpoints that hold an optimizer hold codec state, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.strategies import (
+    FSDPStrategy as LightningFSDPStrategy,
+    ModelParallelStrategy as LightningModelParallelStrategy,
+    ParallelStrategy,
+)
+from lightning.fabric.utilities.types import _PATH
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.optim import Optimizer
+
+from fsdp_zpp.config.strategy import Strategy
+
+from .checks import announce_node_size, check_data_parallel, check_no_codec_state, split_sharding_strategy
+from .codec_state import load_codec_state, remove_codec_state, save_codec_state
+from .wrapping import wrapped_on_cpu
+
+State = dict[str, nn.Module | Optimizer | Any]
+"""What Fabric saves and loads, by name."""
+
+
+class CodecStateInCheckpoints(ParallelStrategy):
+    """A strategy whose checkpoints hold codec state if they hold an optimizer, to resume bit for bit."""
+
+    def __repr__(self) -> str:
+        """For the error of a Fabric of another package, or of a Trainer, which says what it wants instead."""
+        return f"<{type(self).__name__} for the Fabric of lightning.fabric>"
+
+    def setup_environment(self) -> None:
+        """As Lightning's."""
+        assert self.parallel_devices is not None
+        announce_node_size(len(self.parallel_devices))
+        super().setup_environment()
+
+    def save_checkpoint(
+        self,
+        path: _PATH,
+        state: State,
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """As Lightning's, and codec state beside it.
+
+        Raises:
+            TypeError: If ``state`` holds codec state itself.
+        """
+        check_no_codec_state(state.values())
+        super().save_checkpoint(path, state, storage_options, filter)
+        path = Path(self.broadcast(path))
+        if (model := _model_in_training(state)) is not None:
+            save_codec_state(model, path)
+        elif self.is_global_zero:
+            remove_codec_state(path)
+
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        state: nn.Module | Optimizer | State | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """As Lightning's, and codec state beside it.
+
+        Raises:
+            TypeError: If ``state`` holds codec state itself.
+            ValueError: If codec state was saved for another model, or under another configuration.
+        """
+        check_no_codec_state(state.values() if isinstance(state, dict) else ())
+        rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+        if isinstance(state, dict) and (model := _model_in_training(state)) is not None:
+            load_codec_state(model, Path(self.broadcast(path)))
+        return rest
+
+
+class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
+    """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a :class:`fsdp_zpp.Strategy`.
+
+    Args:
+        sharding_strategy: A :class:`fsdp_zpp.Strategy`, or what Lightning takes.
+        **arguments: As Lightning's. With a :class:`fsdp_zpp.Strategy`, ``device_mesh`` must be one-dimensional.
+
+    Raises:
+        TypeError: If ``sharding_strategy`` is the class Strategy itself.
+        ValueError: If an argument contradicts it.
+
+    Example:
+        >>> fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
+    """
+
+    def __init__(
+        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
+    ) -> None:
+        super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
+        if isinstance(sharding_strategy, Strategy):
+            self.sharding_strategy: Any = sharding_strategy
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """As Lightning's."""
+        with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
+            return super().setup_module(wrapped)
+
+
+class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrategy):
+    """Lightning's ModelParallelStrategy, for models that ``parallelize_fn`` shards by :func:`fsdp_zpp.fully_shard`.
+
+    Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
+    all ranks, and ``tensor_parallel_size=1``. With it, pass ``mesh=device_mesh["data_parallel"]`` to
+    :func:`fsdp_zpp.fully_shard`.
+
+    Example:
+        >>> fabric = Fabric(strategy=ModelParallelStrategy(shard, data_parallel_size=16, tensor_parallel_size=1), ...)
+    """
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """As Lightning's.
+
+        Raises:
+            ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
+        """
+        module = super().setup_module(module)
+        check_data_parallel(module, self.device_mesh)
+        return module
+
+
+def _model_in_training(state: State) -> nn.Module | None:
+    """The model of a checkpoint that holds an optimizer, too; Lightning sees to it that there is one model."""
+    if not any(isinstance(value, Optimizer) for value in state.values()):
+        return None
+    return next((value for value in state.values() if isinstance(value, nn.Module)), None)

@@ -1,0 +1,193 @@
+"""The strategies for the Trainer of ``lightning.pytorch``.
+
+    from fsdp_zpp import Strategy
+    from fsdp_zpp.integrations.lightning.pytorch import FSDPStrategy
+
+    trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
+
+What they add to Lightning's: with ``accumulate_grad_batches``, gradients are synchronized once a step, not in each
+micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints hold codec state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import FSDPPrecision as LightningFSDPPrecision
+from lightning.pytorch.strategies import (
+    FSDPStrategy as LightningFSDPStrategy,
+    ModelParallelStrategy as LightningModelParallelStrategy,
+    ParallelStrategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.optim import Optimizer
+
+from fsdp_zpp.config.strategy import Strategy
+
+from .checks import announce_node_size, check_data_parallel, split_sharding_strategy
+from .codec_state import load_codec_state, remove_codec_state, save_codec_state
+from .wrapping import outermost_fsdp, wrapped_on_cpu
+
+
+class CodecStateInCheckpoints(ParallelStrategy):
+    """A strategy whose checkpoints hold codec state if they hold the optimizers' states, to resume bit for bit."""
+
+    def __repr__(self) -> str:
+        """For the error of a Trainer of another package, which says what it wants instead."""
+        return f"<{type(self).__name__} for the Trainer of lightning.pytorch>"
+
+    def setup_environment(self) -> None:
+        """As Lightning's."""
+        assert self.parallel_devices is not None
+        announce_node_size(len(self.parallel_devices))
+        super().setup_environment()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """As Lightning's, and codec state beside it."""
+        holds_optimizers = "optimizer_states" in checkpoint
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(self.broadcast(filepath))
+        if holds_optimizers:
+            assert self.model is not None
+            save_codec_state(self.model, path)
+        elif self.is_global_zero:
+            remove_codec_state(path)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's, and codec state if the Trainer goes on training."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            load_codec_state(self.model, Path(self.broadcast(checkpoint_path)))
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """As Lightning's, and codec state beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            remove_codec_state(Path(filepath))
+
+
+class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
+    """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a :class:`fsdp_zpp.Strategy`.
+
+    Args:
+        sharding_strategy: A :class:`fsdp_zpp.Strategy`, or what Lightning takes.
+        **arguments: As Lightning's. With a :class:`fsdp_zpp.Strategy`, ``device_mesh`` must be one-dimensional.
+
+    Raises:
+        TypeError: If ``sharding_strategy`` is the class Strategy itself.
+        ValueError: If an argument contradicts it.
+
+    Example:
+        >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
+    """
+
+    def __init__(
+        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
+    ) -> None:
+        super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
+        if isinstance(sharding_strategy, Strategy):
+            self.sharding_strategy: Any = sharding_strategy
+        self._root: nn.Module | None = None
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        # An evaluation after a fit gets the model as it was before; its layers are wrapped by then, and it is not.
+        if isinstance(self._root, FullyShardedDataParallel) and self._root.module is model:
+            return self._root
+        with wrapped_on_cpu(model, self, self.kwargs) as wrapped:
+            self._root = super()._setup_model(wrapped)
+        return self._root
+
+    def setup_precision_plugin(self) -> None:
+        """As Lightning's; its plugin becomes one that clips norms."""
+        if type(self.precision_plugin) is LightningFSDPPrecision:
+            self.precision_plugin = FSDPPrecision(self.precision_plugin, self)
+        super().setup_precision_plugin()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """FSDP's ``no_sync``, around micro-batches that are not the last of a step."""
+        assert self.model is not None
+        with ExitStack() as stack:
+            for instance in outermost_fsdp(self.model):
+                stack.enter_context(instance.no_sync())
+            yield
+
+
+class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrategy):
+    """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by :func:`fsdp_zpp.fully_shard`.
+
+    Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
+    all ranks, and ``tensor_parallel_size=1``. With it, pass ``mesh=self.device_mesh["data_parallel"]`` to
+    :func:`fsdp_zpp.fully_shard`.
+
+    Example:
+        >>> trainer = Trainer(strategy=ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1), ...)
+    """
+
+    def setup(self, trainer: Trainer) -> None:
+        """As Lightning's.
+
+        Raises:
+            ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
+        """
+        assert self.model is not None
+        check_data_parallel(self.model, self.device_mesh)
+        super().setup(trainer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """No synchronization of gradients, in micro-batches that are not the last of a step."""
+        assert self.model is not None
+        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+
+class FSDPPrecision(LightningFSDPPrecision):
+    """Lightning's plugin, which has no reference to the model and so refuses to clip the norm, with one.
+
+    It has Lightning's name, under which checkpoints hold the state of its gradient scaler.
+
+    Args:
+        plugin: Lightning's.
+        strategy: The strategy that it belongs to.
+    """
+
+    def __init__(self, plugin: LightningFSDPPrecision, strategy: LightningFSDPStrategy) -> None:
+        vars(self).update(vars(plugin))
+        self._strategy = strategy
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip the norm over all gradients of the model, by FSDP's ``clip_grad_norm_``.
+
+        Raises:
+            NotImplementedError: If the norm is not that of one optimizer's gradients, or not of one FSDP instance.
+        """
+        root, optimizers = self._strategy.model, self._strategy.optimizers
+        if not isinstance(root, FullyShardedDataParallel):
+            raise NotImplementedError(
+                "gradients are clipped by their norm over one FullyShardedDataParallel around the whole model, but "
+                "configure_model has wrapped parts of it; use auto_wrap_policy instead, or override "
+                "configure_gradient_clipping"
+            )
+        if len(optimizers) > 1:
+            raise NotImplementedError(
+                f"the norm is that of all gradients of the model, but it has {len(optimizers)} optimizers; override "
+                "configure_gradient_clipping"
+            )
+        root.clip_grad_norm_(clip_val)

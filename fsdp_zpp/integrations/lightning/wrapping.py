@@ -1,0 +1,62 @@
+"""FSDP instances as Lightning makes them, and as it can't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+_POLICY = "auto_wrap_policy"
+
+
+@contextmanager
+def wrapped_on_cpu(model: nn.Module, strategy: Any, arguments: dict[str, Any]) -> Iterator[nn.Module]:
+    """On a CPU, FSDP around ``model``; elsewhere ``model`` itself, for Lightning to wrap.
+
+    Lightning passes FSDP the index of the device alone. A CPU has none, and without a device FSDP wants an accelerator.
+
+    Args:
+        model: What is to be sharded; it is left alone if users have wrapped parts of it.
+        strategy: Lightning's FSDPStrategy, of the Trainer or of Fabric.
+        arguments: Those that it passes on to FSDP; the policy is not among them while in the context, since Lightning
+            would warn that it leaves out what is done already.
+
+    Raises:
+        ValueError: If checkpoints are to be full ones on a CPU.
+    """
+    if strategy.root_device.type != "cpu":
+        yield model
+        return
+    if strategy._state_dict_type == "full":
+        # Lightning has FSDP move what it gathers to the CPU. What is there already, torch does not copy, and then it
+        # frees the weights, and gathers the next moments into the memory of the last.
+        raise ValueError(
+            'state_dict_type="full" of a model on a CPU makes torch save memory that it has freed or reused; '
+            'pass state_dict_type="sharded"'
+        )
+    if outermost_fsdp(model):
+        yield model
+        return
+    wrapped = FullyShardedDataParallel(
+        model,
+        cpu_offload=strategy.cpu_offload,
+        mixed_precision=strategy.mixed_precision_config,
+        sharding_strategy=strategy.sharding_strategy,
+        device_id=strategy.root_device,
+        **arguments,
+    )
+    policy = {_POLICY: arguments.pop(_POLICY)} if _POLICY in arguments else {}
+    try:
+        yield wrapped
+    finally:
+        arguments.update(policy)
+
+
+def outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """The FSDP instances of ``model`` that are in no other: the model itself, unless users wrap parts of it."""
+    if isinstance(model, FullyShardedDataParallel):
+        return [model]
+    return [instance for child in model.children() for instance in outermost_fsdp(child)]
