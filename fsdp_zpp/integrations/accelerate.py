@@ -152,7 +152,10 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         raise ValueError("this accelerator has prepared a model already: call use_strategy before accelerator.prepare")
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1 or not dist.is_initialized():
-        raise ValueError("a strategy shards over several processes: start them with accelerate launch or torchrun")
+        raise ValueError(
+            "a strategy shards over several processes, and accelerate knows of one: start them with accelerate launch or "
+            "torchrun, and on CPUs pass Accelerator(cpu=True)"
+        )
     if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
         raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
     config = accelerator.parallelism_config
