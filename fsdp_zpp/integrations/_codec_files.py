@@ -1,41 +1,93 @@
-"""Codec state beside a framework's checkpoint: a folder of torch.distributed.checkpoint's."""
+"""Codec state next to a framework's checkpoint.
+
+Frameworks write a folder, with shards in it, or a file, with everything gathered on rank 0. Codec state is each rank's
+own, so it goes through torch.distributed.checkpoint into a folder: ``codecs`` inside of a checkpoint that is a folder,
+and ``<file>.codecs`` beside one that is a file. A model without codec state leaves no such folder.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from fsdp_zpp.runtime.checkpoint import CodecState
 
-logger = logging.getLogger("fsdp_zpp")
-
-FOLDER = "fsdp_zpp_codecs"
-
-
-def save_codec_state(model: nn.Module, checkpoint: str | os.PathLike[str], index: int = 0) -> None:
-    """Save the codec state of ``model``, the one of this index in its job, into a checkpoint's folder. Collective."""
-    dcp.save({"codecs": CodecState(model)}, checkpoint_id=Path(checkpoint) / f"{FOLDER}_{index}")
+_LAYOUT = "layout"
+"""The one key that the state dict of a :class:`CodecState` without any state has, too."""
 
 
-def load_codec_state(model: nn.Module, checkpoint: str | os.PathLike[str], index: int = 0) -> None:
-    """Load what :func:`save_codec_state` saved, once the weights are loaded or before; collective.
+def save_codec_state(model: nn.Module, checkpoint: Path) -> None:
+    """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective.
 
-    A checkpoint without codec state, of another strategy or of none, is loaded with a warning: errors start from zero,
-    weights are sent whole once.
+    Args:
+        model: What a strategy has sharded.
+        checkpoint: The framework's file or folder, the same on all ranks.
     """
-    folder = Path(checkpoint) / f"{FOLDER}_{index}"
-    # Of a folder that only some nodes see, all ranks must think the same.
-    found = [folder.is_dir()]
-    dist.broadcast_object_list(found)
-    if not found[0]:
-        if dist.get_rank() == 0:
-            logger.warning("%s holds no codec state: errors start from zero, weights are sent whole once", checkpoint)
+    if dist.get_rank() == 0:
+        remove_codec_state(checkpoint)  # of an earlier checkpoint of this name, perhaps of another strategy
+    if (found := _codec_state_of(model)) is not None:
+        _, state = found
+        dcp.save(state, checkpoint_id=_folder_of(checkpoint))
+
+
+def load_codec_state(model: nn.Module, checkpoint: Path) -> None:
+    """Continue with the codec state next to ``checkpoint``; start over, with a warning, if there is none. Collective.
+
+    Args:
+        model: What a strategy has sharded; its weights may be loaded before or after.
+        checkpoint: The framework's file or folder, the same on all ranks.
+
+    Raises:
+        ValueError: If it was saved for other units, or under another configuration of error feedback.
+    """
+    if (found := _codec_state_of(model)) is None:
         return
-    # If it is of fewer ranks, the others find no entries.
-    dcp.load({"codecs": CodecState(model)}, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    codecs, state = found
+    folder = _folder_of(checkpoint)
+    exists = [folder.is_dir()]
+    dist.broadcast_object_list(exists)  # or ranks that see a shared folder at different times would hang
+    if not exists[0]:
+        codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
+        return
+    # Only what is there: a checkpoint of fewer ranks, or of other units, lacks keys, and CodecState says what follows.
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    loaded = {key: value for key, value in state.items() if key in saved}
+    dcp.load(loaded, checkpoint_id=folder)
+    codecs.load_state_dict(loaded)
+
+
+def remove_codec_state(checkpoint: Path) -> None:
+    """Remove what is next to ``checkpoint``, if anything; for one rank alone."""
+    for folder in (_inside(checkpoint), _beside(checkpoint)):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+
+
+def _codec_state_of(model: nn.Module) -> tuple[CodecState, dict[str, Any]] | None:
+    """The codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
+    try:
+        codecs = CodecState(model)
+    except ValueError:  # only torch's own strategies are in the model
+        return None
+    state = codecs.state_dict()
+    return (codecs, state) if state.keys() - {_LAYOUT} else None
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    """Where the codec state of a checkpoint is."""
+    # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
+    target = checkpoint.resolve()
+    return _inside(target) if target.is_dir() else _beside(target)
+
+
+def _inside(checkpoint: Path) -> Path:
+    return checkpoint / "codecs"
+
+
+def _beside(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.codecs")

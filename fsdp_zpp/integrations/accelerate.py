@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -81,8 +82,8 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     cls = type(accelerator)
     accelerator.__class__ = type(f"Strategy{cls.__name__}", (ShardingAccelerator, cls), {})
     accelerator.strategy = strategy
-    accelerator.register_save_state_pre_hook(partial(_save_codec_states, accelerator))
-    accelerator.register_load_state_pre_hook(partial(_load_codec_states, accelerator))
+    accelerator.register_save_state_pre_hook(partial(_save_codec_state, accelerator))
+    accelerator.register_load_state_pre_hook(partial(_load_codec_state, accelerator))
     return accelerator
 
 
@@ -153,8 +154,8 @@ def _check_accelerator(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1 or not dist.is_initialized():
         raise ValueError(
-            "a strategy shards over several processes, and accelerate knows of one: start them with accelerate launch or "
-            "torchrun, and on CPUs pass Accelerator(cpu=True)"
+            "a strategy shards over several processes, and accelerate knows of one: start them with accelerate launch "
+            "or torchrun, and on CPUs pass Accelerator(cpu=True)"
         )
     if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
         raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
@@ -281,14 +282,14 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
         group["params"] = [sharded[name] for name in group["params"] if name in sharded]
 
 
-def _save_codec_states(
+def _save_codec_state(
     accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
 ) -> None:
-    for index, model in enumerate(models):
-        save_codec_state(model, output_dir, index)
+    for model in models:  # one, as with accelerate's own FSDP2
+        save_codec_state(model, Path(output_dir))
 
 
-def _load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
-    # accelerate hands over the models that it has left to be loaded, which are none under FSDP.
-    for index, model in enumerate(accelerator._models):
-        load_codec_state(model, input_dir, index)
+def _load_codec_state(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
+    # accelerate hands over the models that are still to be loaded, which is none under FSDP.
+    for model in accelerator._models:
+        load_codec_state(model, Path(input_dir))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -101,21 +102,22 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_codec_state(self.model, output_dir)
+        save_codec_state(self.model, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            load_codec_state(self.model, checkpoint)
+            load_codec_state(self.model, Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``from_pretrained`` reads it, or adapters as PEFT reads them. Collective.
 
         Trainer itself saves no such file if the kind of state dict is sharded; here only checkpoints have none.
         """
-        # By a checkpoint's folder, Trainer tells whether it is the best. If the folder were made later, with the sharded
-        # model, only some ranks might find it.
-        os.makedirs(self.args.output_dir if output_dir is None else output_dir, exist_ok=True)
+        # Trainer tells by a checkpoint's folder whether it is the best. If the folder were made later, with the sharded
+        # model, ranks that are early would not find it.
+        if (folder := output_dir or self.args.output_dir) is not None:
+            os.makedirs(folder, exist_ok=True)
         if not is_peft_model(self.model):
             plugin = self.accelerator.state.fsdp_plugin
             with nullcontext() if _internal_call else _with_full_state_dicts(plugin):

@@ -182,7 +182,7 @@ def loaded_without_codec_state(folder: str) -> tuple[list[float], list[float]]:
                 accelerator.save_state(folder)
             else:
                 if accelerator.is_main_process:
-                    shutil.rmtree(Path(folder) / "fsdp_zpp_codecs_0")
+                    shutil.rmtree(Path(folder) / "codecs")
                 accelerator.wait_for_everyone()
                 accelerator.load_state(folder)
             losses.append(training.train(2, STEPS))

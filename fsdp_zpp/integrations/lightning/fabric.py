@@ -25,9 +25,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
 
 from .checks import announce_node_size, check_data_parallel, check_no_codec_state, split_sharding_strategy
-from .codec_state import load_codec_state, remove_codec_state, save_codec_state
 from .wrapping import wrapped_on_cpu
 
 State = dict[str, nn.Module | Optimizer | Any]

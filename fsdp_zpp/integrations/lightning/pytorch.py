@@ -30,9 +30,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
 
 from .checks import announce_node_size, check_data_parallel, split_sharding_strategy
-from .codec_state import load_codec_state, remove_codec_state, save_codec_state
 from .wrapping import outermost_fsdp, wrapped_on_cpu
 
 
