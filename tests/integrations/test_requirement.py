@@ -13,7 +13,7 @@ import pytest
 import fsdp_zpp.integrations
 from fsdp_zpp.integrations._requirement import require
 
-FRAMEWORKS = ["accelerate", "transformers", "lightning", "torchtitan", "axolotl"]
+FRAMEWORKS = ["accelerate", "transformers", "lightning", "torchtitan"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -30,7 +30,9 @@ def test_an_absent_framework_is_named() -> None:
         require("no_such_framework", "1.0")
 
 
-@pytest.mark.parametrize(("found", "enough"), [("1.9.1", False), ("1.13.0", True), ("1.13.0.dev1", False), ("2.0", True)])
+@pytest.mark.parametrize(
+    ("found", "enough"), [("1.9.1", False), ("1.13.0", True), ("1.13.0.dev1", False), ("2.0", True)]
+)
 def test_an_old_framework_is_named_with_its_version(found: str, enough: bool) -> None:
     with patch("fsdp_zpp.integrations._requirement.version", lambda name: found):
         if enough:
