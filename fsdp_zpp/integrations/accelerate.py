@@ -4,11 +4,12 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 All else stays as it is with accelerate's FSDP2. What a ``FullyShardedDataParallelPlugin`` or ``accelerate launch`` says
-of it (what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too.
+of it (what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from fsdp_zpp.adapters.fsdp2 import fully_shard
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.peft_saving import adapter_state
 from fsdp_zpp.planner.model_size import layers
 from fsdp_zpp.runtime.unit import unit_of
 
@@ -33,13 +35,14 @@ from ._requirement import require
 require("accelerate", "1.13")
 
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, is_peft_model
 from accelerate.utils.fsdp_utils import (
     fsdp2_apply_ac,
     fsdp2_prepare_auto_wrap_policy,
     get_module_children_bottom_up,
     get_parameters_from_modules,
 )
+from accelerate.utils.other import compile_regions_fsdp2
 
 A = TypeVar("A", bound=Accelerator)
 
@@ -51,6 +54,8 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
     ``nn.ModuleList``s. A model with a base that the strategy quantizes (``frozen=``) is wrapped once: such a base is
     gathered layer by layer anyway. ``save_state`` and ``load_state`` hold the codec state, too.
+
+    accelerate keeps one configuration for a process, so any other Accelerator in it becomes one for FSDP2.
 
     Args:
         accelerator: An accelerator that has prepared nothing yet. It needs no plugin and no environment variable.
@@ -97,14 +102,16 @@ class ShardingAccelerator(Accelerator):
     strategy: Strategy
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        # To evaluate, a model is prepared without an optimizer, which accelerate refuses for FSDP2: it could not give
-        # the optimizer the sharded parameters later. An optimizer that is made later has them.
-        if any(isinstance(each, Optimizer) for each in objects):
+        # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
+        # model may be there to be evaluated only, and an optimizer that is made later has the shards.
+        kinds = [sum(isinstance(each, kind) for each in objects) for kind in (nn.Module, Optimizer)]
+        if kinds[0] == 1 and kinds[1]:
             return super().prepare(*objects, device_placement=device_placement)
-        prepared = tuple(
-            self.prepare_model(each) if isinstance(each, nn.Module) else super(ShardingAccelerator, self).prepare(each)
-            for each in objects
-        )
+        if kinds[0] > 1 and kinds[1]:
+            raise ValueError(
+                "several models and optimizers do not tell what belongs together: prepare each model apart"
+            )
+        prepared = self._prepare_fsdp2(*objects)
         return prepared if len(prepared) > 1 else prepared[0]
 
     def prepare_model(
@@ -116,41 +123,74 @@ class ShardingAccelerator(Accelerator):
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        # accelerate's compares the parameters with those of each model, which fails if one has as many.
+        self.unscale_gradients()
+        return self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Full weights; of a PEFT model, what its ``save_pretrained`` saves, and not the base. Collective."""
+        return adapter_state(model) if is_peft_model(model) else super().get_state_dict(model, unwrap)
+
     def _prepare_fsdp2(self, *objects: Any) -> tuple[Any, ...]:
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        for each in objects:
-            if isinstance(each, nn.Module):
-                self._shard(each, optimizers)
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        for model in models:
+            self._shard(model, optimizers)
+        if optimizers:
+            _check_has_shards(optimizers, models or self._models)
+            # In a checkpoint, the first model goes with the first optimizer.
+            self._models[:0] = [model for model in models if not any(known is model for known in self._models)]
         # In two passes, since a scheduler is prepared for an optimizer that is prepared.
         return tuple(map(self._prepare_one, [self._prepare_one(each, first_pass=True) for each in objects]))
 
     def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if unit_of(model) is not None:
-            _check_has_shards(optimizers, model)
+            reshard(model)
             return
         if isinstance(model, FSDPModule):
             raise ValueError(
                 f"this {type(model).__name__} was sharded by torch's fully_shard before; leave that to "
                 "accelerator.prepare, or use fsdp_zpp.fully_shard(..., strategy=strategy)"
             )
-        plugin = self.state.fsdp_plugin
-        plugin.set_auto_wrap_policy(model)
-        if plugin.activation_checkpointing:
-            model = fsdp2_apply_ac(self, model)
-        _check_and_compile(model, self.state.dynamo_plugin)
+        own = self.state.fsdp_plugin
+        # A copy for each model, since it then holds the names of that model's layers.
+        self.state.fsdp_plugin = plugin = copy.copy(own)
+        try:
+            plugin.set_auto_wrap_policy(model)
+            _check_checkpointing(plugin, model)
+            if plugin.activation_checkpointing:
+                model = fsdp2_apply_ac(self, model)
+        finally:
+            self.state.fsdp_plugin = own
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            _compile_layers(model, self.state.dynamo_plugin)
         if self.mixed_precision != "no":
             _upcast(model)
         arguments = _arguments(plugin, model, self.device)
         with _following(optimizers, model):
             for module in [*_units(model, plugin, self.strategy), model]:
                 fully_shard(module, strategy=self.strategy, **arguments)
+        if hasattr(model, "generate"):
+            register_fsdp_forward_method(model, "generate")
         # transformers looks here to tell that all ranks of a generation must make as many forwards.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
+    if isinstance(accelerator, ShardingAccelerator):
+        raise ValueError(f"this accelerator has a strategy already, {accelerator.strategy}")
     if accelerator._models:
-        raise ValueError("this accelerator has prepared a model already: call use_strategy before accelerator.prepare")
+        raise ValueError(
+            "this accelerator has prepared a model already: call use_strategy before accelerator.prepare. TRL's "
+            "trainers that have a reference model prepare it when they are made, so a strategy can't shard it"
+        )
+    dynamo = accelerator.state.dynamo_plugin
+    if dynamo.backend != DynamoBackend.NO and not dynamo.use_regional_compilation:
+        raise ValueError(
+            "torch.compile of a whole model does not see where a strategy gathers: compile layer by layer, with "
+            "TorchDynamoPlugin(use_regional_compilation=True) or ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"
+        )
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1 or not dist.is_initialized():
         raise ValueError(
@@ -190,16 +230,22 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         )
 
 
-def _check_and_compile(model: nn.Module, plugin: Any) -> None:
-    if plugin.backend.value == "NO":
+def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Raise if activations are to be recomputed, but the plugin does not say of which modules."""
+    if not plugin.activation_checkpointing:
         return
-    if not plugin.use_regional_compilation:
+    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if chosen is None or not any(map(chosen, model.modules())):
         raise ValueError(
-            "torch.compile of a whole model does not see where a strategy gathers: compile layer by layer, "
-            "TorchDynamoPlugin(use_regional_compilation=True) or --dynamo_use_regional_compilation"
+            f"activation_checkpointing=True recomputes what the plugin's policy wraps, which is nothing of this "
+            f"{type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
         )
-    from accelerate.utils.other import compile_regions_fsdp2
 
+
+def _compile_layers(model: nn.Module, plugin: Any) -> None:
+    """As accelerate does for its own FSDP2, in place."""
+    torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compile_regions_fsdp2(model, **plugin.to_kwargs())
 
 
@@ -225,12 +271,16 @@ def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device:
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
     """The modules that are units beside the model, bottom-up."""
-    if strategy.frozen is not None and not all(parameter.requires_grad for parameter in model.parameters()):
+    numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
+    if strategy.frozen is not None and numels[0] < numels[1]:
         return []
     chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
     if chosen is None:
         return []
-    found = [module for module in get_module_children_bottom_up(model)[:-1] if chosen(module)]
+    candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module is there more than once
+    found = [
+        module for module in candidates if chosen(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
     # The policy chooses a layer that is recomputed twice: itself, and what has it recomputed, which is to gather it.
     inside = {id(getattr(module, "_checkpoint_wrapped_module", None)) for module in found}
     found = [module for module in found if id(module) not in inside]
@@ -238,19 +288,17 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
     return list(layers(model)) if by_layers and not found else found
 
 
-def _check_has_shards(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    reshard(model)
-    shards = set(map(id, model.parameters()))
-    if any(
-        id(each) not in shards
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for each in group["params"]
-    ):
+def _check_has_shards(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    shards = {id(parameter) for model in models for parameter in model.parameters()}
+    if any(id(each) not in shards for each in _parameters_of(optimizers)):
         raise ValueError(
             "the optimizer has a parameter that is no shard of the model's: a forward leaves the root unsharded, so "
             "make the optimizer before, or after model.reshard()"
         )
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def reshard(model: nn.Module) -> None:
@@ -272,9 +320,9 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
         raise ValueError(
             "the optimizer has made steps on a model that is not sharded yet: prepare both before training"
         )
+    if any(id(parameter) not in names for parameter in _parameters_of(optimizers)):
+        raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
     for group in groups:
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
         group["params"] = [names[id(parameter)] for parameter in group["params"]]
     yield
     sharded = dict(model.named_parameters())
@@ -285,11 +333,11 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
 def _save_codec_state(
     accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
 ) -> None:
-    for model in models:  # one, as with accelerate's own FSDP2
+    for model in models[:1]:  # others are there to be evaluated, and keep nothing from step to step
         save_codec_state(model, Path(output_dir))
 
 
 def _load_codec_state(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
-    for model in accelerator._models:
+    for model in accelerator._models[:1]:
         load_codec_state(model, Path(input_dir))

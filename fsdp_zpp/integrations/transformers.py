@@ -5,7 +5,7 @@
 
 The model comes to Trainer as ever, not sharded, with adapters or without. Checkpoints are Trainer's own for FSDP2, by
 default sharded ones of torch.distributed.checkpoint, of adapters only if PEFT manages them; beside those lies the codec
-state. accelerate.py shards the model when the training, or the first evaluation, begins.
+state. integrations/accelerate.py shards the model when the training, or the first evaluation, begins.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
 
 from . import accelerate as sharding
 from ._codec_files import load_codec_state, save_codec_state
@@ -38,8 +39,8 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
     """Have ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
 
     It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
-    sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap, the kind of
-    state dict and more; without, Trainer moves the whole model to the GPU first.
+    sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap and more; its kind
+    of state dict is full unless it says otherwise. Without, Trainer moves the whole model to the GPU first.
 
     Args:
         trainer: A trainer that has neither trained nor evaluated yet.
@@ -52,16 +53,27 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
         TypeError: If ``strategy`` is not a :class:`Strategy`.
         ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
     """
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ValueError(
-            "this model was sharded by from_pretrained(distributed_config=...), and a strategy shards it itself: load "
-            "it without distributed_config"
-        )
+    _check_arguments(trainer)
     _shard_by(trainer, strategy)
     cls = type(trainer)
     trainer.__class__ = type(f"Strategy{cls.__name__}", (ShardingTrainer, cls), {})
     trainer.strategy = strategy  # type: ignore[attr-defined]
     return trainer
+
+
+def _check_arguments(trainer: Trainer) -> None:
+    if isinstance(trainer, ShardingTrainer):
+        raise ValueError(f"this trainer has a strategy already, {trainer.strategy}")
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "this model was sharded by from_pretrained(distributed_config=...), and a strategy shards it itself: load "
+            "it without distributed_config"
+        )
+    if trainer.args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True tries again after a step that has run out of memory, in the midst of which a "
+            "sharded model can't start anew: leave it out, and choose per_device_train_batch_size"
+        )
 
 
 def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
@@ -76,9 +88,8 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
         trainer.args.load_best_model_at_end or state_dict_type == StateDictType.SHARDED_STATE_DICT
     ):
         raise ValueError(
-            "save_only_model=True saves one file of full weights, which FSDP's sharded checkpoints and "
-            'load_best_model_at_end have no use for: leave it out, or pass fsdp=True, fsdp_config={"state_dict_type": '
-            '"FULL_STATE_DICT"} without load_best_model_at_end'
+            "save_only_model=True saves one file of full weights, and no training goes on from that: leave it out, or "
+            'pass fsdp=True, fsdp_config={"state_dict_type": "FULL_STATE_DICT"} without load_best_model_at_end'
         )
 
 
@@ -98,7 +109,7 @@ class ShardingTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         sharding.reshard(self.model)  # after an evaluation
-        return super().create_optimizer(model)
+        return super().create_optimizer(*(() if model is None else (model,)))  # of users, it may take no argument
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -118,22 +129,26 @@ class ShardingTrainer(Trainer):
         # model, ranks that are early would not find it.
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
-        if not is_peft_model(self.model):
-            plugin = self.accelerator.state.fsdp_plugin
-            with nullcontext() if _internal_call else _with_full_state_dicts(plugin):
-                super().save_model(output_dir, _internal_call)
-            return
-        from fsdp_zpp.frozen.peft_saving import adapter_state, as_plain, peft_model_in
+        whole = is_peft_model(self.model) or not _internal_call
+        with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
+            super().save_model(output_dir, _internal_call)
 
-        state = adapter_state(self.model)
-        with as_plain(peft_model_in(self.model), state):
-            self._save(output_dir, state_dict=state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None or not is_peft_model(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        with as_plain(peft_model_in(self.model), state_dict):
+            super()._save(output_dir, state_dict)
+
+    def push_to_hub(self, *arguments: Any, **options: Any) -> Any:
+        """As Trainer's, with the whole model. Collective."""
+        with _with_full_state_dicts(self.accelerator):
+            return super().push_to_hub(*arguments, **options)
 
 
 @contextmanager
-def _with_full_state_dicts(plugin: Any) -> Iterator[None]:
+def _with_full_state_dicts(accelerator: Any) -> Iterator[None]:
+    plugin = accelerator.state.fsdp_plugin
     kind = plugin.state_dict_type
     plugin.state_dict_type = StateDictType.FULL_STATE_DICT
     try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
-from harness import llama
+from harness import llama, models
 from harness.hugging_face import choose_own_fsdp, new_job
 from harness.pool import Pool, device_type
 from harness.wiretap import sent_in
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy, save_adapter
-from fsdp_zpp.integrations.accelerate import use_strategy
+from fsdp_zpp.integrations.accelerate import reshard, use_strategy
 
 STEPS, MICRO_BATCHES = 4, 2
 TOKENS = torch.arange(1, 13).view(1, -1)
@@ -217,6 +217,27 @@ def test_a_model_is_evaluated_without_an_optimizer_and_unwrapped(pool: Callable[
     assert sharded == pytest.approx(unwrapped, rel=1e-6)
 
 
+def with_a_teacher() -> tuple[list[float], list[str]]:
+    """In a worker: the losses of a model beside others that are evaluated, one with layers of its own."""
+    with accelerators() as accelerator:
+        use_strategy(accelerator, ZEROPP)
+        teacher, other = accelerator.prepare(llama.make_base(), models.make_net(blocks=2))
+        model = accelerator.prepare(llama.make_base())
+        with torch.no_grad():
+            teacher(input_ids=TOKENS.to(accelerator.device))
+            model(input_ids=TOKENS.to(accelerator.device))
+        reshard(model)  # the optimizer is made after a forward
+        training = prepared(accelerator, model)
+        units = [type(module).__name__ for module in other.modules() if isinstance(module, FSDPModule)]
+        return training.train(), units
+
+
+def test_other_models_are_evaluated_beside(pool: Callable[[int], Pool]) -> None:
+    losses, units = pool(4).run(with_a_teacher)[0]
+    assert losses == pool(4).run(trained, ZEROPP, "no")[0]
+    assert units == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
+
+
 def fine_tuned(folder: str) -> tuple[list[float], Tensor]:
     """In a worker: the losses of a training of adapters on a quantized base, and what the model answers after it."""
     with accelerators() as accelerator:
@@ -247,8 +268,14 @@ def refused(kind: str) -> str:
             accelerator.state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         if kind == "late":
             accelerator._models.append(nn.Linear(2, 2))
+        if kind == "twice":
+            use_strategy(accelerator, ZEROPP)
         strategy: Any = "zeropp" if kind == "type" else ZEROPP
-        plugins = {"FSDP1": {"fsdp_version": 1}, "rank 0": {"cpu_ram_efficient_loading": True}}
+        plugins = {
+            "FSDP1": {"fsdp_version": 1},
+            "rank 0": {"cpu_ram_efficient_loading": True},
+            "recomputed": {"activation_checkpointing": True},
+        }
         own = plugin(**plugins[kind]) if kind in plugins else None
         try:
             use_strategy(accelerator, strategy, plugin=own)
@@ -256,6 +283,8 @@ def refused(kind: str) -> str:
             if kind == "sharded":
                 fully_shard(model)
             optimizer = torch.optim.SGD(llama.make_base().parameters() if kind == "other" else model.parameters())
+            if kind == "recomputed":
+                model = nn.Sequential(nn.Linear(4, 4))
             if kind == "unsharded":
                 model = accelerator.prepare(model)
                 model(input_ids=TOKENS.to(accelerator.device))
@@ -272,11 +301,13 @@ def refused(kind: str) -> str:
     ("kind", "message"),
     [
         ("type", "strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'"),
+        ("twice", "this accelerator has a strategy already"),
         ("late", "call use_strategy before accelerator.prepare"),
         ("HSDP", "choose letters, such as Strategy('III') for HSDP"),
         ("compiled", "TorchDynamoPlugin(use_regional_compilation=True)"),
         ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
         ("rank 0", "cpu_ram_efficient_loading=True loads the weights on rank 0 alone"),
+        ("recomputed", "which is nothing of this Sequential: name its layers"),
         ("sharded", "was sharded by torch's fully_shard before"),
         ("other", "a parameter that is not the model's"),
         ("unsharded", "a forward leaves the root unsharded"),

@@ -36,7 +36,7 @@ def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def make_trainer(folder: str, model: nn.Module, **options: Any) -> Trainer:
+def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **options: Any) -> Trainer:
     """A trainer of two micro-batches a step, with an evaluation every other step."""
     arguments = TrainingArguments(
         **{
@@ -56,7 +56,7 @@ def make_trainer(folder: str, model: nn.Module, **options: Any) -> Trainer:
         }
         | options
     )
-    return Trainer(model, arguments, train_dataset=rows(4 * STEPS * 4, 0), eval_dataset=rows(16, 1))
+    return cls(model, arguments, train_dataset=rows(4 * STEPS * 4, 0), eval_dataset=rows(16, 1))
 
 
 def logged(trainer: Trainer, what: str) -> list[float]:
@@ -202,3 +202,67 @@ def test_the_best_model_is_evaluated_and_saved_for_plain_use(
     assert all(each[-1] == generated for each in found)  # each rank generates
     best = loaded.generate(input_ids=TOKENS, max_new_tokens=8, do_sample=False)
     assert generated[-1] == best[0].tolist()
+
+
+class Own(Trainer):
+    """Overrides what users override, as they do."""
+
+    def create_optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        return self.optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir or "", f"own{self.args.process_index}").touch()
+
+
+def saved_by_own(folder: str, kind: str) -> str:
+    """In a worker: the optimizer that has trained; the model is saved."""
+    with new_job():
+        trainer = use_strategy(make_trainer(folder, make_model(kind), cls=Own), PLAIN)
+        trainer.train()
+        trainer.save_model(folder)
+        return type(trainer.optimizer.optimizer).__name__
+
+
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_what_users_override_is_called(pool: Callable[[int], Pool], tmp_path: Path, kind: str) -> None:
+    assert pool(4).run(saved_by_own, str(tmp_path), kind) == ["SGD"] * 4
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files >= {f"own{rank}" for rank in range(4)}
+    assert ("model.safetensors" if kind == "whole" else "adapter_model.safetensors") in files
+
+
+def refused(folder: str, kind: str) -> str:
+    """In a worker: what is said to something that can't be."""
+    options: dict[str, Any] = {
+        "batch": {"auto_find_batch_size": True},
+        "only": {"save_only_model": True},
+        "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+        "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False}},
+    }.get(kind, {})
+    with new_job():
+        trainer = make_trainer(folder, llama.make_base(), **options)
+        try:
+            use_strategy(trainer, PLAIN)
+            use_strategy(trainer, PLAIN)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("twice", "this trainer has a strategy already"),
+        ("batch", "choose per_device_train_batch_size"),
+        ("only", "no training goes on from that"),
+        ("compiled", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"),
+        ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(
+    pool: Callable[[int], Pool], tmp_path: Path, kind: str, message: str
+) -> None:
+    for said in pool(4).run(refused, str(tmp_path), kind):
+        assert message in said
