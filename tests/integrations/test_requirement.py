@@ -13,7 +13,7 @@ import pytest
 import fsdp_zpp.integrations
 from fsdp_zpp.integrations._requirement import require
 
-FRAMEWORKS = ["accelerate", "transformers", "lightning", "torchtitan"]
+FRAMEWORKS = ["accelerate", "transformers", "lightning", "torchtitan", "axolotl"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -1,0 +1,217 @@
+"""Axolotl: a plugin that has its trainer shard the model by a strategy.
+
+    plugins:
+      - fsdp_zpp.integrations.axolotl.StrategyPlugin
+    fsdp_zpp: {preset: zeropp, frozen: nf4}         # what Strategy.from_dict reads, or the name of a preset alone
+    adapter: lora
+
+Nothing else is needed, neither ``fsdp_config`` nor a configuration of accelerate. What axolotl's ``fsdp_config`` says
+of FSDP2 (what to wrap, activation checkpointing, the kind of state dict of checkpoints) holds, too.
+integrations/transformers.py shards the model, with its adapters, when the training or the first evaluation begins;
+until then it is in the CPU's memory, on each rank.
+
+axolotl only prints an ImportError of a plugin's module, and trains without the plugin. So versions are checked, and the
+other integrations imported, when the plugin is registered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from fsdp_zpp.config.strategy import Strategy
+
+from ._requirement import require
+
+_TRAINER_INTEGRATION = "fsdp_zpp.integrations.transformers"
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+_LETTERS = "leave it out, and say in fsdp_zpp by levels= and gpus_per_node= what is sharded over which ranks"
+_HSDP = "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a replica} is HSDP"
+_ONE_DIMENSION = "a strategy can't be combined with it: leave it out"
+_FROZEN = "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: {frozen: %s}"
+
+_ALTERNATIVES = {
+    "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
+    "fsdp": "axolotl has deprecated it, and a strategy says itself what is sharded: leave it out",
+    "dp_shard_size": _LETTERS,
+    "load_in_4bit": (_FROZEN % "nf4") + " with adapter: lora for QLoRA",
+    "load_in_8bit": _FROZEN % "int8:256",
+    "gptq": "a strategy can't gather what GPTQ has packed: start from the base that was quantized, with frozen: nf4",
+    "fp32_norms": "axolotl shards norms itself for it, and a strategy shards the whole model: leave it out",
+    "fp8_enable_fsdp_float8_all_gather": "a strategy gathers the weights: leave it out, and write weights: int8:256",
+    "torch_compile": "torch.compile of a whole model does not see where a strategy gathers: leave it out",
+    "layer_offloading": "frozen weights are sharded, or quantized with frozen: nf4, so leave it out",
+}
+"""Keys of axolotl that ask for what a strategy can't honour, and what to do instead."""
+
+_SIZES = {
+    "dp_replicate_size": _HSDP,
+    "tensor_parallel_size": _ONE_DIMENSION,
+    "context_parallel_size": _ONE_DIMENSION,
+    "sequence_parallel_degree": _ONE_DIMENSION,
+    "expert_parallel_size": _ONE_DIMENSION,
+}
+"""Likewise, keys that ask for nothing if they are 1."""
+
+_FSDP_ALTERNATIVES = {
+    "offload_params": "leave it out; frozen: nf4 and levels: GGG are what saves memory on GPUs",
+    "cpu_ram_efficient_loading": "it loads the weights on one rank, and a strategy shards those of each: leave it out",
+}
+"""Likewise, keys of ``fsdp_config``."""
+
+_OPTIMIZERS_WITH_A_MESH = ("muon", "dion", "sinkgd")
+"""Optimizers that axolotl gives a mesh of its own making, which is not the strategy's."""
+
+
+class StrategyArgs(BaseModel):
+    """What the plugin adds to axolotl's configuration.
+
+    Attributes:
+        fsdp_zpp: The strategy: a preset's name, or a mapping as :meth:`Strategy.from_dict` reads it.
+    """
+
+    fsdp_zpp: str | dict[str, Any] | None = Field(
+        default=None,
+        json_schema_extra={"description": "Sharding strategy of fsdp_zpp: a preset such as zeropp, or a mapping"},
+    )
+
+    @field_validator("fsdp_zpp", mode="before")
+    @classmethod
+    def _check_strategy(cls, value: Any) -> Any:
+        if value is not None:
+            strategy_of(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_configuration(self) -> StrategyArgs:
+        check_configuration(self.model_dump(warnings=False))
+        return self
+
+
+class StrategyPlugin(BasePlugin):
+    """Has axolotl's trainer shard its model by the strategy of the key ``fsdp_zpp``."""
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{StrategyArgs.__name__}"
+
+    def register(self, cfg: Any) -> None:
+        """Fill in what axolotl needs to know of FSDP before it validates ``cfg``; what is given there stays.
+
+        Raises:
+            ImportError: If axolotl, transformers or accelerate is too old; says what to install.
+            ValueError: If ``cfg`` has a strategy that is none; the error names the key.
+        """
+        require("axolotl", "0.19")
+        importlib.import_module(_TRAINER_INTEGRATION)
+        # Preprocessing, inference and merging run in one process, where nothing is sharded.
+        if cfg.get("fsdp_zpp") is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return
+        strategy = strategy_of(cfg["fsdp_zpp"])
+        given = cfg.get("fsdp_config") or {}
+        if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(given):
+            cfg["fsdp_version"] = 2
+        cfg["fsdp_config"] = {
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "final_state_dict_type": "FULL_STATE_DICT",
+        } | dict(given)
+        if cfg.get("experimental_skip_move_to_device") is None:
+            cfg["experimental_skip_move_to_device"] = True  # or a model would have to fit on a GPU before it is sharded
+        if strategy.frozen is not None and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
+            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # which axolotl would set if they were left out
+        if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
+            cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Have ``trainer`` shard its model.
+
+        Raises:
+            ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
+        """
+        if cfg.fsdp_zpp is None:  # axolotl keeps the plugins of earlier configurations
+            return
+        importlib.import_module(_TRAINER_INTEGRATION).use_strategy(trainer, strategy_of(cfg.fsdp_zpp))
+        # With adapters and FSDP2 axolotl writes the final files itself, but only weights whose names have "lora_" in
+        # them, without what lora_modules_to_save has trained. Told of no version, it leaves that to the trainer.
+        cfg.fsdp_version = None
+
+
+def strategy_of(value: object) -> Strategy:
+    """The strategy that the key ``fsdp_zpp`` stands for.
+
+    Raises:
+        ValueError: If it stands for none; the error names the key.
+    """
+    try:
+        return Strategy.from_dict(value)  # type: ignore[arg-type]  # which it checks
+    except (TypeError, ValueError) as error:  # pydantic reports no TypeError
+        raise ValueError(f"fsdp_zpp: {error}") from None
+
+
+def check_configuration(config: Mapping[str, Any]) -> None:
+    """Check that a configuration asks for nothing that a strategy can't honour.
+
+    Args:
+        config: The keys of axolotl's configuration, with defaults.
+
+    Raises:
+        ValueError: If it does; names the key and says what to do instead.
+    """
+    if config.get("fsdp_zpp") is None:
+        if f"{__name__}.{StrategyPlugin.__name__}" in (config.get("plugins") or []):
+            raise ValueError("fsdp_zpp: give the plugin a strategy, such as fsdp_zpp: zeropp")
+        return
+    for key, instead in _ALTERNATIVES.items():
+        if config.get(key) not in (None, False):
+            _refuse(key, config[key], instead)
+    for key, instead in _SIZES.items():
+        if (config.get(key) or 1) > 1:
+            _refuse(key, config[key], instead)
+    _check_fsdp(config.get("fsdp_version"), config.get("fsdp_config") or {})
+    _check_training(config)
+
+
+def _check_fsdp(version: object, config: Mapping[str, Any]) -> None:
+    if version not in (None, 2):
+        _refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
+    for key, instead in _FSDP_ALTERNATIVES.items():
+        if config.get(key):
+            _refuse(f"fsdp_config.{key}", config[key], instead)
+    if config.get("final_state_dict_type") not in (None, "FULL_STATE_DICT"):
+        _refuse(
+            "fsdp_config.final_state_dict_type",
+            config["final_state_dict_type"],
+            "with a strategy the final model is one that from_pretrained reads: leave it out",
+        )
+
+
+def _check_training(config: Mapping[str, Any]) -> None:
+    if config.get("optimizer") in _OPTIMIZERS_WITH_A_MESH:
+        _refuse(
+            "optimizer",
+            config["optimizer"],
+            "it communicates over axolotl's own mesh, which is not the strategy's: choose another, such as "
+            "adamw_torch_fused",
+        )
+    for pattern in config.get("unfrozen_parameters") or []:
+        if pattern.endswith("]") and ":" in pattern:
+            _refuse(
+                "unfrozen_parameters",
+                pattern,
+                "the hooks that freeze the other rows do not outlive sharding: name whole parameters",
+            )
+    kernels = [key for key in _LORA_KERNELS if config.get(key)]
+    if kernels and strategy_of(config["fsdp_zpp"]).frozen is not None:
+        _refuse(
+            kernels[0],
+            True,
+            "it keeps the dequantized base until the backward, which frozen= is there to avoid: leave it out",
+        )
+
+
+def _refuse(key: str, value: object, instead: str) -> None:
+    raise ValueError(f"{key}: {value!r} can't be combined with fsdp_zpp: {instead}")
