@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from harness.pool import SHARE_GPUS, Pool, device_type
+from harness.pool import Pool, too_few_gpus
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's interpreter runs the kernels where there is no GPU. It must be chosen before they are defined, which is when
@@ -22,9 +22,8 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     pools: dict[int, Pool] = {}
 
     def get(world: int) -> Pool:
-        too_few = device_type() == "cuda" and torch.cuda.device_count() < world
-        if too_few and SHARE_GPUS not in os.environ:
-            pytest.skip(f"needs {world} GPUs, has {torch.cuda.device_count()}")
+        if reason := too_few_gpus(world):
+            pytest.skip(reason)
         return pools.setdefault(world, Pool(world))
 
     yield get

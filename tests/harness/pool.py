@@ -48,6 +48,13 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def too_few_gpus(world: int) -> str:
+    """Why ``world`` workers can't run, for ``pytest.skip``; empty if they can."""
+    gpus = torch.cuda.device_count()
+    too_few = device_type() == "cuda" and gpus < world and SHARE_GPUS not in os.environ
+    return f"needs {world} GPUs, has {gpus}" if too_few else ""
+
+
 def start_method() -> multiprocessing.context.BaseContext:
     """How processes of tests start: forked from one that has imported torch, which takes seconds each time.
 
@@ -83,6 +90,7 @@ def _init_process_group(rank: int, world: int, port: int) -> None:
         if SHARE_GPUS in os.environ:
             # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
             os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+            os.environ["LOCAL_RANK"] = str(gpu)  # from which frameworks choose a rank's GPU
         torch.cuda.set_device(gpu)
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", gpu))
     else:

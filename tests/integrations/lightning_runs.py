@@ -229,6 +229,13 @@ def let_gather(run: Run, strategy: Any) -> None:
         strategy._state_dict_type = "full"
 
 
+def ranks() -> dict[str, int]:
+    """The arguments with which Lightning takes the ranks of this process group for its own."""
+    world = dist.get_world_size()
+    per_node = min(world, torch.cuda.device_count()) if device_type() == "cuda" else world
+    return {"devices": per_node, "num_nodes": world // per_node}  # more than one where ranks share GPUs
+
+
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
     """What Lightning runs in: it may clear variables that other tests of this process need.
@@ -264,7 +271,7 @@ def train_by_trainer(run: Run, outcome: Outcome, saving: ModelCheckpoint) -> Non
     """Train as users of the Trainer do."""
     trainer = Trainer(
         accelerator=ACCELERATOR,
-        devices=dist.get_world_size(),
+        **ranks(),
         strategy=make_strategy(run),
         max_steps=run.steps,
         accumulate_grad_batches=run.micro_batches,
@@ -286,7 +293,7 @@ def train_by_trainer(run: Run, outcome: Outcome, saving: ModelCheckpoint) -> Non
 
 def train_by_fabric(run: Run, outcome: Outcome) -> None:
     """Train as users of Fabric do."""
-    fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=make_strategy(run))
+    fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=make_strategy(run))
     fabric.launch()
     # One after the other: ModelParallelStrategy can't set up both together.
     model = fabric.setup_module(models.make_net())
@@ -351,7 +358,7 @@ def train_beside_tensor_parallelism(strategy: Strategy | None) -> list[float]:
     with environment():
         source: Any = fabric_strategies if strategy is STOCK else our_fabric
         own = source.ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=2)
-        fabric = Fabric(accelerator=ACCELERATOR, devices=4, strategy=own)
+        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=own)
         fabric.launch()
         model = fabric.setup_module(models.make_net(hidden=36))
         optimizer = fabric.setup_optimizers(models.make_optimizer("adamw", model.parameters()))
@@ -375,7 +382,7 @@ def run_example(arguments: list[str]) -> str:
 
 def _set_up(kind: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     with environment():
-        fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=kind(*arguments, **keywords))
+        fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=kind(*arguments, **keywords))
         fabric.launch()
         fabric.setup_module(models.make_net())
 
@@ -411,7 +418,7 @@ def _data_for_some_ranks_of_a_trainer() -> None:
     run = Run(TRAINER_FSDP2, Strategy.zeropp(gpus_per_node=2))
     strategy = our_trainer.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
     with environment():
-        trainer = Trainer(accelerator=ACCELERATOR, devices=4, strategy=strategy, logger=False, barebones=True)
+        trainer = Trainer(accelerator=ACCELERATOR, **ranks(), strategy=strategy, logger=False, barebones=True)
         module = Module(run, Outcome())
         shard(module.net, run.strategy, None)
         trainer.fit(module, Batches(1))

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torchtitan_on_cpu
 from harness.launch import launch
-from harness.pool import Pool, device_type
+from harness.pool import Pool, too_few_gpus
 
 from fsdp_zpp import Int4, Strategy
 
@@ -35,8 +34,8 @@ def workers() -> Iterator[Callable[..., list[Any]]]:
 
     These processes are not those of other tests: torchtitan changes the garbage collector and timeouts of a process.
     """
-    if device_type() == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, has {torch.cuda.device_count()}")
+    if reason := too_few_gpus(4):
+        pytest.skip(reason)
     pool = Pool(4)
     yield lambda name, *args: pool.run(torchtitan_on_cpu.call, name, *args)
     pool.stop()
