@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: b
         on_cpu: Whether GPUs are hidden, as they are where there are fewer than ranks.
 
     Returns:
-        The largest exit code of any rank (the others are ended when one fails), and what all have printed.
+        The exit code of the first rank that failed, after which the others are ended, and what all have printed.
     """
     arguments, context, port = [str(part) for part in command], start_method(), free_port()
     gpus = {} if torch.cuda.device_count() >= processes and not on_cpu else {"CUDA_VISIBLE_DEVICES": ""}
@@ -44,22 +45,25 @@ def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: b
         ]
         for process in ranks:
             process.start()
-        _wait(ranks, time.monotonic() + timeout)
-        codes = [process.exitcode for process in ranks]
+        code = _wait(ranks, time.monotonic() + timeout)
         out, err = ("".join(_printed(folder, name, rank) for rank in range(processes)) for name in ("out", "err"))
-    return CompletedProcess(arguments, max(codes, key=lambda code: abs(code or 0)), out, err)
+    return CompletedProcess(arguments, code, out, err)
 
 
-def _wait(ranks: list[multiprocessing.Process], deadline: float) -> None:
-    running = list(ranks)
-    while running and time.monotonic() < deadline:
+def _wait(ranks: list[multiprocessing.Process], deadline: float) -> int:
+    """The exit code of the first that fails, or 0; what then runs is killed."""
+    running, failed = list(ranks), 0
+    while running and not failed and time.monotonic() < deadline:
         ready = multiprocessing.connection.wait([p.sentinel for p in running], deadline - time.monotonic())
-        if any(p.sentinel in ready and p.join() is None and p.exitcode for p in running):
-            break
-        running = [p for p in running if p.sentinel not in ready]
+        ended = [p for p in running if p.sentinel in ready]
+        for process in ended:
+            process.join()
+        failed = next((p.exitcode for p in ended if p.exitcode), 0)
+        running = [p for p in running if p not in ended]
     for process in running:
         process.kill()
         process.join()
+    return failed or (-signal.SIGKILL if running else 0)
 
 
 def _printed(folder: str, name: str, rank: int) -> str:
@@ -86,7 +90,7 @@ def _main(rank: int, world: int, port: int, arguments: list[str], folder: str, g
 
 
 def in_fake_world(world: int, gpus_per_node: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` on rank 0 of ``world``, in a process of its own: a process has one world only."""
+    """``function(*args)`` on rank 0 of ``world``, in a process of its own, on the CPU: a process has one world only."""
     with ProcessPoolExecutor(1, start_method(), _join, initargs=(world, gpus_per_node)) as executor:
         return executor.submit(function, *args).result()
 
@@ -99,4 +103,5 @@ def groups_of_this_rank() -> int:
 def _join(world: int, gpus_per_node: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_WORLD_SIZE": str(gpus_per_node), "GROUP_WORLD_SIZE": str(world // gpus_per_node)}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
