@@ -10,6 +10,7 @@ from fsdp_zpp.kernels import (
     dequantize,
     dequantize_sum,
     dequantize_sum_quantize,
+    dequantize_sum_quantize_with_feedback,
     quantize,
     quantize_delta,
     quantize_with_feedback,
@@ -104,6 +105,26 @@ def requantize_case(numel: int, bits: int, block: int, peers: int, out_bits: int
     return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits}", prepare)
 
 
+def requantize_feedback_case(numel: int, bits: int, block: int, peers: int, out_bits: int, error_block: int) -> Case:
+    """The step of a reduction between its hops, with error feedback."""
+
+    def prepare() -> Prepared:
+        chunks = CHUNKS // peers
+        payload = quantize(_values(numel), *GRID, bits, block).view(peers, chunks, -1)
+        errors = torch.zeros(numel // peers, device="cuda")
+        if error_block:
+            errors = quantize(errors, 1, chunks, 8, error_block)
+        layouts = (numel // CHUNKS, bits, block, out_bits, block, 1 / peers, error_block, BETA)
+
+        def call() -> torch.Tensor:
+            return dequantize_sum_quantize_with_feedback(payload, errors, *layouts)
+
+        return call, tensors_nbytes(payload, call(), errors, errors)
+
+    errors = "int8" if error_block else "fp32"
+    return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits} with {errors} errors", prepare)
+
+
 def delta_cases(numel: int, block: int) -> Iterator[Case]:
     """Weights as changes: int4 against int8."""
     layouts = (8, block, 4, block)
@@ -131,4 +152,5 @@ def own_cases(numel: int, block: int) -> Iterator[Case]:
                 yield requantize_case(numel, bits, block, peers, out_bits)
         for error_block in (0, ERROR_BLOCK):
             yield feedback_case(numel, bits, block, error_block)
+            yield requantize_feedback_case(numel, bits, block, 4, 4, error_block)
     yield from delta_cases(numel, block)

@@ -25,6 +25,7 @@ from .tiling import (
     feedback_tiling,
     group,
     quantize_tiling,
+    sum_feedback_tiling,
     sum_quantize_tiling,
     sum_tiling,
     zero,
@@ -82,7 +83,7 @@ def dequantize_sum_quantize(
     """See ``kernels.dequantize_sum_quantize``."""
     launch = launch_tiles(
         sum_quantize_kernel,
-        sum_quantize_tiling(layout, out_layout),
+        sum_quantize_tiling(peers, layout, out_layout),
         numel,
         cols,
         rows,
@@ -146,7 +147,7 @@ def dequantize_sum_quantize_with_feedback(
     """See ``kernels.dequantize_sum_quantize_with_feedback``."""
     launch = launch_tiles(
         sum_quantize_with_feedback_kernel,
-        feedback_tiling(layout, out_layout, error_layout),
+        sum_feedback_tiling(layout, out_layout, error_layout),
         numel,
         chunks,
         1,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .quantize_sum import load_blocks
-from .tiles import decode_sum, encode, source_chunk, tile_index
+from .tiles import add_row, decode_sum, encode, source_chunk, tile_index
 
 _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 
@@ -28,8 +28,9 @@ def _delta_tile(
     MASKED: tl.constexpr,
 ):
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
-    base = decode_sum(base_ptr, numel, 1.0, base_zero, source_chunk(), 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
-    encode(values - tl.reshape(base, [TILE // BLOCK, BLOCK]), out_ptr, numel, BITS, BLOCK, TILE, _GROUP, MASKED)
+    row = source_chunk()
+    change = add_row(values, base_ptr, numel, base_zero, row, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+    encode(tl.reshape(change, [TILE // BLOCK, BLOCK]), out_ptr, numel, BITS, BLOCK, TILE, _GROUP, MASKED)
 
 
 @triton.jit(do_not_specialize=["numel_units", "base_zero"])
@@ -71,9 +72,8 @@ def _add_tile(
 ):
     row = source_chunk()
     base = decode_sum(base_ptr, numel, 1.0, base_zero, row, 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
-    change = decode_sum(delta_ptr, numel, 1.0, zero, row, 1, BITS, BLOCK, TILE, _GROUP, MASKED)
-    # Both come as [groups, words, codes of a word], whose sizes depend on the bits; blocks are a shape they share.
-    values = tl.reshape(base, [TILE // BASE_BLOCK, BASE_BLOCK]) + tl.reshape(change, [TILE // BASE_BLOCK, BASE_BLOCK])
+    values = add_row(base, delta_ptr, numel, zero, row, 1.0, BITS, BLOCK, TILE, _GROUP, MASKED)
+    values = tl.reshape(values, [TILE // BASE_BLOCK, BASE_BLOCK])
     encode(values, out_ptr, numel, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
 
 

@@ -27,15 +27,21 @@ class Launch:
         kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its
             ``do_not_specialize`` or be a ``tl.constexpr``.
         grid: Programs along each axis.
-        num_warps: Warps of a program.
+        tiling: Warps of a program, and registers of a thread.
         fixed: The kernel's remaining arguments, by name.
 
     Raises:
         KeyError: If ``fixed`` does not name the last arguments of the kernel.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], num_warps: int, **fixed: int | str) -> None:
-        self._kernel, self._grid, self._num_warps = kernel, grid, num_warps
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], tiling: Tiling, **fixed: int | str) -> None:
+        self._kernel, self._grid = kernel, grid
+        # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
+        self._options = {
+            "num_warps": tiling.num_warps,
+            "maxnreg": tiling.max_registers,
+            "enable_fp_fusion": False,
+        }
         # A compiled kernel takes its arguments by position alone.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names[-len(fixed) :])
         self._compiled: Callable[..., None] | None = None
@@ -61,10 +67,7 @@ class Launch:
         first = arguments[0]
         assert isinstance(first, Tensor)
         with torch.cuda.device_of(first):
-            # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
-            kernel = self._kernel[self._grid](
-                *map(_as_specialized, arguments), *self._fixed, num_warps=self._num_warps, enable_fp_fusion=False
-            )
+            kernel = self._kernel[self._grid](*map(_as_specialized, arguments), *self._fixed, **self._options)
         if kernel is not None:  # the interpreter returns None and has nothing to keep
             self._device, self._compiled = first.get_device(), kernel[self._grid]
 
@@ -83,7 +86,7 @@ def launch_tiles(
 
     Args:
         kernel: As for :class:`Launch`, with an argument ``TILE``.
-        tiling: The size of tiles and programs.
+        tiling: How chunks are cut into programs.
         numel: Number of values in a chunk.
         cols: Columns of the grid of chunks.
         rows: Rows of the grid of chunks.
@@ -96,4 +99,4 @@ def launch_tiles(
         return lambda *arguments: None
     # Tiles go first: CUDA limits that axis to 2**31 - 1 programs and the other two to 65535.
     tiles = -(-numel // tiling.tile)
-    return Launch(kernel, (tiles, cols, rows), tiling.num_warps, TILE=tiling.tile, **fixed)
+    return Launch(kernel, (tiles, cols, rows), tiling, TILE=tiling.tile, **fixed)

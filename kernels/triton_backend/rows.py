@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .quantize_sum import store_groups
-from .tiles import _codes_words, _load_codes, source_chunk, tile_index
+from .tiles import load_row, source_chunk, tile_index
 
 
 @triton.jit
@@ -20,11 +20,7 @@ def _rows_tile(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    tile = tile_index()
-    scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS)
-    scales_ptr += tile * (TILE // BLOCK)
-    words_ptr += tile * (TILE * BITS // 32)
-    codes, scales = _load_codes(words_ptr, scales_ptr, numel - tile * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    codes, scales = load_row(words_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     values = tl.reshape(codes * scales, [TILE // GROUP, GROUP])
     # No eviction, whatever the size: the caller reads the rows next.
     store_groups(values, out_ptr, numel, TILE, GROUP, MASKED, "")

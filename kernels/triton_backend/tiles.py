@@ -126,6 +126,54 @@ def _load_codes(
 
 
 @triton.jit
+def _tile_ptrs(row_ptr, numel, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Pointers to the first word and the first scale of this program's tile of the payload row at ``row_ptr``."""
+    scales_ptr = row_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS)
+    return row_ptr + tile_index() * (TILE * BITS // 32), scales_ptr + tile_index() * (TILE // BLOCK)
+
+
+@triton.jit
+def load_row(
+    row_ptr,
+    numel,
+    zero,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load this program's tile of the payload row at ``row_ptr``; ``zero`` and the results as in ``_load_codes``."""
+    words_ptr, scales_ptr = _tile_ptrs(row_ptr, numel, BITS, BLOCK, TILE)
+    return _load_codes(words_ptr, scales_ptr, numel - tile_index() * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit
+def add_row(
+    values,
+    words_ptr,
+    numel,
+    zero,
+    row,
+    sign,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``values``, this program's tile in any shape, plus ``sign`` (1 or -1) times what row ``row`` decodes to.
+
+    Returns:
+        fp32 [TILE // GROUP, words a group, codes a word].
+    """
+    row_ptr = words_ptr + row * _row_words(numel, BITS, BLOCK)
+    codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    # The product is exact, as in ``decode_sum``, and so is that with a sign.
+    return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
+
+
+@triton.jit
 def decode_sum(
     words_ptr,
     numel,
@@ -148,16 +196,11 @@ def decode_sum(
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
     """
-    tile = tile_index()
     row_words = _row_words(numel, BITS, BLOCK)
     # A peer's payload has as many rows as the grid has chunks; the peers follow one another.
     peer_words = tl.num_programs(1) * tl.num_programs(2) * row_words
-    words_ptr += row * row_words
-    scales_ptr = (
-        words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS) + tile * (TILE // BLOCK)
-    )
-    words_ptr += tile * (TILE * BITS // 32)
-    left = numel - tile * TILE
+    words_ptr, scales_ptr = _tile_ptrs(words_ptr + row * row_words, numel, BITS, BLOCK, TILE)
+    left = numel - tile_index() * TILE
     codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     total = codes * scales
     if PEERS <= 8:
@@ -228,10 +271,14 @@ def encode(
 
     # One division per block and a product per value; a division per value would cost many instructions.
     steps = values * inverse[:, None]
-    # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code.
-    left_out = values - ((steps + _ROUNDER) - _ROUNDER) * scales[:, None]
+    # Both summands are even, so that half still goes to the even code.
+    rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
+    rounded = steps + rounder
+    # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. Its product
+    # with the scale is exact ([Note: Exact products] in payload.py), so one fma rounds as product and difference do.
+    left_out = tl.fma(rounder - rounded, tl.broadcast_to(scales[:, None], values.shape), values)
 
-    words = tl.where(live[:, None], _pack(steps, BITS, BLOCK, TILE), 0)
+    words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
     words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])  # the shape of _word_ptrs
 
     tile = tile_index()
@@ -255,12 +302,15 @@ def encode(
 
 
 @triton.jit
-def _pack(steps, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Round fp32 [TILE // BLOCK, BLOCK], all within a code's range, and pack it: int32 [TILE // BLOCK, words].
+def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Pack codes that were rounded by adding the rounder and an offset: int32 [TILE // BLOCK, words].
 
-    The codes of a word are shifted to their places and added up. An offset keeps each of them positive, so that none
+    The codes of a word are shifted to their places and added up. The offset keeps each of them positive, so that none
     borrows from its neighbour. The bits of all rounders come off in one subtraction, which saves a mask per code, and
     flipping the sign bits takes the offsets off again.
+
+    Args:
+        rounded: The codes plus ``_ROUNDER`` plus half the number of codes, fp32 [TILE // BLOCK, BLOCK].
     """
     PER_WORD: tl.constexpr = 32 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
@@ -268,8 +318,6 @@ def _pack(steps, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     # Sums wrap around at 2**32, and so do these constants, written as int32.
     ROUNDERS: tl.constexpr = (_ROUNDER_BITS * EACH + 0x80000000) % 0x100000000 - 0x80000000
     OFFSETS: tl.constexpr = OFFSET * EACH - 0x100000000
-    # The offset is even, so that half still goes to the even code.
-    codes = (steps + (_ROUNDER + OFFSET)).to(tl.int32, bitcast=True)
-    codes = tl.reshape(codes, [TILE // BLOCK, BLOCK // PER_WORD, PER_WORD])
+    codes = tl.reshape(rounded.to(tl.int32, bitcast=True), [TILE // BLOCK, BLOCK // PER_WORD, PER_WORD])
     place = (tl.arange(0, PER_WORD) * BITS)[None, None, :]
     return (tl.sum(codes << place, axis=2) - ROUNDERS) ^ OFFSETS

@@ -18,17 +18,24 @@ _CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
 
 
 class Tiling(NamedTuple):
-    """The values that one program works on, whole blocks of all its layouts, and its number of warps."""
+    """How a kernel is cut into programs.
+
+    Attributes:
+        tile: The values that one program works on, whole blocks of all its layouts.
+        num_warps: Warps of a program.
+        max_registers: Registers that a thread may have at most; None leaves it to the compiler.
+    """
 
     tile: int
     num_warps: int
+    max_registers: int | None = None
 
 
-def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None) -> Tiling:
+def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
     """Programs of ``threads`` threads, or of as many more as the largest block takes at ``per_thread`` values each."""
     # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
     tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
-    return Tiling(tile, tile // per_thread // WARP)
+    return Tiling(tile, tile // per_thread // WARP, max_registers)
 
 
 def quantize_tiling(layout: PayloadLayout) -> Tiling:
@@ -41,20 +48,32 @@ def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
     return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
 
 
-def sum_quantize_tiling(layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
+def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
     """For a sum over peers that is quantized again."""
     # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
+    few, many = (4, 8) if layout.bits == 4 else (0, 4)
+    if few < peers <= many:
+        # The compiler would start all loads at once, with so many registers that too few programs run beside another.
+        return tiling(32, WARP, layout, out_layout, max_registers=64)
     return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
 
 
-def feedback_tiling(*layouts: PayloadLayout | None) -> Tiling:
-    """For error feedback. Half as many values per thread as in a quantization, since it loads their errors, too."""
-    return tiling(16, 4 * WARP, *layouts)
+def feedback_tiling(layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
+    """For quantization with error feedback."""
+    return tiling(32, WARP, layout, error_layout)
+
+
+def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
+    """For a sum over peers that is quantized again, with error feedback."""
+    layouts = (layout, out_layout, error_layout)
+    if error_layout is None:
+        return tiling(16, WARP, *layouts, max_registers=64)
+    return tiling(32, 2 * WARP, *layouts, max_registers=80)
 
 
 def delta_tiling(*layouts: PayloadLayout) -> Tiling:
     """For encoding a delta and for adding one to its base."""
-    return tiling(32, 4 * WARP, *layouts)
+    return tiling(32, WARP, *layouts)
 
 
 def align(numel: int) -> int:

@@ -22,8 +22,8 @@ class Kernel:
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., dict[tuple[int, int, int], Any]]:
-        def compile_and_launch(*args: Any, num_warps: int, enable_fp_fusion: bool) -> Any:
-            assert (num_warps, enable_fp_fusion) == (2, False)
+        def compile_and_launch(*args: Any, **options: Any) -> Any:
+            assert options == {"num_warps": 2, "maxnreg": 64, "enable_fp_fusion": False}
             self.compiled.append(args)
             return {grid: lambda *args: self.launched.append(args)}
 
@@ -31,7 +31,7 @@ class Kernel:
 
 
 def make(kernel: Kernel) -> Launch:
-    return Launch(kernel, (3, 2, 1), 2, BLOCK=64, numel=10)
+    return Launch(kernel, (3, 2, 1), Tiling(64, 2, 64), BLOCK=64, numel=10)
 
 
 def test_the_jit_is_asked_once() -> None:
@@ -82,4 +82,4 @@ def test_only_another_device_than_the_current_one_is_made_current(monkeypatch: p
 
 def test_arguments_must_be_the_kernel_s_last() -> None:
     with pytest.raises(KeyError, match="numel"):
-        Launch(Kernel(), (1, 1, 1), 2, payload_ptr=0, BLOCK=64)
+        Launch(Kernel(), (1, 1, 1), Tiling(64, 2), payload_ptr=0, BLOCK=64)

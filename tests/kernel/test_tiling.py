@@ -11,6 +11,7 @@ from fsdp_zpp.kernels.triton_backend.tiling import (
     eviction,
     feedback_tiling,
     quantize_tiling,
+    sum_feedback_tiling,
     sum_quantize_tiling,
     sum_tiling,
 )
@@ -25,8 +26,10 @@ def test_a_tile_is_whole_blocks_and_whole_warps(one: PayloadLayout, other: Paylo
     cut: list[tuple[Tiling, list[PayloadLayout]]] = [
         (quantize_tiling(one), [one]),
         (sum_tiling(peers, one), [one]),
-        (sum_quantize_tiling(one, other), [one, other]),
-        (feedback_tiling(one, other, None), [one, other]),
+        (sum_quantize_tiling(peers, one, other), [one, other]),
+        (feedback_tiling(one, other), [one, other]),
+        (sum_feedback_tiling(one, other, None), [one, other]),
+        (sum_feedback_tiling(one, other, one), [one, other]),
         (delta_tiling(one, other), [one, other]),
     ]
     for tiling, touched in cut:
