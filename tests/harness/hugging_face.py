@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
@@ -16,13 +17,13 @@ def new_job() -> Iterator[None]:
     """A context without what accelerate has kept for the process, and after which it keeps nothing."""
     _forget()
     try:
-        yield
+        with mock.patch.dict(os.environ):  # plugins and arguments set variables for all that come
+            yield
     finally:
         _forget()
 
 
 def _forget() -> None:
-    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # a plugin sets it for all that come
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
