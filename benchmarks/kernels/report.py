@@ -16,7 +16,7 @@ import readme_tables
 import result_files
 
 FOLDER = Path(__file__).parent
-OWN, DEEPSPEED, COUNTERS = "block-256", "deepspeed-block-256", "nsight-block-256"
+OWN, BLOCKS, DEEPSPEED, COUNTERS = "block-256", "blocks", "deepspeed-block-256", "nsight-block-256"
 DEEPSPEED_MIB = 256
 Row = dict[str, Any]
 
@@ -47,6 +47,16 @@ def by_size(rows: list[Row], copies: Mapping[Any, float], others: Mapping[str, M
     return readme_tables.markdown(["TB/s (of a copy)", *(f"{mib} MiB" for mib in mibs), *others], lines)
 
 
+def by_block(rows: list[Row]) -> str:
+    """Kernels down, blocks across, each as a share of a copy's rate."""
+    blocks = list(dict.fromkeys(row["block"] for row in rows))
+    shares: dict[str, dict[int, str]] = {}
+    for row in rows:
+        shares.setdefault(row["kernel"], {})[row["block"]] = f"{row['of_a_copy']:.2f}"
+    lines = ([name, *(of.get(block, "") for block in blocks)] for name, of in shares.items())
+    return readme_tables.markdown(["of a copy, in blocks of", *map(str, blocks)], lines)
+
+
 def counters(rows: list[Row]) -> str:
     """What Nsight Compute counts."""
     columns = {
@@ -74,6 +84,7 @@ def tables() -> dict[str, str]:
     own = results[OWN]
     made = {
         "kernels": (by_size(own["rows"], own["copies_tb_per_s"], others), [OWN, DEEPSPEED]),
+        "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
         "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
     }
     return {name: f"{table}\n\n{readme_tables.provenance(results, runs)}" for name, (table, runs) in made.items()}

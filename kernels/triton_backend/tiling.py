@@ -50,11 +50,13 @@ def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
 
 def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
     """For a sum over peers that is quantized again."""
-    # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
+    if layout.bits == out_layout.bits == 8:
+        return tiling(16, WARP, layout, out_layout)  # a 16-byte access
     few, many = (4, 8) if layout.bits == 4 else (0, 4)
     if few < peers <= many:
         # The compiler would start all loads at once, with so many registers that too few programs run beside another.
         return tiling(32, WARP, layout, out_layout, max_registers=64)
+    # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
     return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
 
 
