@@ -118,6 +118,14 @@ COMPARISONS = {
     "four-micro-batches-earlier": Comparison({"": "1.35B-2x2-four-micro-batches-earlier-on-A"}, USUAL),
     "large": Comparison({"": "6.7B-2x2"}, (*USUAL, BETWEEN_NODES)),
     "nodes-of-one": Comparison({"": "1.35B-2x1"}, (*USUAL, EXPOSED)),
+    "nodes-of-one-shared": Comparison(
+        {
+            "micro-batch of 2": "1.35B-2x1-shared-micro-batch-2",
+            "of 8": "1.35B-2x1-shared-micro-batch-8",
+            "of 8, one rank alone": "1.35B-1x1-micro-batch-8",
+        },
+        (STEP, HOST, PEAK),
+    ),
     "shared": Comparison(
         {f"{machine} machine": f"1.35B-2x2-shared-{machine}" for machine in ("first", "second", "third")},
         (STEP, AGAINST_FULL_SHARD),
