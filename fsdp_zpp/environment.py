@@ -1,0 +1,96 @@
+"""``python -m fsdp_zpp env``: what a bug report needs to say of the machine and the job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from fsdp_zpp.torch_internals import SUPPORTED, major_minor
+
+PACKAGES = (
+    "fsdp_zpp torch triton safetensors transformers peft accelerate trl lightning torchtitan axolotl bitsandbytes"
+).split()
+"""What is asked for its version: this package, what it needs, and what it works with."""
+
+_VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
+_LAUNCHED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+Sections = dict[str, dict[str, str]]
+
+
+def add_env(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
+    """Add the subcommand ``env``."""
+    parser = subparsers.add_parser(
+        "env",
+        usage="python -m fsdp_zpp env [--json]",
+        formatter_class=formatter,
+        help="versions, GPUs, nodes and variables: what a bug report needs",
+        description="Show versions, GPUs, nodes and the environment variables on which communication depends. Run it "
+        "under the launcher of the job that fails; rank 0 prints.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the sections and return the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        found = sections()
+        print(json.dumps(found, indent=1) if arguments.json else as_text(found))
+    return 0
+
+
+def sections() -> Sections:
+    """What is known of this process's environment: texts by name, by section."""
+    return {"versions": _versions(), "GPUs": _gpus(), "nodes": _nodes(), "variables": _variables()}
+
+
+def as_text(found: Sections) -> str:
+    """The sections, a line for each name."""
+    lines = []
+    for title, values in found.items():
+        lines.append(f"{title}:")
+        lines += [f"  {name:<{max(map(len, values))}}  {value}" for name, value in values.items()] or ["  none"]
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    # Of the library that is loaded: the distribution's version may lack the build, such as +cu130.
+    found["torch"] = torch.__version__
+    if not SUPPORTED[0] <= major_minor(torch.__version__) <= SUPPORTED[1]:
+        found["torch"] += " (not supported)"
+    if torch.cuda.is_available():
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+def _gpus() -> dict[str, str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = {index: torch.cuda.get_device_properties(index) for index in range(count)}
+    return {
+        f"GPU {index}": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        for index, gpu in properties.items()
+    }
+
+
+def _nodes() -> dict[str, str]:
+    found = {"host": platform.node(), "CPU cores": str(os.cpu_count())}
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return found | {"launcher": "none: LOCAL_WORLD_SIZE is not set (torchrun sets it)"}
+    return found | {name: os.environ.get(name, "not set") for name in _LAUNCHED}
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}

@@ -1,0 +1,65 @@
+"""``python -m fsdp_zpp env`` and ``--version``: what a bug report needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_zpp.__main__ import main
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def test_the_version_is_the_projects(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fsdp_zpp {PROJECT['version']}\n"
+
+
+def test_env_names_versions_the_job_and_what_communication_depends_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert main(["env", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "secret" not in printed
+    found = json.loads(printed)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["triton"] == version("triton")
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert len(found["GPUs"]) == torch.cuda.device_count()
+    assert (found["nodes"]["LOCAL_WORLD_SIZE"], found["nodes"]["GROUP_WORLD_SIZE"]) == ("4", "2")
+    assert found["variables"]["NCCL_SOCKET_IFNAME"] == "eth1"
+
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["NCCL_SOCKET_IFNAME", "eth1"] for line in lines)
+
+
+def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_torch_that_is_not_supported_is_marked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert main(["env"]) == 0
+    assert "2.99.0 (not supported)" in capsys.readouterr().out
+
+
+def test_without_a_launcher_env_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert main(["env"]) == 0
+    assert "LOCAL_WORLD_SIZE is not set" in capsys.readouterr().out
