@@ -42,7 +42,6 @@ from accelerate.utils.fsdp_utils import (
     get_module_children_bottom_up,
     get_parameters_from_modules,
 )
-from accelerate.utils.other import compile_regions_fsdp2
 
 A = TypeVar("A", bound=Accelerator)
 
@@ -67,6 +66,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
         ``accelerator``, whose class is now a subclass of what it was.
 
     Raises:
+        ImportError: If layers are to be compiled, and accelerate is too old for that.
         TypeError: If ``strategy`` is not a :class:`Strategy`.
         ValueError: If the accelerator has prepared a model, runs in one process, or was configured for what a strategy
             can't honour; says what to do instead.
@@ -126,7 +126,9 @@ class ShardingAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         # accelerate's compares the parameters with those of each model, which fails if one has as many.
         self.unscale_gradients()
-        return self._clip_grad_norm_dtensor_aware(list(parameters), max_norm, norm_type=norm_type)
+        # accelerate 1.15 has a function of its own, which takes gradients that are no DTensors beside those that are.
+        clip = getattr(self, "_clip_grad_norm_dtensor_aware", nn.utils.clip_grad_norm_)
+        return clip(list(parameters), max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Full weights; of a PEFT model, what its ``save_pretrained`` saves, and not the base. Collective."""
@@ -186,11 +188,13 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             "trainers that have a reference model prepare it when they are made, so a strategy can't shard it"
         )
     dynamo = accelerator.state.dynamo_plugin
-    if dynamo.backend != DynamoBackend.NO and not dynamo.use_regional_compilation:
-        raise ValueError(
-            "torch.compile of a whole model does not see where a strategy gathers: compile layer by layer, with "
-            "TorchDynamoPlugin(use_regional_compilation=True) or ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"
-        )
+    if dynamo.backend != DynamoBackend.NO:
+        if not dynamo.use_regional_compilation:
+            raise ValueError(
+                "torch.compile of a whole model does not see where a strategy gathers: compile layer by layer, with "
+                "TorchDynamoPlugin(use_regional_compilation=True) or ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"
+            )
+        require("accelerate", "1.14", purpose="to compile layer by layer")
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1 or not dist.is_initialized():
         raise ValueError(
@@ -244,6 +248,8 @@ def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
 
 def _compile_layers(model: nn.Module, plugin: Any) -> None:
     """As accelerate does for its own FSDP2, in place."""
+    from accelerate.utils.other import compile_regions_fsdp2  # which accelerate 1.13 lacks
+
     torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compile_regions_fsdp2(model, **plugin.to_kwargs())

@@ -108,10 +108,13 @@ class StrategyPlugin(BasePlugin):
         """
         require("axolotl", "0.19")
         importlib.import_module(_TRAINER_INTEGRATION)
-        # Preprocessing, inference and merging run in one process, where nothing is sharded.
-        if cfg.get("fsdp_zpp") is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if cfg.get("fsdp_zpp") is None:
             return
-        strategy = strategy_of(cfg["fsdp_zpp"])
+        if strategy_of(cfg["fsdp_zpp"]).frozen is not None and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
+            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # which axolotl would set if they were left out
+        # Preprocessing, inference and merging run in one process, where nothing is sharded.
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return
         given = cfg.get("fsdp_config") or {}
         if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(given):
             cfg["fsdp_version"] = 2
@@ -121,8 +124,6 @@ class StrategyPlugin(BasePlugin):
         } | dict(given)
         if cfg.get("experimental_skip_move_to_device") is None:
             cfg["experimental_skip_move_to_device"] = True  # or a model would have to fit on a GPU before it is sharded
-        if strategy.frozen is not None and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
-            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # which axolotl would set if they were left out
         if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
 
@@ -171,21 +172,28 @@ def check_configuration(config: Mapping[str, Any]) -> None:
     for key, instead in _SIZES.items():
         if (config.get(key) or 1) > 1:
             _refuse(key, config[key], instead)
-    _check_fsdp(config.get("fsdp_version"), config.get("fsdp_config") or {})
+    _check_fsdp(config)
     _check_training(config)
 
 
-def _check_fsdp(version: object, config: Mapping[str, Any]) -> None:
+def _check_fsdp(config: Mapping[str, Any]) -> None:
+    version, fsdp = config.get("fsdp_version"), config.get("fsdp_config") or {}
     if version not in (None, 2):
         _refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
     for key, instead in _FSDP_ALTERNATIVES.items():
-        if config.get(key):
-            _refuse(f"fsdp_config.{key}", config[key], instead)
-    if config.get("final_state_dict_type") not in (None, "FULL_STATE_DICT"):
+        if fsdp.get(key):
+            _refuse(f"fsdp_config.{key}", fsdp[key], instead)
+    if fsdp.get("final_state_dict_type") not in (None, "FULL_STATE_DICT"):
         _refuse(
             "fsdp_config.final_state_dict_type",
-            config["final_state_dict_type"],
+            fsdp["final_state_dict_type"],
             "with a strategy the final model is one that from_pretrained reads: leave it out",
+        )
+    if config.get("adapter") and fsdp.get("state_dict_type") == "FULL_STATE_DICT":
+        _refuse(
+            "fsdp_config.state_dict_type",
+            fsdp["state_dict_type"],
+            "the checkpoints of axolotl's accelerate would have rank 0's shards of the adapters alone: leave it out",
         )
 
 

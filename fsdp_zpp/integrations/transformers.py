@@ -34,6 +34,11 @@ from transformers import Trainer
 
 T = TypeVar("T", bound=Trainer)
 
+_FULL_ADAPTERS = (
+    "for checkpoints of adapters with FULL_STATE_DICT (fsdp_config={'state_dict_type': 'SHARDED_STATE_DICT'} needs no "
+    "newer one)"
+)
+
 
 def use_strategy(trainer: T, strategy: Strategy) -> T:
     """Have ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
@@ -50,6 +55,7 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
         ``trainer``, whose class is now a subclass of what it was.
 
     Raises:
+        ImportError: If accelerate is too old for what the trainer was configured for.
         TypeError: If ``strategy`` is not a :class:`Strategy`.
         ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
     """
@@ -91,6 +97,10 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
             "save_only_model=True saves one file of full weights, and no training goes on from that: leave it out, or "
             'pass fsdp=True, fsdp_config={"state_dict_type": "FULL_STATE_DICT"} without load_best_model_at_end'
         )
+    saves = trainer.args.save_strategy != "no"
+    if saves and is_peft_model(trainer.model) and state_dict_type == StateDictType.FULL_STATE_DICT:
+        # Before that, such a checkpoint has of adapters what rank 0 has, and only rank 0 loads it. None of that raises.
+        require("accelerate", "1.15", purpose=_FULL_ADAPTERS)
 
 
 class ShardingTrainer(Trainer):
