@@ -1,0 +1,100 @@
+"""How often the slow hop runs: nodes train on their own and exchange what has changed every few steps.
+
+Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
+other, in 4 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blockwise import Int4
+from fsdp_zpp.codecs.delta import Int4Delta
+
+from .error_feedback import LoCo
+
+_INT4 = Int4(128)
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Local-update training: between exchanges nothing goes between nodes.
+
+    In an exchange, nodes average what their weights have changed since the last one, and all of them continue from
+    the weights that an outer optimizer, SGD with momentum, makes of that average (DiLoCo, arXiv 2311.08105, algorithm
+    1). The fragments of a model, its units, are exchanged one after the other.
+
+    Args:
+        every: Optimizer steps between two exchanges of a fragment.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Its momentum, in [0, 1).
+        nesterov: Whether its momentum is Nesterov's.
+        codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
+        error_feedback: Error feedback on the codec, both ways.
+        spread: Whether fragments are exchanged evenly over the ``every`` steps (arXiv 2501.18512, section 2.2), so that
+            a step sends ``1 / every`` of the model, instead of all of them in the last of these steps.
+
+    Raises:
+        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error
+            feedback has no codec to correct.
+        TypeError: If an argument has the wrong type.
+    """
+
+    every: int = 64
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    codec: Codec | None = _INT4
+    error_feedback: LoCo | None = None
+    spread: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
+        if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
+            raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
+        for name in ("nesterov", "spread"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.nesterov and self.outer_momentum == 0:
+            raise ValueError("nesterov=True looks ahead along a momentum, but outer_momentum is 0: pass nesterov=False")
+        self._check_codec()
+
+    def _check_codec(self) -> None:
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise TypeError(f"codec must be a codec such as Int4(128), or None, got {self.codec!r}")
+        if isinstance(self.codec, Int4Delta):
+            raise ValueError(f"codec encodes changes already: choose Int4(...) instead of {self.codec!r}")
+        if self.codec is not None and self.codec.for_frozen_only:
+            raise ValueError(f"codec can't be {self.codec!r}, which is for frozen weights alone; choose Int4(...)")
+        if self.error_feedback is None:
+            return
+        if not isinstance(self.error_feedback, LoCo):
+            raise TypeError(f"error_feedback must be a LoCo or None, got {self.error_feedback!r}")
+        if self.codec is None:
+            raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
+
+    def due(self, step: int, fragments: int) -> list[int]:
+        """The fragments to exchange after a step; in ``every`` steps in a row, each of them once.
+
+        Args:
+            step: Number of steps made so far, from 1 on.
+            fragments: Number of fragments.
+        """
+        if not self.spread:
+            return list(range(fragments)) if step % self.every == 0 else []
+        # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
+        return [index for index in range(fragments) if (step - (index + 1) * self.every // fragments) % self.every == 0]
+
+    def __str__(self) -> str:
+        momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
+        feedback = f" with error feedback ({self.error_feedback})" if self.error_feedback else ""
+        sent = f"{self.codec or 'fp32'}{feedback}"
+        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

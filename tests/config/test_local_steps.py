@@ -1,0 +1,58 @@
+"""Local steps: what is refused, and which fragments are due after which step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from fsdp_zpp import NF4, Int4, Int4Delta, LoCo
+from fsdp_zpp.config.local_steps import LocalSteps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be an int of 1 or more optimizer steps, got 0"),
+        ({"every": 1.5}, ValueError, "got 1.5"),
+        ({"every": True}, ValueError, "got True"),
+        ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
+        ({"outer_lr": float("nan")}, ValueError, "got nan"),
+        ({"outer_lr": float("inf")}, ValueError, "got inf"),
+        ({"outer_momentum": 1}, ValueError, r"outer_momentum must be in \[0, 1\), got 1"),
+        ({"outer_momentum": "0.9"}, ValueError, "got '0.9'"),
+        ({"outer_momentum": 0}, ValueError, "pass nesterov=False"),
+        ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+        ({"spread": None}, TypeError, "spread must be True or False, got None"),
+        ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
+        ({"codec": Int4Delta()}, ValueError, "encodes changes already"),
+        ({"codec": NF4()}, ValueError, "for frozen weights alone"),
+        ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
+        ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LocalSteps(**arguments)
+
+
+def test_it_is_a_value() -> None:
+    assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
+    assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
+    assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum 0.9"
+
+
+@given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
+def test_each_fragment_is_due_once_in_any_steps_in_a_row(every: int, fragments: int, first: int, spread: bool) -> None:
+    config = LocalSteps(every=every, spread=spread)
+    due = [config.due(step, fragments) for step in range(first, first + every)]
+    assert sorted(index for indices in due for index in indices) == list(range(fragments))
+    most = math.ceil(fragments / every) if spread else fragments
+    assert max(map(len, due)) <= most
+
+
+@given(every=st.integers(1, 200), fragments=st.integers(1, 200), spread=st.booleans())
+def test_the_last_fragment_comes_with_the_last_step(every: int, fragments: int, spread: bool) -> None:
+    assert fragments - 1 in LocalSteps(every=every, spread=spread).due(3 * every, fragments)
