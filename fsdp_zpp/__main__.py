@@ -11,11 +11,19 @@ from fsdp_zpp.environment import add_env
 from fsdp_zpp.planner.cli import add_plan
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when asked: without an installation there is none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        print(f"fsdp_zpp {version('fsdp_zpp')}")
+        parser.exit()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
     formatter = partial(argparse.HelpFormatter, max_help_position=28, width=100)
     parser = argparse.ArgumentParser(prog="python -m fsdp_zpp", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--version", action="version", version=f"fsdp_zpp {version('fsdp_zpp')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_plan(commands, formatter)
     add_env(commands, formatter)

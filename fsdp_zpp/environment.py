@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_zpp.torch_internals import SUPPORTED, major_minor
 
@@ -19,6 +21,8 @@ PACKAGES = (
 """What is asked for its version: this package, what it needs, and what it works with."""
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+"""What names of variables have whose values nobody should publish."""
 _LAUNCHED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 Sections = dict[str, dict[str, str]]
@@ -72,7 +76,8 @@ def _versions() -> dict[str, str]:
     if not SUPPORTED[0] <= major_minor(torch.__version__) <= SUPPORTED[1]:
         found["torch"] += " (not supported)"
     if torch.cuda.is_available():
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)) or "none"}
     return found
 
 
@@ -93,4 +98,5 @@ def _nodes() -> dict[str, str]:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in found.items()}

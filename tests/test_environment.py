@@ -28,7 +28,8 @@ def test_env_names_versions_the_job_and_what_communication_depends_on(
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    monkeypatch.setenv("HF_TOKEN", "secret")
+    for name in ("HF_TOKEN", "TORCH_HUB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
     assert main(["env", "--json"]) == 0
     printed = capsys.readouterr().out
     assert "secret" not in printed
@@ -39,6 +40,8 @@ def test_env_names_versions_the_job_and_what_communication_depends_on(
     assert len(found["GPUs"]) == torch.cuda.device_count()
     assert (found["nodes"]["LOCAL_WORLD_SIZE"], found["nodes"]["GROUP_WORLD_SIZE"]) == ("4", "2")
     assert found["variables"]["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert found["variables"]["TORCH_HUB_TOKEN"] == "(hidden)"
+    assert "HF_TOKEN" not in found["variables"]
 
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()

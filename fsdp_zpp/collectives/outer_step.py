@@ -26,7 +26,7 @@ from fsdp_zpp.codecs.base import full_precision
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.topology import Topology
 
-from .error_buffer import ErrorBuffer
+from .error_state import ErrorFeedbackState
 from .gradient_reduce import GradientReduce
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
@@ -57,7 +57,8 @@ class OuterStep:
         feedback = config.error_feedback
         self._reduce = GradientReduce(across, None, self._codec, traffic, label, error_feedback=feedback)
         self._gather = Hop(mesh.inter, "gather", "inter", traffic)
-        self._errors_back = None if feedback is None else ErrorBuffer(feedback.beta, feedback.dtype)
+        self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
+        self._shapes: list[torch.Size] = []
         self._agreed: Tensor | None = None
         self._momentum: Tensor | None = None
 
@@ -72,13 +73,13 @@ class OuterStep:
         """Take the weights of this rank, which must be the same on all nodes, for the agreed ones.
 
         Args:
-            shards: The weights that this rank holds of the fragment.
+            shards: The weights that this rank holds of the fragment, at least one tensor.
         """
+        self._shapes = [shard.shape for shard in shards]
         numel = sum(shard.numel() for shard in shards)
         chunk = -(-numel // self._nodes)  # a collective takes chunks of one size, so the last one is padded
-        device = shards[0].device
-        self._agreed = torch.zeros(self._nodes * chunk, device=device)
-        self._momentum = torch.zeros(chunk, device=device)
+        self._agreed = torch.zeros(self._nodes * chunk, dtype=torch.float32, device=shards[0].device)
+        self._momentum = torch.zeros(chunk, dtype=torch.float32, device=shards[0].device)
         for agreed, shard in self._beside(shards):
             agreed.copy_(shard)
 
@@ -90,14 +91,17 @@ class OuterStep:
 
         Args:
             shards: As in :meth:`start`, changed by this node's steps; receive the agreed weights.
+
+        Raises:
+            ValueError: If they have other shapes than those, before any communication.
         """
         change = torch.zeros_like(self.agreed)
         for (agreed, shard), (out, _) in zip(self._beside(shards), self._beside(shards, change), strict=True):
             torch.sub(agreed.to(shard.dtype).float(), shard, out=out)
         update = self._outer_step(self._mean_over_nodes(change))
-        payload = encode(self._codec, update, 1, 1, self._label, self._prepared_errors(update))
+        payload = self._encoded(update)
         gathered = self._gather.all_gather(payload, self._label)
-        decode(self._codec, gathered, change, 1, self._nodes, self._label)  # which is not needed any more
+        decode(self._codec, gathered, change, 1, self._nodes, self._label)  # in place of the changes, which were sent
         self.agreed.add_(change)
         for agreed, shard in self._beside(shards):
             shard.copy_(agreed)
@@ -117,20 +121,30 @@ class OuterStep:
         step = gradient.add_(self._momentum, alpha=config.outer_momentum) if config.nesterov else self._momentum
         return step.mul(-config.outer_lr)
 
-    def _prepared_errors(self, update: Tensor) -> ErrorBuffer | None:
-        errors = self._errors_back
-        return None if errors is None else errors.prepare(1, update.numel(), update.device)
+    def _encoded(self, update: Tensor) -> Tensor:
+        """The payload of this rank's update, with what earlier ones left out."""
+        if self._back is None:
+            return encode(self._codec, update, 1, 1, self._label)
+        self._back.begin(update.device)
+        errors = self._back.buffer("back")
+        assert errors is not None
+        prepared = errors.prepare(1, update.numel(), update.device)
+        payload = encode(self._codec, update, 1, 1, self._label, prepared)
+        self._back.step_made()
+        return payload
 
     def _beside(self, shards: Sequence[Tensor], flat: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
         """The shards' parts of ``flat``, by default of the agreed weights, each as its shard is shaped, and the shards.
 
         Raises:
-            ValueError: If the shards are not those that :meth:`start` was given.
+            ValueError: If the shards have other shapes than those that :meth:`start` was given.
         """
         flat = self.agreed if flat is None else flat
+        shapes = [shard.shape for shard in shards]
+        if shapes != self._shapes:
+            given, started = ([list(shape) for shape in each] for each in (shapes, self._shapes))
+            raise ValueError(f"{self._label}: shards of {given} were given, but it started with {started}")
         sizes = [shard.numel() for shard in shards]
-        if not 0 <= flat.numel() - sum(sizes) < self._nodes:
-            raise ValueError(f"{self._label}: {sum(sizes)} values are not the {flat.numel()} of the agreed weights")
         parts = flat[: sum(sizes)].split(sizes)
         return [(part.view(shard.shape), shard) for part, shard in zip(parts, shards, strict=True)]
 
@@ -139,31 +153,29 @@ class OuterStep:
     def state_dict(self) -> dict[str, Any]:
         """The agreed weights, this rank's momentum and its errors, on the CPU."""
         assert self._momentum is not None
-        errors = self._reduce.errors
-        return {
-            "agreed": self.agreed.cpu(),
-            "momentum": self._momentum.cpu(),
-            "errors": None if errors is None else errors.state_dict(),
-            "errors_back": None if self._errors_back is None else self._errors_back.state_dict(None),
-        }
+        errors = {name: None if state is None else state.state_dict() for name, state in self._errors.items()}
+        # Copies: on a CPU, those that are kept change in place with the next exchange.
+        kept = {"agreed": self.agreed.to("cpu", copy=True), "momentum": self._momentum.to("cpu", copy=True)}
+        return {"shapes": [list(shape) for shape in self._shapes], **kept, **errors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave, on the device of the weights that :meth:`start` was given.
 
         Raises:
-            ValueError: If that was of another size, or under another configuration of error feedback.
+            ValueError: If that was of other shards, or under another configuration of error feedback.
         """
-        if state["agreed"].shape != self.agreed.shape:
-            raise ValueError(
-                f"{self._label}: {state['agreed'].numel()} agreed weights were saved, but this rank holds "
-                f"{self.agreed.numel()}"
-            )
+        started = [list(shape) for shape in self._shapes]
+        if state["shapes"] != started:
+            raise ValueError(f"{self._label}: shards of {state['shapes']} were saved, but this rank holds {started}")
         if (state["errors"] is None) != (self._reduce.errors is None):
             kept = "without" if state["errors"] is None else "with"
             raise ValueError(f"{self._label}: the outer state was saved {kept} error feedback")
+        for name, errors in self._errors.items():  # first, since it may fail
+            if errors is not None:
+                errors.load_state_dict(state[name])
         device = self.agreed.device
-        self._agreed, self._momentum = state["agreed"].to(device), state["momentum"].to(device)
-        if self._reduce.errors is not None and self._errors_back is not None:
-            self._reduce.errors.load_state_dict(state["errors"])
-            self._errors_back.load_state_dict(state["errors_back"])
-            self._errors_back.move(device)
+        self._agreed, self._momentum = (state[name].to(device, copy=True) for name in ("agreed", "momentum"))
+
+    @property
+    def _errors(self) -> dict[str, ErrorFeedbackState | None]:
+        return {"errors": self._reduce.errors, "errors_back": self._back}

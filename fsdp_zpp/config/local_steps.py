@@ -31,9 +31,9 @@ class LocalSteps:
         outer_momentum: Its momentum, in [0, 1).
         nesterov: Whether its momentum is Nesterov's.
         codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
-        error_feedback: Error feedback on the codec, both ways.
+        error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether fragments are exchanged evenly over the ``every`` steps (arXiv 2501.18512, section 2.2), so that
-            a step sends ``1 / every`` of the model, instead of all of them in the last of these steps.
+            a step sends ``1 / every`` of the model on average, instead of all of them in the last of these steps.
 
     Raises:
         ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error

@@ -37,11 +37,9 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, int, int], tiling: Tiling, **fixed: int | str) -> None:
         self._kernel, self._grid = kernel, grid
         # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
-        self._options = {
-            "num_warps": tiling.num_warps,
-            "maxnreg": tiling.max_registers,
-            "enable_fp_fusion": False,
-        }
+        self._options: dict[str, Any] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
+        if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
+            self._options["maxnreg"] = tiling.max_registers
         # A compiled kernel takes its arguments by position alone.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names[-len(fixed) :])
         self._compiled: Callable[..., None] | None = None

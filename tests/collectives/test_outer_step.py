@@ -24,6 +24,8 @@ LAYOUTS = [(4, 1), (4, 2)]
 """Ranks, and how many are on a node."""
 FEEDBACK = LoCo(beta=0.0, reset_every=0)
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0] // layout[1]} nodes")
+EACH_WAY = [("errors", "inter"), ("errors_back", "back")]
+"""Where a state has the errors on the way there and back."""
 Weights = list[list[torch.Tensor]]
 """Of each round, the shards."""
 
@@ -61,7 +63,9 @@ def train(
             outer.exchange(shards)
             after.append([shard.cpu().clone() for shard in shards])
             if round_ == resume_after:
-                state, outer = outer.state_dict(), OuterStep(config, mesh, traffic)
+                state = outer.state_dict()
+                outer.exchange([shard + 1 for shard in shards])  # what was saved does not change with it
+                outer = OuterStep(config, mesh, traffic)
                 outer.start([torch.zeros_like(shard) for shard in shards])
                 outer.load_state_dict(state)
     numel = sum(shard.numel() for shard in shards)
@@ -142,6 +146,43 @@ def test_four_bits_with_feedback_come_nearer(pool: Callable[[int], Pool], layout
     assert off["int8"] < off["with feedback"] < off["int4"] < 0.05
 
 
+def errors_left(reset_every: int) -> list[list[bool]]:
+    """In a worker: after each exchange, whether there are errors on the way there and back."""
+    mesh = process_mesh(dist.group.WORLD, 2)
+    outer = OuterStep(LocalSteps(codec=Int4(32), error_feedback=LoCo(reset_every=reset_every)), mesh, Traffic())
+    shards = [torch.randn(40, device=device())]
+    dist.broadcast(shards[0], 0)
+    outer.start(shards)
+    found = []
+    for _ in range(4):
+        shards[0] += torch.randn_like(shards[0])
+        outer.exchange(shards)
+        state = outer.state_dict()
+        found.append([state[name]["errors"][hop] is not None for name, hop in EACH_WAY])
+    return found
+
+
+def test_errors_are_reset_both_ways(pool: Callable[[int], Pool]) -> None:
+    for found in pool(4).run(errors_left, 2):
+        assert found == [[True, True], [False, False], [True, True], [False, False]]
+
+
+def agreed_dtype() -> torch.dtype:
+    """In a worker: that of the agreed weights where another one is torch's default."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        outer = OuterStep(LocalSteps(), process_mesh(dist.group.WORLD, 2), Traffic())
+        outer.start([torch.zeros(5, device=device())])
+        outer.exchange([torch.ones(5, device=device())])
+        return outer.agreed.dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_agreed_weights_are_fp32_whatever_the_default(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(agreed_dtype) == [torch.float32] * 4
+
+
 @over_layouts
 @pytest.mark.parametrize("codec", [None, Int4(32)], ids=str)
 def test_each_byte_between_nodes_is_counted(
@@ -156,7 +197,11 @@ def test_each_byte_between_nodes_is_counted(
         assert counted.keys() == {("reduce", "inter"), ("gather", "inter")}
 
 
-@pytest.mark.parametrize("feedback", [None, LoCo(), LoCo(dtype=Int8(32))], ids=["none", "fp32", "int8"])
+@pytest.mark.parametrize(
+    "feedback",
+    [None, LoCo(), LoCo(dtype=Int8(32)), LoCo(reset_every=2)],
+    ids=["none", "fp32", "int8", "reset every 2"],
+)
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(pool: Callable[[int], Pool], feedback: LoCo | None) -> None:
     config = LocalSteps(codec=Int4(32), error_feedback=feedback)
     whole, resumed = (pool(4).run(train, config, 2, torch.bfloat16, after) for after in (None, 2))
@@ -175,7 +220,7 @@ def refusals() -> list[str]:
     larger.start([torch.zeros(9)])
     calls: list[Callable[[], Any]] = [
         lambda: OuterStep(plain, process_mesh(dist.group.WORLD, 4), Traffic(), "root"),
-        lambda: outer.exchange([torch.zeros(7)]),
+        lambda: outer.exchange([torch.zeros(6)]),
         lambda: outer.load_state_dict(larger.state_dict()),
         lambda: outer.load_state_dict(other.state_dict()),
     ]
@@ -191,7 +236,7 @@ def test_what_does_not_fit_is_refused(pool: Callable[[int], Pool]) -> None:
     for messages in pool(4).run(refusals):
         for message, part in zip(
             messages,
-            ("is one node", "7 values are not", "10 agreed weights were saved", "with error feedback"),
+            ("is one node", "shards of [[6]] were given", "shards of [[9]] were saved", "with error feedback"),
             strict=True,
         ):
             assert part in message

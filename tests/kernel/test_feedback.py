@@ -74,6 +74,17 @@ def test_dequantize_sum_quantize_with_feedback_equals_the_reference(
     assert torch.equal(errors.cpu(), expected_errors)
 
 
+def test_zeros_keep_their_signs(device: torch.device) -> None:
+    values, errors = (zeros.repeat(32) for zeros in (torch.tensor([-0.0, 0.0, -0.0, 0.0]), torch.tensor([-0.0, 0.0])))
+    errors = errors.repeat(2)
+    values[0] = 1.0  # one block is not all zeros, the others are
+    on_device = errors.clone().to(device)
+    on_triton(quantize_with_feedback, values.to(device), on_device, 1, 1, 8, 32, 0, BETA)
+    quantize_with_feedback(values, errors, 1, 1, 8, 32, 0, BETA)
+    assert torch.equal(on_device.cpu().view(torch.int32), errors.view(torch.int32))
+    assert errors.view(torch.int32).count_nonzero() > 0  # some are -0
+
+
 @over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS)
 def test_formula(shape: tuple[int, int, int], error_block: int, grid: tuple[int, int]) -> None:
     """Against two plain operations: the payload is that of values plus errors, in the order of the payload's rows."""

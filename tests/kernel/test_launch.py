@@ -30,6 +30,17 @@ class Kernel:
         return compile_and_launch
 
 
+def test_registers_are_limited_only_if_asked() -> None:
+    options: list[dict[str, Any]] = []
+
+    class Noting(Kernel):
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+            return lambda *args, **given: options.append(given)
+
+    Launch(Noting(), (1, 1, 1), Tiling(64, 2), BLOCK=64, numel=10)(torch.zeros(8), torch.zeros(8), 0.5)
+    assert options == [{"num_warps": 2, "enable_fp_fusion": False}]
+
+
 def make(kernel: Kernel) -> Launch:
     return Launch(kernel, (3, 2, 1), Tiling(64, 2, 64), BLOCK=64, numel=10)
 

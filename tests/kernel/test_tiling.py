@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.kernels.triton_backend.tiling import (
     Tiling,
@@ -10,6 +11,7 @@ from fsdp_zpp.kernels.triton_backend.tiling import (
     delta_tiling,
     eviction,
     feedback_tiling,
+    group,
     quantize_tiling,
     sum_feedback_tiling,
     sum_quantize_tiling,
@@ -18,28 +20,29 @@ from fsdp_zpp.kernels.triton_backend.tiling import (
 from hypothesis import given, strategies as st
 
 MAX_WARPS = 32  # of a program, on any GPU
+REGISTERS = 2**16  # of a multiprocessor, likewise
 layouts = st.builds(PayloadLayout, st.sampled_from([4, 8]), st.integers(5, 12).map(lambda power: 2**power))
 
 
 @given(layouts, layouts, st.integers(1, 64))
 def test_a_tile_is_whole_blocks_and_whole_warps(one: PayloadLayout, other: PayloadLayout, peers: int) -> None:
-    cut: list[tuple[Tiling, list[PayloadLayout]]] = [
-        (quantize_tiling(one), [one]),
-        (sum_tiling(peers, one), [one]),
-        (sum_quantize_tiling(peers, one, other), [one, other]),
-        (feedback_tiling(one, other), [one, other]),
-        (sum_feedback_tiling(one, other, None), [one, other]),
-        (sum_feedback_tiling(one, other, one), [one, other]),
-        (delta_tiling(one, other), [one, other]),
+    of_values, of_codes = group(torch.bfloat16, one), 128 // one.bits
+    cut: list[tuple[Tiling, list[PayloadLayout], int]] = [
+        (quantize_tiling(one), [one], of_values),
+        (sum_tiling(peers, one), [one], of_values),
+        (sum_quantize_tiling(peers, one, other), [one, other], of_codes),
+        (feedback_tiling(one, other), [one, other], of_values),
+        (sum_feedback_tiling(one, other, None), [one, other], 16),
+        (sum_feedback_tiling(one, other, one), [one, other], 16),
+        (delta_tiling(one, other), [one, other], 16),
     ]
-    for tiling, touched in cut:
+    for tiling, touched, grouped in cut:
         assert 1 <= tiling.num_warps <= MAX_WARPS
         threads = tiling.num_warps * 32
         assert tiling.tile % threads == 0
-        # Groups of a word of codes, at the least, for each thread.
-        assert all(
-            tiling.tile % layout.block == 0 and tiling.tile // threads >= 32 // layout.bits for layout in touched
-        )
+        assert all(tiling.tile % layout.block == 0 for layout in touched)
+        assert tiling.tile // threads >= grouped  # or threads would hold the same group
+        assert tiling.max_registers is None or threads * tiling.max_registers <= REGISTERS
 
 
 @pytest.mark.parametrize(("numel", "aligned"), [(1, 1), (6, 2), (20, 4), (24, 8), (4096, 8), (4097, 1)])
