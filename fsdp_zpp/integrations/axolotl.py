@@ -193,8 +193,8 @@ def _check_fsdp(config: Mapping[str, Any]) -> None:
         _refuse(
             "fsdp_config.state_dict_type",
             fsdp["state_dict_type"],
-            "with the accelerate that axolotl pins, checkpoints would hold rank 0's shards of the adapters alone: leave "
-            "it out",
+            "with the accelerate that axolotl pins, checkpoints would hold rank 0's shards of the adapters alone: "
+            "leave it out",
         )
 
 
