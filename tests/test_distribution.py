@@ -15,8 +15,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from harness.launch import ROOT
 
-ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NOT_DISTRIBUTED = shutil.ignore_patterns(
     ".git", ".venv", "*.egg-info", "build", "dist", "runs", "__pycache__", ".*_cache"

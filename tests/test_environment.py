@@ -6,14 +6,14 @@ import json
 import sys
 import tomllib
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
+from harness.launch import ROOT
 
 from fsdp_zpp.__main__ import main
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_version_is_the_projects(capsys: pytest.CaptureFixture[str]) -> None:

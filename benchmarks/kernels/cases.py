@@ -27,6 +27,12 @@ def _values(numel: int) -> torch.Tensor:
     return torch.randn(numel, device="cuda", dtype=torch.bfloat16)
 
 
+def _errors(numel: int, chunks: int, error_block: int) -> torch.Tensor:
+    """No errors yet, in fp32 if ``error_block`` is 0, else in int8."""
+    errors = torch.zeros(numel, device="cuda")
+    return quantize(errors, 1, chunks, 8, error_block) if error_block else errors
+
+
 def copy_case(numel: int) -> Case:
     """A copy of ``numel`` values on the device."""
 
@@ -53,9 +59,7 @@ def feedback_case(numel: int, bits: int, block: int, error_block: int) -> Case:
 
     def prepare() -> Prepared:
         x = _values(numel)
-        errors = torch.zeros(numel, device="cuda")
-        if error_block:
-            errors = quantize(errors, 1, CHUNKS, 8, error_block)
+        errors = _errors(numel, CHUNKS, error_block)
         payload = quantize(x, *GRID, bits, block)
         return (
             lambda: quantize_with_feedback(x, errors, *GRID, bits, block, error_block, BETA),
@@ -111,9 +115,7 @@ def requantize_feedback_case(numel: int, bits: int, block: int, peers: int, out_
     def prepare() -> Prepared:
         chunks = CHUNKS // peers
         payload = quantize(_values(numel), *GRID, bits, block).view(peers, chunks, -1)
-        errors = torch.zeros(numel // peers, device="cuda")
-        if error_block:
-            errors = quantize(errors, 1, chunks, 8, error_block)
+        errors = _errors(numel // peers, chunks, error_block)
         layouts = (numel // CHUNKS, bits, block, out_bits, block, 1 / peers, error_block, BETA)
 
         def call() -> torch.Tensor:

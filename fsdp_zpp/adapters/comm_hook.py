@@ -8,15 +8,15 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.collectives.agreement import check_agreement
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import process_mesh
-from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.config.error_feedback import LoCo, check_error_feedback
 from fsdp_zpp.config.resolve import finer_inside
-from fsdp_zpp.config.strategy import check_error_feedback, check_gpus_per_node, check_hop_codec
+from fsdp_zpp.config.strategy import check_gpus_per_node
 from fsdp_zpp.runtime.checkpoint import RankState
 from fsdp_zpp.runtime.validation import launched_node_size
 
@@ -56,8 +56,7 @@ class QuantizedReduceState:
     ) -> None:
         intra = finer_inside(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
         for name, value in (("codec", codec), ("intra_codec", intra)):
-            if value is not None and not isinstance(value, Codec):
-                raise TypeError(f"{name} must be a codec such as Int4(128), or None, got {value!r}")
+            check_codec(name, value, such_as="Int4(128)")
             check_hop_codec(name, value)
         check_error_feedback(error_feedback, "codec", intra, codec)
         check_gpus_per_node(gpus_per_node)

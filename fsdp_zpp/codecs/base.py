@@ -92,6 +92,19 @@ class Codec(ABC):
         return sums
 
 
+def check_codec(name: str, value: object, *, also: str = "", such_as: str = "Int8(256) or Int4(128)") -> None:
+    """Raise a TypeError unless ``value``, the argument ``name``, is a codec or None; ``also`` says what else may be."""
+    if value is not None and not isinstance(value, Codec):
+        hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
+        raise TypeError(f"{name} must be a codec such as {such_as}, or None{also}, got {value!r}{hint}")
+
+
+def check_hop_codec(name: str, value: object) -> None:
+    """Raise a ValueError if a codec is only for frozen weights, which are encoded once."""
+    if isinstance(value, Codec) and value.for_frozen_only:
+        raise ValueError(f"{name} can't be {value!r}, which is for frozen weights alone; choose Int8(...) or Int4(...)")
+
+
 def check_block(codec: Codec, block: object) -> None:
     """Raise a TypeError unless the ``block`` given to a codec is an int."""
     # Python counts bool as an int, and True would pass for a block of 1.

@@ -37,6 +37,11 @@ class ProcessMesh:
         gpus = self.topology.gpus_per_node
         return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
 
+    def across_nodes(self) -> ProcessMesh:
+        """The ranks with this local index, as a mesh of nodes of one."""
+        nodes, gpus = self.topology.nodes, self.topology.gpus_per_node
+        return ProcessMesh(Topology(nodes, 1), self.rank // gpus, None, self.inter, self.inter)
+
 
 @dataclass(frozen=True)
 class _Whole:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import full_precision
 from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.topology import Topology
 
 from .error_state import ErrorFeedbackState
 from .gradient_reduce import GradientReduce
@@ -51,11 +50,8 @@ class OuterStep:
         self._config, self._label = config, label
         self._nodes = mesh.topology.nodes
         self._codec = config.codec or full_precision(torch.float32)
-        across = ProcessMesh(
-            Topology(self._nodes, 1), mesh.rank // mesh.topology.gpus_per_node, None, mesh.inter, mesh.inter
-        )
         feedback = config.error_feedback
-        self._reduce = GradientReduce(across, None, self._codec, traffic, label, error_feedback=feedback)
+        self._reduce = GradientReduce(mesh.across_nodes(), None, self._codec, traffic, label, error_feedback=feedback)
         self._gather = Hop(mesh.inter, "gather", "inter", traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
         self._shapes: list[torch.Size] = []
@@ -96,14 +92,15 @@ class OuterStep:
             ValueError: If they have other shapes than those, before any communication.
         """
         change = torch.zeros_like(self.agreed)
-        for (agreed, shard), (out, _) in zip(self._beside(shards), self._beside(shards, change), strict=True):
+        held = self._beside(shards)
+        for (agreed, shard), (out, _) in zip(held, self._beside(shards, change), strict=True):
             torch.sub(agreed.to(shard.dtype).float(), shard, out=out)
         update = self._outer_step(self._mean_over_nodes(change))
         payload = self._encoded(update)
         gathered = self._gather.all_gather(payload, self._label)
         decode(self._codec, gathered, change, 1, self._nodes, self._label)  # in place of the changes, which were sent
         self.agreed.add_(change)
-        for agreed, shard in self._beside(shards):
+        for agreed, shard in held:
             shard.copy_(agreed)
 
     def _mean_over_nodes(self, change: Tensor) -> Tensor:

@@ -111,3 +111,23 @@ def error_nbytes(
         return 0
     specs = error_buffer_specs(config, codecs, optimizer_scope, topology, numel).values()
     return sum(spec.chunks * config.nbytes(spec.numel) for spec in specs)
+
+
+def check_loco(error_feedback: object) -> None:
+    """Raise a TypeError unless ``error_feedback`` is a :class:`LoCo` or None."""
+    if error_feedback is not None and not isinstance(error_feedback, LoCo):
+        hint = " (did you mean LoCo()?)" if error_feedback is LoCo else ""
+        raise TypeError(f"error_feedback must be a LoCo or None, got {error_feedback!r}{hint}")
+
+
+def check_error_feedback(error_feedback: LoCo | None, name: str, intra: Codec | None, inter: Codec | None) -> None:
+    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` with a codec to correct.
+
+    ``name`` is the argument that holds ``inter``, for the error message.
+    """
+    check_loco(error_feedback)
+    if error_feedback is not None and inter is None and (intra is None or error_feedback.hops == "inter"):
+        raise ValueError(
+            f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
+            f"set {name}=Int4(...) or Int8(...), or remove error_feedback"
+        )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4
 from fsdp_zpp.codecs.delta import Int4Delta
 
-from .error_feedback import LoCo
+from .error_feedback import LoCo, check_loco
 
 _INT4 = Int4(128)
 
@@ -64,17 +64,12 @@ class LocalSteps:
         self._check_codec()
 
     def _check_codec(self) -> None:
-        if self.codec is not None and not isinstance(self.codec, Codec):
-            raise TypeError(f"codec must be a codec such as Int4(128), or None, got {self.codec!r}")
+        check_codec("codec", self.codec, such_as="Int4(128)")
         if isinstance(self.codec, Int4Delta):
             raise ValueError(f"codec encodes changes already: choose Int4(...) instead of {self.codec!r}")
-        if self.codec is not None and self.codec.for_frozen_only:
-            raise ValueError(f"codec can't be {self.codec!r}, which is for frozen weights alone; choose Int4(...)")
-        if self.error_feedback is None:
-            return
-        if not isinstance(self.error_feedback, LoCo):
-            raise TypeError(f"error_feedback must be a LoCo or None, got {self.error_feedback!r}")
-        if self.codec is None:
+        check_hop_codec("codec", self.codec)
+        check_loco(self.error_feedback)
+        if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 
     def due(self, step: int, fragments: int) -> list[int]:

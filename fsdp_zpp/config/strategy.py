@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 
 from .deepspeed import strategy_arguments
-from .error_feedback import LoCo
+from .error_feedback import LoCo, check_error_feedback
 from .mapping import arguments_from_mapping, mapping_from_arguments
 from .resolve import ResolvedStrategy, finer_inside, resolve
 from .topology import Topology
@@ -87,10 +87,10 @@ class Strategy:
         # Letters and types come first: the later checks rely on them.
         self._check_levels()
         for name in ("weights", "gradients", "frozen"):
-            _check_codec(name, getattr(self, name))
+            check_codec(name, getattr(self, name))
         self._check_deltas()
         if self.intra_gradients != "auto":
-            _check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
+            check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
         for name in ("weights", "gradients", "intra_gradients"):
             check_hop_codec(name, getattr(self, name))
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
@@ -278,29 +278,6 @@ class Strategy:
         return cls(**strategy_arguments(config))
 
 
-def check_error_feedback(error_feedback: object, name: str, intra: Codec | None, inter: Codec | None) -> None:
-    """Raise unless ``error_feedback`` is None, or a :class:`LoCo` with a codec to correct.
-
-    ``name`` is the argument that holds ``inter``, for the error message.
-    """
-    if error_feedback is None:
-        return
-    if not isinstance(error_feedback, LoCo):
-        hint = " (did you mean LoCo()?)" if error_feedback is LoCo else ""
-        raise TypeError(f"error_feedback must be a LoCo or None, got {error_feedback!r}{hint}")
-    if inter is None and (intra is None or error_feedback.hops == "inter"):
-        raise ValueError(
-            f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
-            f"set {name}=Int4(...) or Int8(...), or remove error_feedback"
-        )
-
-
-def check_hop_codec(name: str, value: object) -> None:
-    """Raise a ValueError if a codec is only for frozen weights, which are encoded once."""
-    if isinstance(value, Codec) and value.for_frozen_only:
-        raise ValueError(f"{name} can't be {value!r}, which is for frozen weights alone; choose Int8(...) or Int4(...)")
-
-
 def check_gpus_per_node(gpus_per_node: int | None) -> None:
     """Raise unless ``gpus_per_node`` is None or a positive int."""
     if gpus_per_node is None:
@@ -309,9 +286,3 @@ def check_gpus_per_node(gpus_per_node: int | None) -> None:
         raise TypeError(f"gpus_per_node must be a positive int or None, got {gpus_per_node!r}")
     if gpus_per_node < 1:
         raise ValueError(f"gpus_per_node must be at least 1, got {gpus_per_node}")
-
-
-def _check_codec(name: str, value: object, also: str = "") -> None:
-    if value is not None and not isinstance(value, Codec):
-        hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
-        raise TypeError(f"{name} must be a codec such as Int8(256) or Int4(128), or None{also}, got {value!r}{hint}")
