@@ -276,8 +276,9 @@ def encode(
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. Its product
     # with the scale is exact ([Note: Exact products] in payload.py), so one fma rounds as product and difference do.
-    # The scale has the minus: with code 0, a value of -0 then stays -0, as in the reference.
-    left_out = tl.fma(rounded - rounder, tl.broadcast_to(-scales[:, None], values.shape), values)
+    # The scale has the minus: with code 0, a value of -0 then stays -0, as in the reference. It is a product, since
+    # Triton compiles -x as 0 - x, which is no -0 where the scale of zeros is 0.
+    left_out = tl.fma(rounded - rounder, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
 
     words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
     words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])  # the shape of _word_ptrs
