@@ -86,7 +86,7 @@ def leave_in_step(adapter: Adapter, dies: bool) -> str:
 @over_adapters
 def test_a_dead_rank_is_an_error_on_the_others(adapter: Adapter) -> None:
     pool = Pool(4)
-    with pytest.raises(WorkerError, match=r"failed on ranks \[3\] of 4; rank 3:\nthe process died"):
+    with pytest.raises(WorkerError, match=r"failed on ranks \[3\] of 4, first on rank 3:\nthe process died"):
         pool.run(leave_in_step, adapter, True)
 
 

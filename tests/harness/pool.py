@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -48,11 +48,15 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def outnumber_gpus(world: int) -> bool:
+    """Whether ``world`` workers are more than there are GPUs, if there are any: they share them or can't run."""
+    return device_type() == "cuda" and torch.cuda.device_count() < world
+
+
 def too_few_gpus(world: int) -> str:
     """Why ``world`` workers can't run, for ``pytest.skip``; empty if they can."""
-    gpus = torch.cuda.device_count()
-    too_few = device_type() == "cuda" and gpus < world and SHARE_GPUS not in os.environ
-    return f"needs {world} GPUs, has {gpus}" if too_few else ""
+    too_few = outnumber_gpus(world) and SHARE_GPUS not in os.environ
+    return f"needs {world} GPUs, has {torch.cuda.device_count()}" if too_few else ""
 
 
 def start_method() -> multiprocessing.context.BaseContext:
@@ -135,26 +139,29 @@ class Pool:
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
         replies = self._replies()
-        failed = {rank: text for rank, (ok, text) in enumerate(replies) if not ok}
+        failed = {rank: text for rank, (ok, text) in replies.items() if not ok}
         if failed:
             # The others may hang in a collective that the failed ranks never entered.
             self.stop(kill=True)
-            first = failed[min(failed)]
-            raise WorkerError(f"failed on ranks {sorted(failed)} of {self.world}; rank {min(failed)}:\n{first}")
-        return [result for _, result in replies]
+            first, text = next(iter(failed.items()))
+            raise WorkerError(f"failed on ranks {sorted(failed)} of {self.world}, first on rank {first}:\n{text}")
+        return [result for _, (_, result) in sorted(replies.items())]
 
-    def _replies(self) -> list[tuple[bool, Any]]:
+    def _replies(self) -> dict[int, tuple[bool, Any]]:
+        """What ranks answered, in the order in which they did: a rank that failed comes before those that it left."""
         deadline = time.monotonic() + TIMEOUT.total_seconds()
-        replies: list[tuple[bool, Any]] = []
-        for pipe in self._pipes:
-            try:
-                in_time = pipe.poll(max(deadline - time.monotonic(), 0))
-                replies.append(pipe.recv() if in_time else (False, "no answer in time: hung in a collective?"))
-            except EOFError:
-                replies.append((False, "the process died"))
-            if not replies[-1][0]:
-                deadline = min(deadline, time.monotonic() + GRACE)
-        return replies
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        replies: dict[int, tuple[bool, Any]] = {}
+        while waiting and (answered := wait(waiting, max(deadline - time.monotonic(), 0))):
+            for pipe in answered:
+                try:
+                    reply = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    reply = (False, "the process died")
+                replies[waiting.pop(pipe)] = reply
+                if not reply[0]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return replies | {rank: (False, "no answer in time: hung in a collective?") for rank in waiting.values()}
 
     def _start(self) -> None:
         context = start_method()

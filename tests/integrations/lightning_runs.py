@@ -236,6 +236,11 @@ def ranks() -> dict[str, int]:
     return {"devices": per_node, "num_nodes": world // per_node}  # more than one where ranks share GPUs
 
 
+def node_rank() -> str:
+    """The number of the node that this rank is on, as :func:`ranks` lays them out."""
+    return str(dist.get_rank() // ranks()["devices"])
+
+
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
     """What Lightning runs in: it may clear variables that other tests of this process need.
@@ -243,7 +248,7 @@ def environment() -> Iterator[None]:
     On a CPU, FSDP1 does not move what it gathers to the CPU: torch does not copy it then, and reuses or frees it.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(mock.patch.dict(os.environ, NODE_RANK=node_rank()))
         if device_type() == "cpu":
             for module, config in ((torch_fsdp, FullStateDictConfig), (torch_fsdp.api, FullOptimStateDictConfig)):
                 in_place = partial(_without_move, config)

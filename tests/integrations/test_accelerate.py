@@ -70,11 +70,11 @@ class Training:
 
 @contextmanager
 def accelerators(**options: Any) -> Iterator[Accelerator]:
-    """A context with an accelerator; accelerate keeps no state beyond it, nor TF32, which it allows when it compiles."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
+    """A context with an accelerator; accelerate keeps no state beyond it."""
     with new_job():
-        yield Accelerator(cpu=device_type() == "cpu", gradient_accumulation_steps=MICRO_BATCHES, **options)
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+        accelerator = Accelerator(cpu=device_type() == "cpu", gradient_accumulation_steps=MICRO_BATCHES, **options)
+        torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it when it compiles: losses would differ
+        yield accelerator
 
 
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
