@@ -161,7 +161,7 @@ class Pool:
                 replies[waiting.pop(pipe)] = reply
                 if not reply[0]:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        return replies | {rank: (False, "no answer in time: hung in a collective?") for rank in waiting.values()}
+        return replies | dict.fromkeys(waiting.values(), (False, "no answer in time: hung in a collective?"))
 
     def _start(self) -> None:
         context = start_method()

@@ -206,6 +206,7 @@ def test_nodes_are_as_lightning_has_started_them(pool: Callable[[int], Pool], wa
         assert outcome.sent[-1]["gather"]["inter"] == 0  # four processes on one node
 
 
+@pytest.mark.skipif(outnumber_gpus(4), reason="the example takes a GPU a rank")
 def test_example_resumes_in_new_processes(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     tiny = ["--preset", "loco", "--gpus-per-node", "2", "--hidden", "32", "--layers", "2", "--output", str(tmp_path)]
 
