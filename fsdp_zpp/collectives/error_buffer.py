@@ -65,7 +65,7 @@ class ErrorBuffer:
         """The errors in fp32, flat."""
         if self._codec is None:
             return self.state
-        values = torch.empty(chunks * self._numel, device=self.state.device)
+        values = torch.empty(chunks * self._numel, dtype=torch.float32, device=self.state.device)
         self._codec.decode(self.state, values, 1, chunks)
         return values
 
