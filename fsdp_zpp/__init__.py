@@ -13,13 +13,14 @@ from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.loading import load_frozen_params
 from fsdp_zpp.frozen.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from fsdp_zpp.frozen.saving import save_frozen_params
 from fsdp_zpp.planner.plan import plan
-from fsdp_zpp.runtime.api import invalidate, traffic
+from fsdp_zpp.runtime.api import agreed_weights, exchange_weights, invalidate, traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 
 __all__ = [
@@ -30,9 +31,12 @@ __all__ = [
     "Int4Delta",
     "Int8",
     "LoCo",
+    "LocalSteps",
     "QuantizedReduceState",
     "Strategy",
+    "agreed_weights",
     "dequantize_frozen_params",
+    "exchange_weights",
     "fully_shard",
     "invalidate",
     "load_frozen_params",

@@ -29,6 +29,7 @@ from .error_state import ErrorFeedbackState
 from .gradient_reduce import GradientReduce
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
+from .streams import SideStream, keep_until_read, record_event, wait_for
 
 
 class OuterStep:
@@ -40,6 +41,9 @@ class OuterStep:
         traffic: Where bytes are counted.
         label: Names the fragment in profiles and errors.
 
+    Attributes:
+        stream: Where exchanges travel; fragments may share it.
+
     Raises:
         ValueError: If there is one node.
     """
@@ -47,7 +51,7 @@ class OuterStep:
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         if mesh.inter is None:
             raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
-        self._config, self._label = config, label
+        self._config, self._label, self.stream = config, label, SideStream()
         self._nodes = mesh.topology.nodes
         self._codec = config.codec or full_precision(torch.float32)
         feedback = config.error_feedback
@@ -57,11 +61,28 @@ class OuterStep:
         self._shapes: list[torch.Size] = []
         self._agreed: Tensor | None = None
         self._momentum: Tensor | None = None
+        self._arrival: Any = None
+        self._device = torch.device("cpu")
+
+    @property
+    def label(self) -> str:
+        """The fragment's name in profiles and errors."""
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label = self._reduce.label = label
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there are agreed weights."""
+        return self._agreed is not None
 
     @property
     def agreed(self) -> Tensor:
-        """The agreed weights of this rank, fp32, flat; see [Note: Agreed weights]."""
-        assert self._agreed is not None, f"{self._label}: start() comes first"
+        """The agreed weights of this rank, fp32, flat, those on their way included; see [Note: Agreed weights]."""
+        assert self._agreed is not None, f"{self.label}: start() comes first"
+        wait_for(self._arrival, self._device)
         return self._agreed
 
     @torch.no_grad()
@@ -71,37 +92,57 @@ class OuterStep:
         Args:
             shards: The weights that this rank holds of the fragment, at least one tensor.
         """
-        self._shapes = [shard.shape for shard in shards]
+        self._shapes, self._device = [shard.shape for shard in shards], shards[0].device
         numel = sum(shard.numel() for shard in shards)
-        chunk = -(-numel // self._nodes)  # a collective takes chunks of one size, so the last one is padded
-        self._agreed = torch.zeros(self._nodes * chunk, dtype=torch.float32, device=shards[0].device)
-        self._momentum = torch.zeros(chunk, dtype=torch.float32, device=shards[0].device)
-        for agreed, shard in self._beside(shards):
+        # A collective takes chunks of one size, so the last one is padded; and none is empty.
+        chunk = max(-(-numel // self._nodes), 1)
+        kept_on = torch.device("cpu") if self._config.offload else self._device
+        self._agreed = torch.zeros(self._nodes * chunk, dtype=torch.float32, device=kept_on)
+        self._momentum = torch.zeros(chunk, dtype=torch.float32, device=kept_on)
+        for agreed, shard in self._beside(shards, self._agreed):
             agreed.copy_(shard)
 
     @torch.no_grad()
-    def exchange(self, shards: Sequence[Tensor]) -> None:
-        """Average over nodes what ``shards`` have changed, make the outer step, and continue from its weights.
+    def send(self, shards: Sequence[Tensor]) -> None:
+        """Average over nodes what ``shards`` have changed, and make the outer step. :meth:`receive` follows.
 
         Collective among the ranks with this local index.
 
         Args:
-            shards: As in :meth:`start`, changed by this node's steps; receive the agreed weights.
+            shards: As in :meth:`start`, changed by this node's steps; may change again as soon as this returns.
 
         Raises:
             ValueError: If they have other shapes than those, before any communication.
         """
-        change = torch.zeros_like(self.agreed)
-        held = self._beside(shards)
+        # Zeros where it is padded.
+        change = torch.zeros(self.agreed.shape, dtype=torch.float32, device=self._device)
+        held = self._beside(shards, self.agreed)
         for (agreed, shard), (out, _) in zip(held, self._beside(shards, change), strict=True):
-            torch.sub(agreed.to(shard.dtype).float(), shard, out=out)
-        update = self._outer_step(self._mean_over_nodes(change))
-        payload = self._encoded(update)
-        gathered = self._gather.all_gather(payload, self._label)
-        decode(self._codec, gathered, change, 1, self._nodes, self._label)  # in place of the changes, which were sent
-        self.agreed.add_(change)
-        for agreed, shard in held:
-            shard.copy_(agreed)
+            torch.sub(agreed.to(shard.device, shard.dtype).float(), shard, out=out)
+        with self.stream.after_current(self._device):
+            update = self._outer_step(self._mean_over_nodes(keep_until_read(change)))
+            payload = self._encoded(update)
+            gathered = self._gather.all_gather(payload, self.label)
+            decode(self._codec, gathered, change, 1, self._nodes, self.label)  # in place of the changes: they are sent
+            self.agreed.add_(change.to(self.agreed.device))
+            self._arrival = record_event(change)
+
+    @torch.no_grad()
+    def receive(self, shards: Sequence[Tensor], mix: float = 1.0) -> None:
+        """Have ``shards`` go on from the agreed weights, or from a mixture of these and their own.
+
+        Args:
+            shards: As in :meth:`start`.
+            mix: Share of the agreed weights.
+        """
+        for agreed, shard in self._beside(shards, self.agreed):
+            moved = agreed.to(shard.device)
+            shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
+
+    def exchange(self, shards: Sequence[Tensor]) -> None:
+        """:meth:`send`, and wait to :meth:`receive`."""
+        self.send(shards)
+        self.receive(shards)
 
     def _mean_over_nodes(self, change: Tensor) -> Tensor:
         mean = change.new_empty(change.numel() // self._nodes)
@@ -113,34 +154,35 @@ class OuterStep:
     def _outer_step(self, gradient: Tensor) -> Tensor:
         """What SGD adds to this rank's chunk of the weights, given its outer gradient."""
         assert self._momentum is not None
-        config = self._config
-        self._momentum.mul_(config.outer_momentum).add_(gradient)
-        step = gradient.add_(self._momentum, alpha=config.outer_momentum) if config.nesterov else self._momentum
+        config, momentum = self._config, self._momentum.to(self._device)
+        momentum.mul_(config.outer_momentum).add_(gradient)
+        if momentum is not self._momentum:
+            self._momentum.copy_(momentum)
+        step = gradient.add_(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
         return step.mul(-config.outer_lr)
 
     def _encoded(self, update: Tensor) -> Tensor:
         """The payload of this rank's update, with what earlier ones left out."""
         if self._back is None:
-            return encode(self._codec, update, 1, 1, self._label)
+            return encode(self._codec, update, 1, 1, self.label)
         self._back.begin(update.device)
         errors = self._back.buffer("back")
         assert errors is not None
         prepared = errors.prepare(1, update.numel(), update.device)
-        payload = encode(self._codec, update, 1, 1, self._label, prepared)
+        payload = encode(self._codec, update, 1, 1, self.label, prepared)
         self._back.step_made()
         return payload
 
-    def _beside(self, shards: Sequence[Tensor], flat: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """The shards' parts of ``flat``, by default of the agreed weights, each as its shard is shaped, and the shards.
+    def _beside(self, shards: Sequence[Tensor], flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The shards' parts of ``flat``, each as its shard is shaped, and the shards.
 
         Raises:
             ValueError: If the shards have other shapes than those that :meth:`start` was given.
         """
-        flat = self.agreed if flat is None else flat
         shapes = [shard.shape for shard in shards]
         if shapes != self._shapes:
             given, started = ([list(shape) for shape in each] for each in (shapes, self._shapes))
-            raise ValueError(f"{self._label}: shards of {given} were given, but it started with {started}")
+            raise ValueError(f"{self.label}: shards of {given} were given, but it started with {started}")
         sizes = [shard.numel() for shard in shards]
         parts = flat[: sum(sizes)].split(sizes)
         return [(part.view(shard.shape), shard) for part, shard in zip(parts, shards, strict=True)]
@@ -155,23 +197,36 @@ class OuterStep:
         kept = {"agreed": self.agreed.to("cpu", copy=True), "momentum": self._momentum.to("cpu", copy=True)}
         return {"shapes": [list(shape) for shape in self._shapes], **kept, **errors}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` gave, on the device of the weights that :meth:`start` was given.
+    def load_state_dict(self, state: dict[str, Any], shards: Sequence[Tensor]) -> None:
+        """Go on with what :meth:`state_dict` gave.
+
+        Args:
+            state: What it gave.
+            shards: The weights that this rank holds of the fragment, of which only shapes and device matter.
 
         Raises:
             ValueError: If that was of other shards, or under another configuration of error feedback.
         """
-        started = [list(shape) for shape in self._shapes]
-        if state["shapes"] != started:
-            raise ValueError(f"{self._label}: shards of {state['shapes']} were saved, but this rank holds {started}")
+        shapes = [list(shard.shape) for shard in shards]
+        if state["shapes"] != shapes:
+            raise ValueError(f"{self.label}: shards of {state['shapes']} were saved, but this rank holds {shapes}")
         if (state["errors"] is None) != (self._reduce.errors is None):
             kept = "without" if state["errors"] is None else "with"
-            raise ValueError(f"{self._label}: the outer state was saved {kept} error feedback")
+            raise ValueError(f"{self.label}: the outer state was saved {kept} error feedback")
         for name, errors in self._errors.items():  # first, since it may fail
             if errors is not None:
                 errors.load_state_dict(state[name])
-        device = self.agreed.device
-        self._agreed, self._momentum = (state[name].to(device, copy=True) for name in ("agreed", "momentum"))
+        self.start(shards)
+        assert self._momentum is not None
+        self.agreed.copy_(state["agreed"])
+        self._momentum.copy_(state["momentum"])
+
+    def reset(self) -> None:
+        """Forget the agreed weights and errors; :meth:`start` comes next."""
+        self._agreed = self._momentum = self._arrival = None
+        for errors in self._errors.values():
+            if errors is not None:
+                errors.reset()
 
     @property
     def _errors(self) -> dict[str, ErrorFeedbackState | None]:

@@ -34,6 +34,10 @@ class LocalSteps:
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether fragments are exchanged evenly over the ``every`` steps (arXiv 2501.18512, section 2.2), so that
             a step sends ``1 / every`` of the model on average, instead of all of them in the last of these steps.
+        overlap: Steps that an exchange has to arrive, less than ``every``; the node trains on meanwhile.
+        mix: Share of the agreed weights in those with which a node goes on when an exchange arrives; the rest are its
+            own. arXiv 2501.18512, section 2.3, takes 0.5 with an overlap: 1 drops the node's steps of meanwhile.
+        offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges.
 
     Raises:
         ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error
@@ -48,6 +52,9 @@ class LocalSteps:
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
     spread: bool = True
+    overlap: int = 0
+    mix: float = 1.0
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -56,7 +63,14 @@ class LocalSteps:
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
         if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
-        for name in ("nesterov", "spread"):
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < self.every:
+            raise ValueError(
+                f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
+                f"exchange arrives before the next; got {self.overlap!r}"
+            )
+        if not _is_number(self.mix) or not 0 < self.mix <= 1:
+            raise ValueError(f"mix must be in (0, 1], got {self.mix!r}")
+        for name in ("nesterov", "spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.nesterov and self.outer_momentum == 0:
@@ -88,7 +102,9 @@ class LocalSteps:
         momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
         feedback = f" with error feedback ({self.error_feedback})" if self.error_feedback else ""
         sent = f"{self.codec or 'fp32'}{feedback}"
-        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}"
+        arrives = f", {self.overlap} steps to arrive" if self.overlap else ""
+        mixed = f", {self.mix} of them mixed in" if self.mix < 1 else ""
+        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
 
 
 def _is_number(value: object) -> bool:

@@ -8,6 +8,7 @@ strategy:                           or a preset and what is different, or no pre
   weights: int8:256                 see codecs/names.py
   error_feedback: {hops: both, dtype: int8}
   frozen: nf4
+  local_steps: {every: 64, codec: int4:128}
   gpus_per_node: 8
 """
 
@@ -21,14 +22,16 @@ from typing import Any, TypeVar
 from fsdp_zpp.codecs.names import codec_from_name, name_of_codec
 
 from .error_feedback import LoCo
+from .local_steps import LocalSteps
 
-PRESETS = ("zeropp", "mixzpp", "loco", "zero1", "zero2", "zero3", "mics")
+PRESETS = ("zeropp", "mixzpp", "loco", "zero1", "zero2", "zero3", "mics", "diloco")
 """The names of the class methods of Strategy that make one."""
 
 _CODECS = ("weights", "gradients", "intra_gradients", "frozen")
-_KEYS = ("preset", "levels", *_CODECS, "error_feedback", "gpus_per_node")
+_KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_per_node")
 
 T = TypeVar("T")
+C = TypeVar("C", LoCo, LocalSteps)
 
 
 def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
@@ -54,7 +57,9 @@ def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
         if key in arguments and not (key == "intra_gradients" and arguments[key] == "auto"):
             arguments[key] = _at(key, codec_from_name, arguments[key])
     if "error_feedback" in arguments:
-        arguments["error_feedback"] = _error_feedback(arguments["error_feedback"])
+        arguments["error_feedback"] = _error_feedback("error_feedback", arguments["error_feedback"])
+    if "local_steps" in arguments:
+        arguments["local_steps"] = _local_steps(arguments["local_steps"])
     return preset, arguments
 
 
@@ -68,26 +73,53 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for key in _CODECS:
         if mapping.get(key) not in (None, "auto"):
             mapping[key] = _at(key, name_of_codec, mapping[key])
-    if (feedback := mapping.get("error_feedback")) is not None:
-        mapping["error_feedback"] = {field.name: getattr(feedback, field.name) for field in dataclasses.fields(LoCo)}
-        if feedback.dtype is not None:
-            mapping["error_feedback"]["dtype"] = name_of_codec(feedback.dtype)
+    mapping["error_feedback"] = _fields_of(mapping.get("error_feedback"), "error_feedback", codec="dtype")
+    if (local_steps := mapping.get("local_steps")) is not None:
+        mapping["local_steps"] = _fields_of(local_steps, "local_steps", codec="codec")
+        feedback = _fields_of(local_steps.error_feedback, "local_steps.error_feedback", codec="dtype")
+        mapping["local_steps"]["error_feedback"] = feedback
     return mapping
 
 
-def _error_feedback(value: object) -> LoCo | None:
+def _fields_of(value: LoCo | LocalSteps | None, key: str, codec: str) -> dict[str, Any] | None:
+    """The arguments of ``value`` by name, with that named ``codec`` as text."""
+    if value is None:
+        return None
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if fields[codec] is not None:
+        fields[codec] = _at(f"{key}.{codec}", name_of_codec, fields[codec])
+    return fields
+
+
+def _local_steps(value: object) -> LocalSteps | None:
+    """None, ``true`` for the defaults, or a mapping of LocalSteps' arguments."""
+    arguments = _arguments_of(LocalSteps, "local_steps", value, codec="codec")
+    if not isinstance(arguments, dict):
+        return arguments
+    if "error_feedback" in arguments:
+        arguments["error_feedback"] = _error_feedback("local_steps.error_feedback", arguments["error_feedback"])
+    return _at("local_steps", lambda given: LocalSteps(**given), arguments)
+
+
+def _error_feedback(key: str, value: object) -> LoCo | None:
     """None, ``true`` for the defaults, or a mapping of LoCo's arguments."""
-    if value is None or value is False or isinstance(value, LoCo):
+    arguments = _arguments_of(LoCo, key, value, codec="dtype")
+    return _at(key, lambda given: LoCo(**given), arguments) if isinstance(arguments, dict) else arguments
+
+
+def _arguments_of(kind: type[C], key: str, value: object, codec: str) -> dict[str, Any] | C | None:
+    """The arguments of ``kind`` that a mapping gives, the one named ``codec`` read; anything else as it is, or None."""
+    if value is None or value is False or isinstance(value, kind):
         return value or None
     if value is True:
-        return LoCo()
+        return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"error_feedback: must be true, false or a mapping of LoCo's arguments, got {value!r}")
-    _check_known("error_feedback.", value, [field.name for field in dataclasses.fields(LoCo)])
+        raise TypeError(f"{key}: must be true, false or a mapping of {kind.__name__}'s arguments, got {value!r}")
+    _check_known(f"{key}.", value, [field.name for field in dataclasses.fields(kind)])
     arguments = dict(value)
-    if "dtype" in arguments:
-        arguments["dtype"] = _at("error_feedback.dtype", codec_from_name, arguments["dtype"])
-    return _at("error_feedback", lambda given: LoCo(**given), arguments)
+    if codec in arguments:
+        arguments[codec] = _at(f"{key}.{codec}", codec_from_name, arguments[codec])
+    return arguments
 
 
 def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -> None:

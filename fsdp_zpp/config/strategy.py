@@ -1,4 +1,4 @@
-"""A sharding strategy: where each model state lives, and how each hop of communication is encoded."""
+"""A sharding strategy: where each model state lives, how each hop is encoded, and how often the slow hop runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fsdp_zpp.codecs.delta import Int4Delta
 
 from .deepspeed import strategy_arguments
 from .error_feedback import LoCo, check_error_feedback
+from .local_steps import LocalSteps
 from .mapping import arguments_from_mapping, mapping_from_arguments
 from .resolve import ResolvedStrategy, finer_inside, resolve
 from .topology import Topology
@@ -43,7 +44,7 @@ LEGAL_LEVELS: tuple[str, ...] = _legal_levels()
 
 @dataclass(frozen=True)  # hashable, too: FSDP1 looks up its sharding strategy in a dict
 class Strategy:
-    """Where parameters, gradients and optimizer state live, and how each hop is encoded.
+    """Where parameters, gradients and optimizer state live, how each hop is encoded, and how often the slow hop runs.
 
     Pass it as ``FullyShardedDataParallel(..., sharding_strategy=strategy)``. ``None`` as a codec means full
     precision: values are sent in the dtype in which FSDP would have sent them.
@@ -62,12 +63,14 @@ class Strategy:
             nodes, else full precision.
         error_feedback: Error feedback on the gradient codecs.
         frozen: Codec of frozen parameters, which are quantized once.
+        local_steps: Has nodes train on their own and exchange what has changed every few steps, instead of gradients
+            in each of them. Each node then needs all of the optimizer state: the third letter is ``I`` or ``N``.
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
 
     Raises:
-        ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place, or
-            error feedback has no gradient codec to correct.
+        ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
+            error feedback has no gradient codec to correct, or local steps leave an argument nothing to do.
         TypeError: If a codec is not a :class:`Codec`, or another argument has the wrong type.
 
     Example:
@@ -81,6 +84,7 @@ class Strategy:
     intra_gradients: Codec | Literal["auto"] | None = "auto"
     error_feedback: LoCo | None = None
     frozen: Codec | None = None
+    local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +99,7 @@ class Strategy:
             check_hop_codec(name, getattr(self, name))
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
+        self._check_local_steps()
 
     def _check_levels(self) -> None:
         if not isinstance(self.levels, str):
@@ -119,6 +124,27 @@ class Strategy:
                 f"weights={self.weights!r} sends deltas against the secondary shard in each node, which levels "
                 f"{self.levels!r} do not keep; choose I for parameters and G for the optimizer, such as 'IGG', or "
                 f"weights={self.weights.whole!r}"
+            )
+
+    def _check_local_steps(self) -> None:
+        if self.local_steps is None:
+            return
+        if not isinstance(self.local_steps, LocalSteps):
+            raise TypeError(f"local_steps must be LocalSteps(...) or None, got {self.local_steps!r}")
+        if self.optimizer == "G":
+            raise ValueError(
+                f"local_steps has each node step on its own, but under levels {self.levels!r} a node holds only a part "
+                "of the optimizer state; choose I or N for the optimizer, such as 'III'"
+            )
+        if self.gradients is not None:
+            raise ValueError(
+                f"gradients={self.gradients!r} encodes gradients between nodes, which local_steps does not send; "
+                "encode the exchanges with LocalSteps(codec=...), gradients inside of nodes with intra_gradients="
+            )
+        if self.error_feedback is not None and self.error_feedback.hops == "inter":
+            raise ValueError(
+                "error_feedback corrects gradients between nodes, which local_steps does not send; pass "
+                "LocalSteps(error_feedback=...) for the exchanges, or hops='both' for those inside of nodes"
             )
 
     @property
@@ -157,7 +183,7 @@ class Strategy:
     def is_plain(self) -> bool:
         """Whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
         encoded = (self.weights, *self.gradient_codecs, self.frozen)
-        return self.levels == "GGG" and all(codec is None for codec in encoded)
+        return self.levels == "GGG" and all(codec is None for codec in encoded)  # which local steps can't have
 
     @classmethod
     def zeropp(cls, **overrides: Any) -> Strategy:
@@ -194,6 +220,19 @@ class Strategy:
     def mics(cls, **overrides: Any) -> Strategy:
         """MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
         return cls(**{"levels": "III"} | overrides)
+
+    @classmethod
+    def diloco(cls, every: int | None = None, **overrides: Any) -> Strategy:
+        """DiLoCo (arXiv 2311.08105) in fragments of 4 bits (arXiv 2501.18512): an exchange ``every`` 64 steps.
+
+        Raises:
+            TypeError: If ``local_steps`` is given, which says how often, and ``every`` too.
+        """
+        if every is not None and "local_steps" in overrides:
+            raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
+        local_steps = LocalSteps() if every is None else LocalSteps(every)
+        preset: dict[str, Any] = {"levels": "III", "local_steps": local_steps}
+        return cls(**preset | overrides)
 
     @classmethod
     def auto(

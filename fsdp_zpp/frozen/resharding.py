@@ -66,7 +66,7 @@ def wrapping_mesh(model: nn.Module, group: dist.ProcessGroup | None) -> ProcessM
     Raises:
         ValueError: If their node sizes differ.
     """
-    meshes = {unit.mesh for unit in map(unit_of, model.modules()) if unit is not None and unit.mesh.group is group}
+    meshes = {unit.ranks for unit in map(unit_of, model.modules()) if unit is not None and unit.ranks.group is group}
     if len(meshes) > 1:
         raise ValueError(
             f"the strategies that wrap parts of this {model_name(model)} have different node sizes "

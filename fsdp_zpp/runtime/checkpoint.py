@@ -1,34 +1,37 @@
-"""Codec state in checkpoints: the errors of error feedback, and the bases of weight deltas.
+"""Codec state in checkpoints: the errors of error feedback, the bases of weight deltas, and the training of a node.
 
 Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So each
 rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads without
 knowing their size beforehand. The layout is saved beside them. On another layout, codec state starts over: errors are
-zero, weights are sent whole once, and a warning says so.
+zero, weights are sent whole once, nodes begin their local steps anew, and a warning says so.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
 from .api import units
+from .fragment import Fragment
+from .optimizer_state import OptimizerState
 from .unit import StrategyUnit, named_units
 
 logger = logging.getLogger("fsdp_zpp")
 
 
-SavedState = ErrorFeedbackState | SecondaryShard
-"""Codec state of one unit."""
+SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
+"""Codec state of one unit, or of one optimizer."""
 
 
 class RankState:
@@ -66,7 +69,7 @@ class RankState:
             if dist.get_rank() == 0:
                 logger.warning(
                     "the codec state was saved on %s, but this is %s: errors start from zero, weights are sent "
-                    "whole once",
+                    "whole once, and local steps from the weights as loaded",
                     state.get("layout"),
                     self._layout,
                 )
@@ -85,34 +88,43 @@ class CodecState:
     """The codec state of a model, for checkpoints from which training resumes bit for bit.
 
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
-    sends deltas against. It is a ``Stateful`` of torch.distributed.checkpoint; each rank saves its own part. On another
-    number of ranks or nodes, errors start from zero and weights are sent whole once, with a warning. If more ranks load
-    than have saved, the checkpoint has no entries for some of them: load this part by itself,
+    sends deltas against; of ``Strategy(local_steps=...)``, what differs from node to node: weights, states of
+    optimizers and of exchanges. It is a ``Stateful`` of torch.distributed.checkpoint; each rank saves its own part. On
+    another number of ranks or nodes, errors start from zero, weights are sent whole once and nodes begin their local
+    steps anew, with a warning. If more ranks load than have saved, the checkpoint has no entries for some of them: load
+    this part by itself,
     ``dcp.load({"codecs": CodecState(model)}, ..., planner=DefaultLoadPlanner(allow_partial_load=True))``.
+
+    With local steps, what torch's checkpoints hold of weights and optimizers is whichever node's. On the same layout
+    this state replaces it, before the next forward. For other layouts, save weights under :func:`agreed_weights`.
 
     Args:
         model: A model wrapped with one or more instances of :class:`Strategy`, or with a
             :func:`quantized_reduce_hook`. Units without codec state save nothing.
+        optimizers: With local steps, the optimizer of the model, or all of them; otherwise not needed.
 
     Raises:
-        ValueError: If nothing of fsdp_zpp is in ``model``.
+        ValueError: If nothing of fsdp_zpp is in ``model``, or optimizers are missing.
 
     Example:
         >>> dcp.save({"model": ..., "optimizer": ..., "codecs": CodecState(model)}, checkpoint_id=path)
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
         next(units(model))  # raises if fsdp_zpp manages nothing of the model, where there would be nothing to save
         parts: dict[str, SavedState] = {}
         meshes: set[ProcessMesh] = set()
         for unit, path in named_units(model).items():
             if unit.errors is not None:
                 parts[f"errors of {path}"] = unit.errors
-                meshes.add(unit.mesh)
+                meshes.add(unit.ranks)
             if isinstance(unit, StrategyUnit) and unit.gather is not None and unit.gather.secondary.sends_deltas:
                 parts[f"weights of {path}"] = unit.gather.secondary
-                meshes.add(unit.mesh)
-        self._state = RankState(parts, meshes)
+                meshes.add(unit.ranks)
+            if isinstance(unit, StrategyUnit) and unit.fragment is not None and unit.fragment.is_trained:
+                parts[f"local steps of {path}"] = unit.fragment
+                meshes.add(unit.ranks)
+        self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, as bytes by unit."""
@@ -125,6 +137,21 @@ class CodecState:
             ValueError: If it was saved for other units, or under another configuration of error feedback.
         """
         self._state.load_state_dict(state)
+
+
+def _optimizer_states(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], parts: Mapping[str, SavedState]
+) -> dict[str, SavedState]:
+    given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    fragments = [part for part in parts.values() if isinstance(part, Fragment)]
+    if not fragments:
+        return {}
+    if not given:
+        raise ValueError(
+            f"the nodes of this {type(model).__name__} train on their own (local_steps), and so do their optimizers: "
+            "pass CodecState(model, optimizer), or a list of all its optimizers"
+        )
+    return {f"optimizer {index}": OptimizerState(optimizer, fragments[0]) for index, optimizer in enumerate(given)}
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
+from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .summary import log_summary
 from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
@@ -44,10 +45,11 @@ class LifecycleHooks:
 
     Args:
         units: The units of the model.
+        local_training: Counts the steps of a model whose nodes train on their own.
     """
 
-    def __init__(self, units: Sequence[ManagedUnit[Unit]]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[ManagedUnit[Unit]], local_training: LocalTraining | None = None) -> None:
+        self._units, self._local_training = units, local_training
         self._heard: weakref.ref[GradScaler] | None = None  # the last scaler that units were told of since a step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
@@ -65,6 +67,8 @@ class LifecycleHooks:
             return
         self._heard = None  # with a step units forget the scaler, so they must be told of it again
         self._weights_change()
+        if self._local_training is not None:
+            self._local_training.step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(held, getattr(optimizer, "found_inf", None))
 
@@ -84,6 +88,8 @@ class LifecycleHooks:
         if not scaler.is_enabled() or not self._holds_any(held):
             return
         self._heard = None
+        if self._local_training is not None:
+            self._local_training.step_ended()
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(held, None)  # an optimizer that is not torch's runs no step hook
         for unit in self._units_of(held):
@@ -145,6 +151,8 @@ class LifecycleHooks:
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients, for a step to come."""
         self._weights_change()
+        if self._local_training is not None:
+            self._local_training.gradients_synchronized()
 
     def _weights_change(self) -> None:
         for managed in self._units:
@@ -199,10 +207,11 @@ def weights_moved(module: nn.Module) -> None:
         unit.invalidate()
 
 
-def set_up_model(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LifecycleHooks:
+def set_up_model(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LifecycleHooks:
     """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
 
     Args:
+        root: Its outermost part.
         model: The model's name in errors and in the log line.
         units: Its units.
 
@@ -215,14 +224,38 @@ def set_up_model(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> Life
     groups = defaultdict(list)
     for managed in units:
         managed.unit.rename(managed.name)
-        groups[managed.unit.strategy, managed.unit.mesh].append(managed)
-    for (strategy, mesh), members in groups.items():
+        groups[managed.unit.strategy, managed.unit.ranks].append(managed)
+    for (strategy, ranks), members in groups.items():
         resolved = members[0].unit.resolved
-        log_summary(strategy, resolved, mesh, model, len(members), sum(map(_error_nbytes, members)))
-        held = (shard for managed in members for shard in managed.shards())
-        check_replicas(held, mesh, resolved.scopes.optimizer, model)
+        log_summary(strategy, resolved, ranks, model, len(members), sum(map(_error_nbytes, members)))
+        # Nodes that have trained on their own hold different weights.
+        if not any(managed.unit.fragment is not None and managed.unit.fragment.progress.made for managed in members):
+            held = (shard for managed in members for shard in managed.shards())
+            check_replicas(held, ranks, resolved.scopes.optimizer, model)
     _prefetch_secondary_shards([managed.unit.gather for managed in units if managed.unit.can_prefetch])
-    return LifecycleHooks(units)
+    return LifecycleHooks(units, _train_locally(root, model, units))
+
+
+def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LocalTraining | None:
+    """Have nodes exchange the fragments of a model before forwards, if it has any. Collective."""
+    trained = [managed for managed in units if managed.is_trained]
+    configurations = dict.fromkeys(managed.unit.strategy.local_steps for managed in trained)
+    if len(configurations) > 1:
+        given = " and ".join(f"local_steps={each!r}" for each in configurations)
+        raise ValueError(f"{model}: its parts were given {given}; steps are those of a whole model: give all the same")
+    fragments = [managed.unit.fragment for managed in trained]
+    found = [fragment for fragment in fragments if fragment is not None and fragment.is_trained]
+    if not found:
+        return None
+
+    def steps_are_announced() -> bool:
+        return any(getattr(p, _IN_OPTIMIZER, False) for managed in trained for p in managed.parameters())
+
+    training = LocalTraining(model, found, trained[0].unit.ranks, steps_are_announced)
+    root.register_forward_pre_hook(training.before_forward, prepend=True)
+    for managed in trained:
+        managed.unit.local_training = training
+    return training
 
 
 def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
@@ -236,13 +269,13 @@ def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
 def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> None:
     """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
     # A dict, not a set: ranks must go through the groups in the same order, and a set's order differs by process.
-    for group in dict.fromkeys(managed.unit.mesh.group for managed in units):
+    for group in dict.fromkeys(managed.unit.ranks.group for managed in units):
         facts = {}
         for managed in units:
             unit = managed.unit
-            if unit.mesh.group is group:
+            if unit.ranks.group is group:
                 # A node size that was left to the launcher and the same one given explicitly are no difference.
-                strategy = replace(unit.strategy, gpus_per_node=unit.mesh.topology.gpus_per_node)
+                strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
                 facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}"
         check_agreement(group, f"the first forward of {model}", facts)
 

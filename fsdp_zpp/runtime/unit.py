@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,8 +12,17 @@ from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.node_share import NodeShare
+from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.config.local_steps import LocalSteps
+from fsdp_zpp.config.resolve import resolve_scopes
 from fsdp_zpp.config.strategy import Strategy
+
+from .fragment import Fragment
+
+if TYPE_CHECKING:
+    from .local_training import LocalTraining
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 PARTS = "_fsdp_zpp_parts"
@@ -37,7 +46,7 @@ class Unit(Communicator, Protocol):
         """The error state of its gradient codecs; None without error feedback."""
 
     @property
-    def mesh(self) -> ProcessMesh:
+    def ranks(self) -> ProcessMesh:
         """Its ranks."""
 
     def invalidate(self, *, by_step: bool = False) -> None:
@@ -78,31 +87,42 @@ class StrategyUnit:
 
     Args:
         strategy: Its strategy. Parts that gain nothing on the mesh are inactive; see [Note: One node] in resolve.py.
-        mesh: Its ranks.
+        ranks: Its ranks.
 
     Attributes:
-        resolved: The strategy as resolved on the mesh.
+        ranks: Its ranks.
+        mesh: Those that it communicates with in each step: with local steps, this node's, else all.
+        resolved: The strategy as resolved on its ranks.
         scopes: Its effective scopes.
         traffic: Bytes it has sent.
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         reduce: Reduces its gradients; None if there is only one rank.
+        fragment: Exchanges its weights between nodes that train on their own; None if they don't.
+        local_training: Says when, from the first forward on.
         on_invalidate: Called with ``by_step`` in every :meth:`invalidate`, for what the adapter itself keeps of the old
             weights.
         on_drop_gradients: Called in every :meth:`drop_gradients`, for what the adapter itself has accumulated.
+        trained_shards: Returns what this rank holds of those of its parameters that are trained.
     """
 
-    def __init__(self, strategy: Strategy, mesh: ProcessMesh) -> None:
+    def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
-        self.mesh = mesh
-        self.resolved = strategy.resolve(mesh.topology)
+        self.ranks = ranks
+        # On one node there is nothing to exchange.
+        local_steps = None if ranks.inter is None else strategy.local_steps
+        self.mesh = ranks if local_steps is None else ranks.own_node()
+        self.resolved = strategy.resolve(ranks.topology)
         self.scopes = self.resolved.scopes
         self.traffic = Traffic()
         self.on_invalidate: Callable[[bool], None] = lambda by_step: None
         self.on_drop_gradients: Callable[[], None] = lambda: None
+        self.trained_shards: Callable[[], Sequence[Tensor]] = tuple
         self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
+        self.local_training: LocalTraining | None = None
+        self.fragment = None if local_steps is None else self._make_fragment(local_steps)
 
     def _make_gather(self) -> WeightGather | None:
         if self.scopes.optimizer == "N":
@@ -120,16 +140,25 @@ class StrategyUnit:
         intra, inter = self.resolved.gradient_codecs
         if self.mesh.intra is None and self.mesh.inter is None:
             return None
+        # A node that trains on its own is a job of one node.
+        scopes = self.scopes if self.mesh is self.ranks else resolve_scopes(self.scopes, self.mesh.topology)
         return GradientReduce(
             self.mesh,
             intra,
             inter,
             self.traffic,
-            gradient_scope=self.scopes.gradients,
-            optimizer_scope=self.scopes.optimizer,
+            gradient_scope=scopes.gradients,
+            optimizer_scope=scopes.optimizer,
             error_feedback=self.resolved.error_feedback,
             native=True,
         )
+
+    def _make_fragment(self, local_steps: LocalSteps) -> Fragment:
+        # Under N all ranks of a node hold the same weights, so each of them exchanges a part.
+        replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
+        outer = OuterStep(local_steps, self.ranks, self.traffic)
+        share = None if replicas is None else NodeShare(replicas, self.traffic)
+        return Fragment(local_steps, outer, share, lambda: self.trained_shards(), self.invalidate)
 
     @property
     def can_prefetch(self) -> bool:
@@ -146,6 +175,12 @@ class StrategyUnit:
             self.gather.secondary.mark_stale(by_step=by_step)
         self.on_invalidate(by_step)
 
+    def weights_loaded(self) -> None:
+        """Handle weights that were loaded, from a state dict."""
+        self.invalidate()
+        if self.fragment is not None:
+            self.fragment.weights_loaded()
+
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""
         if self.reduce is not None:
@@ -159,7 +194,8 @@ class StrategyUnit:
 
     def rename(self, name: str) -> None:
         """Set its name in profiles and errors."""
-        for part in (self.gather, self.reduce):
+        outer = None if self.fragment is None else self.fragment.outer
+        for part in (self.gather, self.reduce, outer):
             if part is not None:
                 part.label = name
 

@@ -66,8 +66,7 @@ def train(
                 state = outer.state_dict()
                 outer.exchange([shard + 1 for shard in shards])  # what was saved does not change with it
                 outer = OuterStep(config, mesh, traffic)
-                outer.start([torch.zeros_like(shard) for shard in shards])
-                outer.load_state_dict(state)
+                outer.load_state_dict(state, shards)
     numel = sum(shard.numel() for shard in shards)
     return after, outer.agreed.cpu()[:numel], tap.total("inter"), traffic.sent, numel
 
@@ -221,8 +220,8 @@ def refusals() -> list[str]:
     calls: list[Callable[[], Any]] = [
         lambda: OuterStep(plain, process_mesh(dist.group.WORLD, 4), Traffic(), "root"),
         lambda: outer.exchange([torch.zeros(6)]),
-        lambda: outer.load_state_dict(larger.state_dict()),
-        lambda: outer.load_state_dict(other.state_dict()),
+        lambda: outer.load_state_dict(larger.state_dict(), [torch.zeros(5)]),
+        lambda: outer.load_state_dict(other.state_dict(), [torch.zeros(5)]),
     ]
     messages = []
     for call in calls:

@@ -28,6 +28,7 @@ _NEEDED = (
     Needed(f"{_FSDP}._flat_param.HandleShardingStrategy", "FULL_SHARD NO_SHARD", "the same"),
     Needed(f"{_FSDP}.fully_sharded_data_parallel", "_init_process_group_state", "sharding over the strategy's ranks"),
     Needed(_INSTANCE, "process_group rank world_size _device_mesh", "the same"),
+    Needed(_INSTANCE, "_gradient_predivide_factor _gradient_postdivide_factor", "the same"),
     Needed(f"{_FSDP}.fully_sharded_data_parallel", "sharding_strategy", "state dicts of what is not sharded"),
     Needed(f"{_FSDP}._init_utils", "_sync_module_params_and_buffers", "broadcasting initial weights to all ranks"),
     Needed(f"{_FSDP}._init_utils", "_init_param_handle_from_params", "keeping frozen parameters apart"),
@@ -76,14 +77,13 @@ __all__ = [
 
 @contextmanager
 def sharding_over(
-    module: FullyShardedDataParallel, strategy: Hashable, shard_group: dist.ProcessGroup | None
+    module: FullyShardedDataParallel, strategy: Hashable, group: dist.ProcessGroup, *, sharded: bool
 ) -> Iterator[None]:
-    """While ``module`` is constructed with ``strategy``, have it sharded over ``shard_group``, or not at all for None.
+    """While ``module`` is constructed with ``strategy``, have FSDP shard it over ``group``, or not at all.
 
     If it is only a part of the user's group, everything but the initial broadcast of module states uses it.
     """
     strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
-    sharded = shard_group is not None
     strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
     init_group: Any = _wrapper._init_process_group_state
     synchronize: Any = _init_utils._sync_module_params_and_buffers
@@ -94,9 +94,10 @@ def sharding_over(
         if state is module:
             nonlocal users_group
             users_group = state.process_group
-            if shard_group is not None and shard_group is not users_group:
-                state.process_group, state.rank = shard_group, shard_group.rank()
-                state.world_size = shard_group.size()
+            if group is not users_group:
+                state.process_group, state.rank, state.world_size = group, group.rank(), group.size()
+                # Between several ranks a strategy reduces; a rank alone leaves its gradients to torch, as they are.
+                state._gradient_predivide_factor = state._gradient_postdivide_factor = 1.0
         return state
 
     def synchronize_all(module: nn.Module, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
@@ -110,9 +111,9 @@ def sharding_over(
         _wrapper._init_process_group_state = init_group
         _init_utils._sync_module_params_and_buffers = synchronize
     users_mesh = module._device_mesh
-    if users_mesh is not None and shard_group is not None and shard_group is not users_group:
+    if users_mesh is not None and group is not users_group:
         # Only now: the constructor takes a mesh other than its argument for a part of a larger one.
-        module._device_mesh = DeviceMesh.from_group(shard_group, users_mesh.device_type)
+        module._device_mesh = DeviceMesh.from_group(group, users_mesh.device_type)
     if not sharded:
         module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
+from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
 from fsdp_zpp.frozen.resharding import follow_strategy
@@ -37,7 +38,7 @@ class HookedUnit:
 
     def __init__(self, state: QuantizedReduceState) -> None:
         self.traffic = state.traffic
-        self.errors, self.mesh = state.errors, state.mesh
+        self.errors, self.ranks = state.errors, state.mesh
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Stock FSDP keeps no secondary shard."""
@@ -67,13 +68,12 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     quantize_for(
         strategy,
         arguments["module"],
-        unit.mesh,
+        unit.ranks,
         ignored=ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"]),
         device=arguments["device_id"],
         dtype=None if mixed_precision is None else mixed_precision.param_dtype,
         broadcast=group if arguments["sync_module_states"] else None,
     )
-    shard_groups = {"G": group, "I": unit.mesh.intra, "N": None}
 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
         # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
@@ -81,19 +81,28 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
         own = {name: value for name, value in arguments.items() if name != "self"}
         return FullyShardedDataParallel(**own | not_again | {"ignored_modules": None, "ignored_states": others})
 
+    works_in = _group_of(unit)
     with ExitStack() as stack:
-        stack.enter_context(_torch.sharding_over(module, strategy, shard_groups[unit.scopes.optimizer]))
+        stack.enter_context(_torch.sharding_over(module, strategy, works_in, sharded=unit.scopes.optimizer != "N"))
+        stack.enter_context(warnings.catch_warnings())
+        if works_in is not group and works_in.size() == 1:  # as it is to be
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
         if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
-            stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
     _adopt(module, unit)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
-    module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+    module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
     attach(module, unit)
+
+
+def _group_of(unit: StrategyUnit) -> dist.ProcessGroup:
+    """The ranks over which FSDP shards ``unit``'s weights, or, for those that it does not shard, just works."""
+    group = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
+    return own_rank() if group is None else group
 
 
 def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -101,6 +110,7 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
     handle = _torch_adoption.adopt_handle(module, unit)
     if unit.gather is not None:
         unit.gather.secondary.source = handle
+    unit.trained_shards = partial(_torch_adoption.trained_shard_of, module)
     if handle is None:
         # Not those of a flat parameter that the instance no longer has.
         unit.on_invalidate, unit.on_drop_gradients = lambda by_step: None, lambda: None
@@ -124,8 +134,8 @@ def _on_lazy_init(root: nn.Module) -> None:
     check_one_group(found)
     if found:
         name = model_name(root)
-        setattr(root, _LIFECYCLE_HOOKS, set_up_model(name, found))
-        warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.mesh) for managed in found))
+        setattr(root, _LIFECYCLE_HOOKS, set_up_model(root, name, found))
+        warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.ranks) for managed in found))
         _torch_backward.set_up_reductions(root)
 
 

@@ -90,6 +90,10 @@ class StrategyGroup(GatheringGroup):
         """What this rank holds of the parameters."""
         return [param._sharded_param_data for param in self.fsdp_params]
 
+    def trained_shards(self) -> list[Tensor]:
+        """Those of parameters that are trained."""
+        return [param._sharded_param_data for param in self.fsdp_params if param.sharded_param.requires_grad]
+
     def parameter_owners(self) -> list[tuple[nn.Module, ...]]:
         """For each parameter, the modules on which it is registered."""
         infos = [param._module_info for param in self.fsdp_params]

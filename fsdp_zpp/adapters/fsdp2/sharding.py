@@ -94,7 +94,7 @@ def fully_shard(
     for each in modules:
         ignored = passed_on.get("ignored_params") or ()
         dtype = None if policy is None else policy.param_dtype
-        quantize_for(strategy, each, unit.mesh, ignored=ignored, dtype=dtype)
+        quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
     sharded = torch_fully_shard(module, **passed_on)
     group = _torch.adopt_group(modules[0], _on_lazy_init)
     if is_stock(strategy):
@@ -151,7 +151,7 @@ def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
     group = dist.group.WORLD if mesh is None or is_stock(strategy) else mesh.get_group()
     assert group is not None
     unit = StrategyUnit(strategy, mesh_for(strategy, group))
-    if unit.scopes.optimizer != "G" and unit.mesh.topology.world > 1:
+    if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
         group = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert group is not None
         device_type = default_device_type() if mesh is None else mesh.device_type
@@ -165,6 +165,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     assert isinstance(sharded, FSDPModule)
     world = unit.mesh.topology.world
     unit.on_invalidate, unit.on_drop_gradients = group.weights_changed, group.drop_gradients
+    unit.trained_shards = group.trained_shards
     if unit.gather is not None:
         unit.gather.secondary.source = group
         sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
@@ -181,7 +182,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
                 group.completion = _torch_reduction.FinishReduction()
     # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
     for owner in {owner for owners in group.parameter_owners() for owner in owners}:
-        owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.invalidate())
+        owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     for module in modules:
         attach(module, unit)
 
@@ -206,8 +207,8 @@ def _on_lazy_init(root: nn.Module) -> None:
             found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group.parameter_owners)
             groups[group] = unit.mesh
     model, members = model_name(root), list(found.values())
-    hooks = set_up_model(model, members)
-    warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.mesh) for managed in members))
+    hooks = set_up_model(root, model, members)
+    warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.ranks) for managed in members))
     _torch_backward.watch_backwards(root, hooks.gradients_synchronized, lambda: _agree_on_use(groups))
 
 

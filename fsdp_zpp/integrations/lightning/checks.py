@@ -57,9 +57,9 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
-        if not isinstance(unit, StrategyUnit) or is_stock(unit.strategy) or unit.mesh.group is None:
+        if not isinstance(unit, StrategyUnit) or is_stock(unit.strategy) or unit.ranks.group is None:
             continue  # torch does it all, and what it accepts is Lightning's to say
-        ranks = dist.get_process_group_ranks(unit.mesh.group)
+        ranks = dist.get_process_group_ranks(unit.ranks.group)
         if ranks != expected:
             sizes = dict(zip(("data_parallel_size", "tensor_parallel_size"), mesh.shape, strict=True))
             raise ValueError(

@@ -1,0 +1,156 @@
+"""A unit as a fragment of local-update training: its exchanges between nodes, and what of it differs between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.collectives.node_share import NodeShare
+from fsdp_zpp.collectives.outer_step import OuterStep
+from fsdp_zpp.config.local_steps import LocalSteps
+
+
+@dataclass
+class Progress:
+    """How far a fragment's training has come, in steps; see [Note: Steps of nodes] in local_training.py.
+
+    Attributes:
+        made: Steps made.
+        exchanged: Of these, those after which what was due was done.
+        arrives: The step after which an exchange that is on its way arrives, if one is.
+    """
+
+    made: int = 0
+    exchanged: int = 0
+    arrives: int | None = None
+
+
+class Fragment:
+    """The weights of a unit, which nodes train on their own and exchange.
+
+    Args:
+        config: When and how.
+        outer: Makes its exchanges.
+        share: This rank's share of them, if all ranks of a node hold the same weights.
+        trained_shards: Returns what this rank holds of the weights.
+        invalidate: Declares that they have changed.
+
+    Attributes:
+        config: As given.
+        outer: As given.
+        progress: How far its training has come.
+        after_restore: Called, and forgotten, when the state that was loaded is restored.
+    """
+
+    def __init__(
+        self,
+        config: LocalSteps,
+        outer: OuterStep,
+        share: NodeShare | None,
+        trained_shards: Callable[[], Sequence[Tensor]],
+        invalidate: Callable[[], None],
+    ) -> None:
+        self.config, self.outer, self.progress = config, outer, Progress()
+        self.after_restore: list[Callable[[], None]] = []
+        self._share, self._trained_shards, self._invalidate = share, trained_shards, invalidate
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has weights that are trained; the same on all ranks."""
+        return len(self._trained_shards()) > 0
+
+    @property
+    def _exchanged(self) -> Sequence[Tensor]:
+        """What this rank exchanges of the weights."""
+        whole = self._trained_shards()
+        return whole if self._share is None else self._share.of(whole)
+
+    def start(self) -> None:
+        """Go on with what was loaded; otherwise, before the first step, take the weights for the agreed ones."""
+        if self._loaded is not None:
+            self._restore(self._loaded)
+        elif self.progress.made == 0 or not self.outer.has_started:
+            self.outer.start(self._exchanged)
+
+    def send(self, arrives: int) -> None:
+        """Send what the weights have changed, to be received after the step ``arrives``."""
+        self.outer.send(self._exchanged)
+        self.progress.arrives = arrives
+
+    def receive(self, mix: float) -> None:
+        """Go on from the agreed weights, or from a mixture of these and this node's own."""
+        self.outer.receive(self._exchanged, mix)
+        self._written()
+        self.progress.arrives = None
+
+    def _written(self) -> None:
+        if self._share is not None:
+            self._share.gather(self._trained_shards(), self.outer.label)
+        self._invalidate()
+
+    @contextmanager
+    def showing_agreed(self) -> Iterator[None]:
+        """Have the agreed weights in place of this node's own. Collective over the node."""
+        self.start()
+        own = [shard.detach().clone() for shard in self._trained_shards()]
+        self.outer.receive(self._exchanged)
+        self._written()
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, own: Sequence[Tensor]) -> None:
+        for shard, kept in zip(self._trained_shards(), own, strict=True):
+            shard.copy_(kept)
+        self._invalidate()
+
+    def weights_loaded(self) -> None:
+        """Weights were loaded: start from them, unless a state was loaded with them."""
+        if self._loaded is None:
+            self.outer.reset()
+            self.progress.arrives = None
+
+    # ---- in checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
+        if self._loaded is not None:
+            return self._loaded
+        own = [shard.detach().to("cpu", copy=True) for shard in self._trained_shards()]
+        exchanges = self.outer.state_dict() if self.outer.has_started else None
+        return {"progress": asdict(self.progress), "exchanges": exchanges, "weights": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` gave, from the next forward on.
+
+        Raises:
+            ValueError: If it was saved for other weights.
+        """
+        found, saved = ([list(shard.shape) for shard in of] for of in (self._trained_shards(), state["weights"]))
+        if found != saved:
+            raise ValueError(f"{self.outer.label}: weights of {saved} were saved, but this rank trains {found}")
+        # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
+        self._loaded = state
+        self.progress = Progress(**state["progress"])
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._loaded = None
+        self._put(state["weights"])
+        if state["exchanges"] is not None:
+            self.outer.load_state_dict(state["exchanges"], self._exchanged)
+        for restore in self.after_restore:
+            restore()
+        self.after_restore.clear()
+
+    def reset(self) -> None:
+        """Start anew from what the weights are by then."""
+        self._loaded, self.progress = None, Progress()
+        self.outer.reset()
