@@ -33,7 +33,12 @@ class StrategySummary:
 def summarize(strategy: Strategy, resolved: ResolvedStrategy, error_nbytes: int = 0) -> StrategySummary:
     """Sort the parts of ``strategy`` into active and inactive ones; error state takes ``error_nbytes`` a rank."""
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
-    parts = _weights(strategy, resolved) + _reduction(*codecs, topology)
+    exchanges: list[tuple[str, str | None]] = []
+    if strategy.local_steps is not None:
+        why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
+        exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
+        topology = Topology(topology.gpus_per_node, topology.gpus_per_node)  # gradients stay inside of a node
+    parts = _weights(strategy, resolved) + _reduction(*codecs, topology) + exchanges
     if strategy.gradients is not None and codecs[1] is None:
         parts.append((f"gradients reduced as {strategy.gradients}", _FAST_LINKS))
     parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)

@@ -1,36 +1,37 @@
-"""Nodes that train on their own and exchange weights, under both adapters, beside training in step and by hand."""
+"""Nodes that train on their own: beside training in step, beside the algorithm by hand, and how much they send."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness import models
-from harness.adapter import STOCK, Adapter, Case
-from harness.fsdp1 import Fsdp1
-from harness.fsdp2 import Fsdp2
-from harness.messages import assert_refused, attempt
+from harness.adapter import STOCK, Adapter, Case, Precision
+from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.pool import Pool
-from harness.training import load, save, train
-from harness.wiretap import wiretap
-from torch import Tensor
+from harness.training import make_scaler, scaled_steps, train
+from harness.wiretap import sent_in
+from torch import Tensor, nn
 
-from fsdp_zpp import CodecState, Int4, Int8, LoCo, LocalSteps, Strategy, agreed_weights, exchange_weights, traffic
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
 
-ADAPTERS = [Fsdp1(), Fsdp1(use_orig_params=False), Fsdp2()]
-over_adapters = pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
 LAYOUTS = [("III", 1), ("III", 2), ("INI", 2), ("NNI", 2), ("NNN", 2), ("NNN", 1)]
 """Letters, and how many GPUs a node has."""
-over_layouts = pytest.mark.parametrize(("levels", "gpus_per_node"), LAYOUTS)
-MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "codec": None}
+MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "codec": None}
 """An outer step that is the mean over nodes."""
 ROUNDING = 2e-5
-SGD = Case(steps=20, clip=None, optimizer="plain sgd")
+SCHEDULES = {
+    "one after the other": LocalSteps(3, codec=None),
+    "all at once": LocalSteps(3, codec=None, spread=False, nesterov=False),
+    "overlapped": LocalSteps(4, codec=None, overlap=2, mix=0.5),
+    "overlapped, all at once": LocalSteps(2, codec=None, overlap=1, spread=False),
+    "kept on the CPU": LocalSteps(3, codec=None, overlap=1, offload=True),
+}
 
 
 def strategy_of(levels: str, gpus_per_node: int, **local_steps: Any) -> Strategy:
@@ -38,22 +39,9 @@ def strategy_of(levels: str, gpus_per_node: int, **local_steps: Any) -> Strategy
     return Strategy(levels, local_steps=LocalSteps(**local_steps), gpus_per_node=gpus_per_node)
 
 
-def sgd(model: Any) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Without momentum, which nodes would keep apart."""
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def all_weights(adapter: Adapter, model: Any) -> list[dict[str, Tensor]]:
-    """The weights of the node of each rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, adapter.full_weights(model))
-    return gathered
-
-
-def differ(model_weights: list[dict[str, Tensor]]) -> bool:
-    """Whether any rank's weights are others than the first's."""
-    first = model_weights[0]
-    return any(not torch.equal(each[name], first[name]) for each in model_weights for name in first)
 
 
 def distance_from_steps_alike(adapter: Adapter, strategy: Strategy, case: Case) -> float:
@@ -68,53 +56,313 @@ def distance_from_steps_alike(adapter: Adapter, strategy: Strategy, case: Case) 
     return models.distance(*weights)
 
 
-@over_adapters
-@over_layouts
-def test_exchanging_every_step_the_mean_is_training_in_step(
-    pool: Callable[[int], Pool], adapter: Adapter, levels: str, gpus_per_node: int
+@over_pairs(adapter=ADAPTERS, layout=LAYOUTS, micro_batches=[1, 2])
+def test_exchanging_the_mean_in_every_step_is_training_in_step(
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], micro_batches: int
 ) -> None:
-    strategy = strategy_of(levels, gpus_per_node, every=1, **MEAN)
-    assert max(pool(4).run(distance_from_steps_alike, adapter, strategy, SGD)) < ROUNDING
+    strategy = strategy_of(*layout, every=1, **MEAN)
+    case = Case(steps=20, clip=None, micro_batches=micro_batches)
+    assert max(pool(4).run(distance_from_steps_alike, adapter, strategy, case)) < ROUNDING
 
 
 @contextmanager
-def torchs_only_its_node(gpus_per_node: int) -> Iterator[dist.ProcessGroup]:
-    """The ranks of this node."""
-    group = dist.new_subgroups(gpus_per_node)[0]
+def this_node(gpus_per_node: int) -> Iterator[dist.ProcessGroup]:
+    """The ranks of this rank's node as a group."""
+    group, made = dist.new_subgroups(gpus_per_node)
     yield group
-    dist.destroy_process_group(group)
+    for each in made:
+        if each is group:
+            dist.destroy_process_group(each)
 
 
-def beside_by_hand(adapter: Adapter, strategy: Strategy, case: Case) -> float:
+def distance_from_average_by_hand(adapter: Adapter, strategy: Strategy, case: Case) -> float:
     """In a worker: how far a training is from nodes that torch's own FSDP trains, averaged by hand."""
     assert strategy.local_steps is not None
     every, gpus = strategy.local_steps.every, strategy.gpus_per_node
     assert gpus is not None
     model = adapter.make(case, strategy)
-    train(adapter, model, case, optimizer=(optimizer := models.make_optimizer("adamw", model.parameters())))
-    del optimizer
+    train(adapter, model, case, optimizer=models.make_optimizer("adamw", model.parameters()))
     exchange_weights(model)
     ours = adapter.full_weights(model)
-    with torchs_only_its_node(gpus) as node:
+    with this_node(gpus) as node:
         model = adapter.make(case, STOCK, group=node)
 
         def average(step: int, optimizer: Any) -> None:
-            if (step + 1) % every == 0:
-                for parameter in model.parameters():
-                    local = adapter.local(parameter).data
-                    # All ranks of a node hold other parts, in the same places as on other nodes.
-                    gathered: list[Any] = [None] * dist.get_world_size()
-                    dist.all_gather_object(gathered, local.cpu())
-                    same_place = gathered[dist.get_rank() % gpus :: gpus]
-                    local.copy_(torch.stack(same_place).double().mean(0))
+            for parameter in model.parameters() if (step + 1) % every == 0 else ():
+                local = adapter.local(parameter).data
+                gathered: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(gathered, local.cpu())
+                same_part = gathered[dist.get_rank() % gpus :: gpus]
+                local.copy_(torch.stack(same_part).double().mean(0))
 
         train(adapter, model, case, average, models.make_optimizer("adamw", model.parameters()))
         return models.distance(ours, adapter.full_weights(model))
 
 
-@pytest.mark.parametrize("adapter", [Fsdp1(), Fsdp2()], ids=str)
-@pytest.mark.parametrize("gpus_per_node", [1, 2])
+@over_pairs(adapter=ADAPTERS, gpus_per_node=[1, 2])
 def test_nodes_are_averaged_as_by_hand(pool: Callable[[int], Pool], adapter: Adapter, gpus_per_node: int) -> None:
     strategy = strategy_of("III", gpus_per_node, every=3, spread=False, **MEAN)
-    case = Case(steps=6, micro_batches=2, clip=0.5)
-    assert max(pool(4).run(beside_by_hand, adapter, strategy, case)) < 1e-4
+    case = Case(steps=6, micro_batches=2, clip=0.5)  # of which each node clips its own gradients
+    assert max(pool(4).run(distance_from_average_by_hand, adapter, strategy, case)) < 1e-4
+
+
+class Simulation:
+    """Four nodes of one GPU, all in this process, and what they exchange, by torch's own operators.
+
+    Its fragments are those of a net whose blocks are units: the rest of it first.
+    """
+
+    def __init__(self, config: LocalSteps) -> None:
+        self.config, self.step = config, 0
+        self.nets = [models.make_net() for _ in range(4)]
+        self.optimizers = [sgd(net) for net in self.nets]
+        self.agreed = {name: p.detach().double().clone() for name, p in self.nets[0].named_parameters()}
+        self.momentum = {name: torch.zeros_like(agreed) for name, agreed in self.agreed.items()}
+        self.on_their_way: list[tuple[int, list[str]]] = []
+        blocks = [f"blocks.{index}." for index in range(len(self.nets[0].blocks))]
+        rest = [name for name in self.agreed if not name.startswith("blocks.")]
+        self.fragments = [rest, *([name for name in self.agreed if name.startswith(block)] for block in blocks)]
+
+    @torch.no_grad()
+    def send(self, names: list[str]) -> None:
+        """The outer step on the mean of changes."""
+        for name in names:
+            held = torch.stack([net.get_parameter(name).double() for net in self.nets])
+            gradient = self.agreed[name] - held.mean(0)
+            self.momentum[name] = self.config.outer_momentum * self.momentum[name] + gradient
+            ahead = gradient + self.config.outer_momentum * self.momentum[name]
+            self.agreed[name] = self.agreed[name] - self.config.outer_lr * (
+                ahead if self.config.nesterov else self.momentum[name]
+            )
+
+    @torch.no_grad()
+    def receive(self, names: list[str], mix: float) -> None:
+        """Every node goes on from a mixture."""
+        for net in self.nets:
+            for name in names:
+                weight = net.get_parameter(name)
+                weight.copy_(mix * self.agreed[name] + (1 - mix) * weight)
+
+    def train(self, steps: int) -> None:
+        """Steps of all nodes, and what is due after each."""
+        for step in range(self.step, self.step + steps):
+            for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
+                models.loss_of(net, models.batch(step, 0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.exchange(step + 1)
+        self.step += steps
+
+    def exchange(self, step: int) -> None:
+        """What is due after a step: each fragment every few steps, at an own time of these."""
+        every, count = self.config.every, len(self.fragments)
+        self.arrive(step)
+        for index, names in enumerate(self.fragments):
+            own_time = (index + 1) * every // count if self.config.spread else every
+            if step % every == own_time % every:
+                self.send(names)
+                self.on_their_way.append((step + self.config.overlap, names))
+        self.arrive(step)
+
+    def arrive(self, step: float, mix: float | None = None) -> None:
+        """Receive what has arrived by a step."""
+        for arrives, names in self.on_their_way:
+            if arrives <= step:
+                self.receive(names, self.config.mix if mix is None else mix)
+        self.on_their_way = [(arrives, names) for arrives, names in self.on_their_way if arrives > step]
+
+    def exchange_all(self) -> None:
+        """The last exchange."""
+        self.arrive(float("inf"))
+        everything = [name for names in self.fragments for name in names]
+        self.send(everything)
+        self.receive(everything, 1.0)
+
+    def weights(self, rank: int) -> dict[str, Tensor]:
+        """Of a node."""
+        return {name: p.detach().float().cpu() for name, p in self.nets[rank].named_parameters()}
+
+
+def distances_from_simulation(adapter: Adapter, config: LocalSteps, steps: int) -> tuple[float, float]:
+    """In a worker: how far this node's weights are from the simulated, when it is about to step, and in the end."""
+    model = adapter.make(Case(), Strategy("III", local_steps=config, gpus_per_node=1))
+    simulation = Simulation(config)
+    train(adapter, model, Case(steps=steps, clip=None), optimizer=sgd(model))
+    simulation.train(steps)
+    # Nodes exchange what is due before a forward; this one changes nothing else.
+    models.loss_of(model, models.batch(0, 0))
+    before = models.distance(adapter.full_weights(model), simulation.weights(dist.get_rank()))
+    exchange_weights(model)
+    simulation.exchange_all()
+    return before, models.distance(adapter.full_weights(model), simulation.weights(dist.get_rank()))
+
+
+@over_pairs(adapter=ADAPTERS, schedule=SCHEDULES)
+def test_nodes_train_as_simulated(pool: Callable[[int], Pool], adapter: Adapter, schedule: LocalSteps) -> None:
+    for distances in pool(4).run(distances_from_simulation, adapter, schedule, 9):
+        assert max(distances) < ROUNDING
+
+
+def bytes_between_nodes(adapter: Adapter, strategy: Strategy | None, gpus_per_node: int, steps: int) -> list[int]:
+    """In a worker: what is sent between nodes in each step, with accumulation and clipping."""
+    case = Case(steps=1, micro_batches=2, clip=0.5)
+    model = adapter.make(case, strategy)
+    optimizer = models.make_optimizer("adamw", model.parameters())
+    sent = []
+    for step in range(steps):
+        one_step = partial(train, adapter, model, case, optimizer=optimizer, first_step=step)
+        tap, counted = sent_in(one_step, model, gpus_per_node, counts=strategy is not STOCK)
+        sent.append(tap.total("inter"))
+        assert strategy is STOCK or counted["gather"]["inter"] + counted["reduce"]["inter"] == sent[-1]
+    return sent
+
+
+@over_pairs(adapter=ADAPTERS, layout=LAYOUTS, codec=[None, Int8(32), Int4(32)])
+def test_between_exchanges_nothing_goes_between_nodes(
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], codec: Int4 | Int8 | None
+) -> None:
+    levels, gpus = layout
+    strategy = strategy_of(levels, gpus, every=3, spread=False, codec=codec)
+    for sent in pool(4).run(bytes_between_nodes, adapter, strategy, gpus, 8):
+        exchange = sent[3]  # before the fourth step
+        assert sent == [0, 0, 0, exchange, 0, 0, exchange, 0]
+        numel, nodes = sum(p.numel() for p in models.make_net().parameters()), 4 // gpus
+        # Each rank sends the other nodes its part of the change, and its chunk of the updates to each of them.
+        values = numel / gpus * (nodes - 1) / nodes * 2
+        width = 4.0 if codec is None else codec.nbytes(2**20) / 2**20
+        assert exchange == pytest.approx(values * width, rel=0.25)  # which odd shapes pad
+        assert exchange >= values * width * 0.99
+
+
+@over_adapters
+def test_fragments_share_the_link_between_steps(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for sent in pool(4).run(bytes_between_nodes, adapter, strategy_of("III", 2, every=4), 2, 10):
+        assert sent[0] == 0
+        assert all(sent[1:])  # of four units, one after each step
+        assert sent[1:5] == sent[5:9]
+
+
+@over_adapters
+def test_at_every_64_steps_a_step_sends_half_a_percent(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    every = 64
+    ours = pool(4).run(bytes_between_nodes, adapter, strategy_of("III", 2, every=every), 2, every + 1)
+    full_shard = pool(4).run(bytes_between_nodes, adapter, Strategy("GGG", gpus_per_node=2), 2, 2)
+    in_bf16 = 0.5 * full_shard[0][1] / 2  # of an fp32 training with two micro-batches, gathers of the second included
+    for sent in ours:
+        print(sum(sent) / every, in_bf16)
+        assert sum(sent) / every <= 0.005 * in_bf16
+
+
+def differing_weights(adapter: Adapter, strategy: Strategy, case: Case) -> tuple[int, int]:
+    """In a worker: tensors in which nodes differ, before the last exchange and after it."""
+    model = adapter.make(case, strategy)
+    train(adapter, model, case)
+    found = []
+    for _ in range(2):
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, adapter.full_weights(model))
+        found.append(
+            sum(any(not torch.equal(each[name], gathered[0][name]) for each in gathered) for name in gathered[0])
+        )
+        exchange_weights(model)
+    return found[0], found[1]
+
+
+@over_pairs(
+    adapter=ADAPTERS,
+    layout=LAYOUTS,
+    config=[LocalSteps(2), LocalSteps(3, codec=Int8(64), overlap=1), LocalSteps(2, error_feedback=LoCo())],
+    precision=[None, Precision(torch.bfloat16, torch.float32)],
+)
+def test_nodes_are_equal_bit_for_bit_after_an_exchange_of_all(
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], config: LocalSteps, precision: Precision
+) -> None:
+    strategy = Strategy(layout[0], local_steps=config, gpus_per_node=layout[1])
+    for before, after in pool(4).run(differing_weights, adapter, strategy, Case(steps=4, precision=precision)):
+        assert before > 0
+        assert after == 0
+
+
+def steps_with_a_skip(adapter: Adapter) -> list[int]:
+    """In a worker: bytes between nodes of each step, of which rank 0's node skips one."""
+    model = adapter.make(Case(), strategy_of("III", 2, every=2, spread=False))
+    optimizer, scaler = sgd(model), make_scaler()
+    sent = []
+    for step in (0, 1, -1, 3, 4, 5):
+        tap, _ = sent_in(lambda: scaled_steps(model, optimizer, scaler, [step]), model, 2)  # noqa: B023
+        sent.append(tap.total("inter"))
+    exchange_weights(model)
+    return sent
+
+
+@over_adapters
+def test_a_step_that_a_scaler_skips_on_one_node_counts_on_all(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for sent in pool(4).run(steps_with_a_skip, adapter):
+        assert [n > 0 for n in sent] == [False, False, True, False, True, False]
+
+
+def sent_by_several_optimizers(adapter: Adapter, kind: str) -> list[int]:
+    """In a worker: bytes between nodes of each step."""
+    model = adapter.make(Case(), strategy_of("III", 2, every=2, spread=False))
+    if kind == "plain":
+        optimizers: list[Any] = [models.PlainSgd(model)]
+    else:
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(half, lr=0.1) for half in (parameters[::2], parameters[1::2])]
+    sent = []
+
+    def one_step(step: int) -> None:
+        models.loss_of(model, models.batch(step, 0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for step in range(5):
+        tap, _ = sent_in(partial(one_step, step), model, 2)
+        sent.append(tap.total("inter"))
+    exchange_weights(model)
+    return sent
+
+
+@over_pairs(adapter=ADAPTERS, kind=["several", "plain"])
+def test_steps_of_several_optimizers_and_of_unknown_ones_count_once(
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str
+) -> None:
+    for sent in pool(4).run(sent_by_several_optimizers, adapter, kind):
+        assert [n > 0 for n in sent] == [False, False, True, False, True]
+
+
+def evaluated_between(adapter: Adapter) -> list[int]:
+    """In a worker: bytes between nodes of evaluations, after steps of which an exchange is due."""
+    model = adapter.make(Case(), strategy_of("III", 2, every=1))
+    train(adapter, model, Case(steps=1))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            models.loss_of(model, models.batch(9, 0))
+
+    tap, _ = sent_in(evaluate, model, 2)
+    return [tap.total("inter")]
+
+
+@over_adapters
+def test_an_evaluation_exchanges_nothing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(evaluated_between, adapter) == [[0]] * 4
+
+
+def frozen_traffic(adapter: Adapter) -> tuple[int, int]:
+    """In a worker: bytes of an exchange of a net of which a block is frozen, and of one that is not."""
+    found = []
+    for frozen in (True, False):
+        model = adapter.make(Case(frozen=frozen), strategy_of("III", 2, every=1, codec=None))
+        train(adapter, model, Case(steps=1, clip=None))
+        tap, _ = sent_in(lambda: exchange_weights(model), model, 2)  # noqa: B023
+        found.append(tap.total("inter"))
+    return found[0], found[1]
+
+
+@over_adapters
+def test_frozen_weights_are_not_exchanged(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    block = sum(p.numel() for p in models.make_net().blocks[0].parameters())
+    for frozen, trained in pool(4).run(frozen_traffic, adapter):
+        assert trained - frozen >= block / 2 * 4  # half of it is sent to the other node, and its half of the updates
