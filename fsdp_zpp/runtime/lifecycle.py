@@ -253,6 +253,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
 
     training = LocalTraining(model, found, trained[0].unit.ranks, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
+    training.before_forward(root)  # of which FSDP sets up its model, and hooks have been run
     for managed in trained:
         managed.unit.local_training = training
     return training

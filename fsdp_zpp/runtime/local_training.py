@@ -48,7 +48,6 @@ class LocalTraining:
         stream = SideStream()
         for fragment in fragments:
             fragment.outer.stream = stream
-            fragment.start()
 
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
