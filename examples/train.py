@@ -152,7 +152,7 @@ def schedule(step: int, steps: int) -> float:
 def state_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None, step: int) -> dict[str, Any]:
     """This rank's shards of all that a run needs to go on exactly where it stopped. Collective."""
     weights, moments = get_state_dict(model, optimizer)
-    codecs = {"codecs": CodecState(model)} if strategy else {}
+    codecs = {"codecs": CodecState(model, optimizer)} if strategy else {}
     return {"model": weights, "optimizer": moments, "step": step, **codecs}
 
 

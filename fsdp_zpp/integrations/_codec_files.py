@@ -8,44 +8,49 @@ and ``<file>.codecs`` beside one that is a file. A model without codec state lea
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.optim import Optimizer
 
 from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.unit import named_units
 
 _LAYOUT = "layout"
 """The one key that the state dict of a :class:`CodecState` without any state has, too."""
 
 
-def save_codec_state(model: nn.Module, checkpoint: Path) -> None:
+def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
     """Save the codec state of ``model``, if it has any, with what a framework has just saved. Collective.
 
     Args:
         model: What a strategy has sharded.
+        optimizers: All of its optimizers.
         checkpoint: The framework's file or folder, the same on all ranks.
     """
     if dist.get_rank() == 0:
         remove_codec_state(checkpoint)  # of an earlier checkpoint of this name, perhaps of another strategy
-    if (found := _codec_state_of(model)) is not None:
+    if (found := _codec_state_of(model, optimizers)) is not None:
         _, state = found
         dcp.save(state, checkpoint_id=_folder_of(checkpoint))
 
 
-def load_codec_state(model: nn.Module, checkpoint: Path) -> None:
+def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
     """Continue with the codec state next to ``checkpoint``; start over, with a warning, if there is none. Collective.
 
     Args:
         model: What a strategy has sharded; its weights may be loaded before or after.
+        optimizers: All of its optimizers; likewise.
         checkpoint: The framework's file or folder, the same on all ranks.
 
     Raises:
         ValueError: If it was saved for other units, or under another configuration of error feedback.
     """
-    if (found := _codec_state_of(model)) is None:
+    if (found := _codec_state_of(model, optimizers)) is None:
         return
     codecs, state = found
     folder = _folder_of(checkpoint)
@@ -68,12 +73,11 @@ def remove_codec_state(checkpoint: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _codec_state_of(model: nn.Module) -> tuple[CodecState, dict[str, Any]] | None:
+def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, dict[str, Any]] | None:
     """The codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
-    try:
-        codecs = CodecState(model)
-    except ValueError:  # only torch's own strategies are in the model
+    if not named_units(model):  # only torch's own strategies are in the model
         return None
+    codecs = CodecState(model, list(optimizers))
     state = codecs.state_dict()
     return (codecs, state) if state.keys() - {_LAYOUT} else None
 

@@ -340,10 +340,10 @@ def _save_codec_state(
     accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
 ) -> None:
     for model in models[:1]:  # others are there to be evaluated, and keep nothing from step to step
-        save_codec_state(model, Path(output_dir))
+        save_codec_state(model, accelerator._optimizers, Path(output_dir))
 
 
 def _load_codec_state(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
     for model in accelerator._models[:1]:
-        load_codec_state(model, Path(input_dir))
+        load_codec_state(model, accelerator._optimizers, Path(input_dir))

@@ -123,12 +123,12 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_codec_state(self.model, Path(output_dir))
+        save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            load_codec_state(self.model, Path(checkpoint))
+            load_codec_state(self.model, filter(None, [self.optimizer]), Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``from_pretrained`` reads it, or adapters as PEFT reads them. Collective.

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy, save_adapter
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, save_adapter
 from fsdp_zpp.integrations.accelerate import reshard, use_strategy
 
 STEPS, MICRO_BATCHES = 4, 2
@@ -37,6 +37,7 @@ TOKENS = torch.arange(1, 13).view(1, -1)
 PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
+LOCAL = Strategy("III", local_steps=LocalSteps(3, codec=Int4(64)), gpus_per_node=2)
 """With all that codecs keep from step to step."""
 
 
@@ -180,12 +181,14 @@ def test_only_the_last_micro_batch_sends_gradients_between_nodes(pool: Callable[
     assert all(seen == gathered + reduced for gathered, reduced, seen in (first, last))
 
 
-def trained_with_a_break(folder: str, state_dict: str) -> tuple[list[float], list[float], list[float]]:
+def trained_with_a_break(
+    folder: str, strategy: Strategy, state_dict: str
+) -> tuple[list[float], list[float], list[float]]:
     """In a worker: the losses of a whole training, of its first half, and of its second in other objects."""
     losses = []
     for first, last in ((0, STEPS), (0, STEPS // 2), (STEPS // 2, STEPS)):
         with accelerators() as accelerator:
-            training = prepared(use_strategy(accelerator, STATEFUL, plugin=plugin(state_dict_type=state_dict)))
+            training = prepared(use_strategy(accelerator, strategy, plugin=plugin(state_dict_type=state_dict)))
             if first:
                 accelerator.load_state(folder)
             losses.append(training.train(first, last))
@@ -194,8 +197,11 @@ def trained_with_a_break(folder: str, state_dict: str) -> tuple[list[float], lis
 
 
 @pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_a_training_goes_on_bit_for_bit(pool: Callable[[int], Pool], tmp_path: Path, state_dict: str) -> None:
-    whole, first, second = pool(4).run(trained_with_a_break, str(tmp_path), state_dict)[0]
+@pytest.mark.parametrize("strategy", [STATEFUL, LOCAL], ids=["stateful", "local steps"])
+def test_a_training_goes_on_bit_for_bit(
+    pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy, state_dict: str
+) -> None:
+    whole, first, second = pool(4).run(trained_with_a_break, str(tmp_path), strategy, state_dict)[0]
     assert first + second == whole
 
 

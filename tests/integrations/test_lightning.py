@@ -38,6 +38,7 @@ from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
 
 STATEFUL = Strategy.loco(weights=Int4Delta(), gpus_per_node=2)
 """With both kinds of codec state: errors of gradients, and bases of weight deltas."""
+LOCAL = Strategy.diloco(every=3, gpus_per_node=2)
 ROUNDING = 2e-6
 """Sums over ranks in another order change the last bits of a gradient, and a few steps of AdamW a loss by this."""
 
@@ -105,10 +106,16 @@ def test_accumulation_sends_nothing_between_nodes_before_the_last_micro_batch(
             assert own.sent[-1][kind]["inter"] == other.sent[-1][kind]["inter"] > 0
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize(
+    ("strategy", "full"),
+    [(STATEFUL, False), (STATEFUL, True), (LOCAL, False)],
+    ids=["sharded", "full", "local steps"],
+)
 @over_ways
-def test_resumes_bit_for_bit(outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way, full: bool) -> None:
-    run = Run(way, STATEFUL, steps=4, micro_batches=1, full=full, save_to=tmp_path)
+def test_resumes_bit_for_bit(
+    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way, strategy: Strategy, full: bool
+) -> None:
+    run = Run(way, strategy, steps=4, micro_batches=1, full=full, save_to=tmp_path)
     whole = outcomes(run)
     rest = outcomes(replace(run, save_to=None, resume=tmp_path / "step=2.ckpt"))
     for own, other in zip(rest, whole, strict=True):

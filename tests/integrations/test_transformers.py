@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy, traffic
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, traffic
 from fsdp_zpp.integrations.transformers import use_strategy
 
 ACCELERATE = TorchVersion(version("accelerate"))
@@ -30,6 +30,9 @@ TOKENS = torch.arange(1, 13).view(1, -1)
 PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
+LOCAL = Strategy("III", local_steps=LocalSteps(3, codec=Int4(64)), gpus_per_node=2)
+WHOLE = ("whole", "local steps")
+"""Kinds of training that change all weights."""
 """With all that codecs keep from step to step."""
 QUANTIZED = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
 """Without a codec of weights, or the model would compute with adapters that differ from those in files."""
@@ -102,9 +105,9 @@ def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[
     losses, weights = [], []
     for middle in (None, f"{folder}/checkpoint-2"):
         with new_job():
-            model = make_model(kind)
+            model = make_model("whole" if kind in WHOLE else kind)
             trainer = make_trainer(folder, model, save_strategy="steps", save_steps=2, **options)
-            use_strategy(trainer, QUANTIZED if kind == "quantized" else STATEFUL)
+            use_strategy(trainer, {"quantized": QUANTIZED, "local steps": LOCAL}.get(kind, STATEFUL))
             trainer.train(resume_from_checkpoint=middle)
             losses.append(logged(trainer, "loss") + logged(trainer, "eval_loss"))
             weights.append(trainer.accelerator.get_state_dict(trainer.model))
@@ -124,6 +127,7 @@ def make_model(kind: str) -> nn.Module:
         ("whole", {}),
         ("whole", {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
         ("lora", {}),
+        ("local steps", {}),
         ("quantized", {}),
         pytest.param(
             "quantized",
@@ -141,8 +145,8 @@ def test_a_training_is_resumed_bit_for_bit(
     assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
     files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     assert ("codecs" in files) == (kind != "quantized")  # whose strategy keeps nothing
-    assert ("adapter_model.safetensors" in files) == (kind != "whole")
-    if kind != "whole":
+    assert ("adapter_model.safetensors" in files) == (kind not in WHOLE)
+    if kind not in WHOLE:
         assert saved_names(tmp_path / "checkpoint-2")
         assert all("lora" in name for name in saved_names(tmp_path / "checkpoint-2"))  # and nothing of the base
 

@@ -63,7 +63,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         super().save_checkpoint(path, state, storage_options, filter)
         path = Path(self.broadcast(path))
         if (model := _model_in_training(state)) is not None:
-            save_codec_state(model, path)
+            save_codec_state(model, _optimizers_in(state), path)
         elif self.is_global_zero:
             remove_codec_state(path)
 
@@ -83,7 +83,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         check_no_codec_state(state.values() if isinstance(state, dict) else ())
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, dict) and (model := _model_in_training(state)) is not None:
-            load_codec_state(model, Path(self.broadcast(path)))
+            load_codec_state(model, _optimizers_in(state), Path(self.broadcast(path)))
         return rest
 
 
@@ -137,8 +137,12 @@ class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrat
         return module
 
 
+def _optimizers_in(state: State) -> list[Optimizer]:
+    return [value for value in state.values() if isinstance(value, Optimizer)]
+
+
 def _model_in_training(state: State) -> nn.Module | None:
     """The model of a checkpoint that holds an optimizer, too; Lightning sees to it that there is one model."""
-    if not any(isinstance(value, Optimizer) for value in state.values()):
+    if not _optimizers_in(state):
         return None
     return next((value for value in state.values() if isinstance(value, nn.Module)), None)

@@ -56,7 +56,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         path = Path(self.broadcast(filepath))
         if holds_optimizers:
             assert self.model is not None
-            save_codec_state(self.model, path)
+            save_codec_state(self.model, self.optimizers, path)
         elif self.is_global_zero:
             remove_codec_state(path)
 
@@ -66,7 +66,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            load_codec_state(self.model, Path(self.broadcast(checkpoint_path)))
+            load_codec_state(self.model, self.optimizers, Path(self.broadcast(checkpoint_path)))
         return checkpoint
 
     def remove_checkpoint(self, filepath: _PATH) -> None:

@@ -54,7 +54,7 @@ class StrategyTrainer(Trainer):
         super().__init__(config)
         model: nn.Module = self.model_parts[0]  # not sharded if torchtitan is only to save a seed checkpoint
         if self.checkpointer.enable and isinstance(model, FSDPModule) and _has_codec_state(strategy):
-            self.checkpointer.states[CODECS] = CodecState(model)
+            self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
 
     def train(self) -> None:
         """As torchtitan's; logs at its end what this rank has sent."""
@@ -98,4 +98,5 @@ def _has_codec_state(strategy: Strategy | None) -> bool:
     """Whether there is anything to save: checkpoints without are those of torchtitan's own FSDP, and load as such."""
     if strategy is None:
         return False
-    return strategy.error_feedback is not None or isinstance(strategy.weights, Int4Delta)
+    kept = strategy.error_feedback is not None or strategy.local_steps is not None
+    return kept or isinstance(strategy.weights, Int4Delta)
