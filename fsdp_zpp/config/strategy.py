@@ -97,9 +97,9 @@ class Strategy:
             check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
         for name in ("weights", "gradients", "intra_gradients"):
             check_hop_codec(name, getattr(self, name))
+        self._check_local_steps()
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
-        self._check_local_steps()
 
     def _check_levels(self) -> None:
         if not isinstance(self.levels, str):
@@ -141,7 +141,7 @@ class Strategy:
                 f"gradients={self.gradients!r} encodes gradients between nodes, which local_steps does not send; "
                 "encode the exchanges with LocalSteps(codec=...), gradients inside of nodes with intra_gradients="
             )
-        if self.error_feedback is not None and self.error_feedback.hops == "inter":
+        if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
                 "error_feedback corrects gradients between nodes, which local_steps does not send; pass "
                 "LocalSteps(error_feedback=...) for the exchanges, or hops='both' for those inside of nodes"

@@ -26,6 +26,12 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"outer_momentum": 0}, ValueError, "pass nesterov=False"),
         ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
         ({"spread": None}, TypeError, "spread must be True or False, got None"),
+        ({"overlap": -1}, ValueError, "overlap must be an int of 0 or more optimizer steps and below every=64"),
+        ({"overlap": 8, "every": 8}, ValueError, "below every=8, so that an exchange arrives before the next; got 8"),
+        ({"overlap": True}, ValueError, "got True"),
+        ({"mix": 0}, ValueError, r"mix must be in \(0, 1\], got 0"),
+        ({"mix": 1.5}, ValueError, "got 1.5"),
+        ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
         ({"codec": Int4Delta()}, ValueError, "encodes changes already"),
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
@@ -42,6 +48,7 @@ def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
     assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum 0.9"
+    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, 2 steps to arrive, 0.5 of them mixed in")
 
 
 @given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from harness.strategies import FOURTEEN
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 
 def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
@@ -28,6 +28,9 @@ def test_scopes_are_three_of_the_letters_n_i_g(scopes: str) -> None:
         Strategy(scopes)
 
 
+LOCAL = {"levels": "III", "local_steps": LocalSteps()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -39,6 +42,11 @@ def test_scopes_are_three_of_the_letters_n_i_g(scopes: str) -> None:
         ({"frozen": 1}, TypeError, "frozen must be a codec"),
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo"),
         ({"error_feedback": LoCo()}, ValueError, "gradients=None has no error"),
+        ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
+        ({"local_steps": LocalSteps()}, ValueError, "under levels 'GGG' a node holds only a part of the optimizer"),
+        ({"levels": "IIG", "local_steps": LocalSteps()}, ValueError, "choose I or N for the optimizer, such as 'III'"),
+        (LOCAL | {"gradients": Int4()}, ValueError, "encode the exchanges with LocalSteps"),
+        (LOCAL | {"intra_gradients": Int8(), "error_feedback": LoCo()}, ValueError, "pass LocalSteps.error_feedback"),
         ({"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
         ({"gpus_per_node": 2.0}, TypeError, "positive int"),
         ({"gpus_per_node": True}, TypeError, "positive int"),
@@ -87,6 +95,11 @@ def test_presets_are_shorthand_for_strategies() -> None:
     assert presets["loco"].error_feedback == LoCo()
     assert Strategy.zeropp(levels="GGG", weights=None) == Strategy("GGG", gradients=Int4(128))
     assert Strategy.mics(gpus_per_node=4).gpus_per_node == 4
+    assert Strategy.diloco(levels="NNN") == Strategy("NNN", local_steps=LocalSteps(64))
+    assert Strategy.diloco(8).local_steps == LocalSteps(8)
+    assert Strategy.diloco(local_steps=LocalSteps(8, codec=None)).local_steps == LocalSteps(8, codec=None)
+    with pytest.raises(TypeError, match="pass one of them"):
+        Strategy.diloco(8, local_steps=LocalSteps(8))
 
 
 def test_gradients_are_finer_inside_a_node_by_default() -> None:

@@ -11,7 +11,7 @@ import yaml
 from harness.strategies import FOURTEEN
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 BLOCKS = st.sampled_from([64, 128, 256, 4096])
 INT8 = st.builds(Int8, BLOCKS)
@@ -23,19 +23,34 @@ LOCO = st.builds(
     hops=st.sampled_from(["inter", "both"]),
     dtype=st.none() | INT8,
 )
+LOCAL_STEPS = st.builds(
+    LocalSteps,
+    every=st.integers(10, 500),
+    outer_lr=st.floats(0.01, 2),
+    outer_momentum=st.floats(0.1, 0.99),
+    nesterov=st.booleans(),
+    codec=st.builds(Int4, BLOCKS),
+    error_feedback=st.none() | LOCO,
+    spread=st.booleans(),
+    overlap=st.integers(0, 9),
+    mix=st.floats(0.1, 1),
+    offload=st.booleans(),
+)
 
 
 @st.composite
 def legal_strategies(draw: st.DrawFn) -> Strategy:
     levels = draw(st.sampled_from(FOURTEEN))
     keeps_secondary = levels[0] + levels[2] == "IG"
-    gradients = draw(HOP_CODECS)
+    local_steps = draw(st.none() | LOCAL_STEPS) if levels[2] != "G" else None
+    gradients = draw(HOP_CODECS) if local_steps is None else None
     return Strategy(
         levels,
         weights=draw(HOP_CODECS | st.builds(Int4Delta, BLOCKS, INT8) if keeps_secondary else HOP_CODECS),
         gradients=gradients,
         intra_gradients=draw(st.just("auto") | HOP_CODECS),
         error_feedback=draw(st.none() | LOCO) if gradients is not None else None,
+        local_steps=local_steps,
         frozen=draw(HOP_CODECS | st.builds(NF4, BLOCKS)),
         gpus_per_node=draw(st.none() | st.integers(1, 16)),
     )
@@ -70,6 +85,15 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
             Strategy.zeropp(error_feedback=LoCo(hops="both", dtype=Int8())),
         ),
         ("{preset: loco, error_feedback: false}", Strategy.zeropp()),
+        (
+            "{preset: diloco, local_steps: {every: 8, codec: none}}",
+            Strategy.diloco(local_steps=LocalSteps(8, codec=None)),
+        ),
+        ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
+        (
+            "{levels: III, local_steps: {codec: 'int8:64', error_feedback: {dtype: int8}}}",
+            Strategy("III", local_steps=LocalSteps(codec=Int8(64), error_feedback=LoCo(dtype=Int8()))),
+        ),
         ("{}", Strategy()),
     ],
 )
@@ -109,6 +133,19 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
         ),
         ({"error_feedback": {"dtype": "int9"}}, ValueError, "^error_feedback.dtype: 'int9' is not a codec"),
         ({"error_feedback": "inter"}, TypeError, "^error_feedback: must be true, false or a mapping"),
+        (
+            {"levels": "III", "local_steps": 8},
+            TypeError,
+            "^local_steps: must be true, false or a mapping of LocalSteps",
+        ),
+        ({"local_steps": {"every": 0}}, ValueError, "^local_steps: every must be"),
+        ({"local_steps": {"evry": 8}}, ValueError, "^local_steps.evry: unknown key; did you mean local_steps.every"),
+        ({"local_steps": {"codec": "int9"}}, ValueError, "^local_steps.codec: 'int9' is not a codec"),
+        (
+            {"local_steps": {"error_feedback": {"betas": 1}}},
+            ValueError,
+            "^local_steps.error_feedback.betas: unknown key",
+        ),
         ({"gpus_per_node": "8"}, TypeError, "^gpus_per_node must be a positive int"),
     ],
 )

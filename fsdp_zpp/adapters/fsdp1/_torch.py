@@ -97,7 +97,7 @@ def sharding_over(
             if group is not users_group:
                 state.process_group, state.rank, state.world_size = group, group.rank(), group.size()
                 # Between several ranks a strategy reduces; a rank alone leaves its gradients to torch, as they are.
-                state._gradient_predivide_factor = state._gradient_postdivide_factor = 1.0
+                state._gradient_predivide_factor, state._gradient_postdivide_factor = 1, 1
         return state
 
     def synchronize_all(module: nn.Module, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
