@@ -1,8 +1,8 @@
 """The planner: the memory, traffic and time of each of the 14 strategies, and which one to choose.
 
     model_size ─┐
-    config ─────┴─ volume · memory ── estimate ── report ── plan ── cli, arguments, chart
-                                                              └──── auto, with bandwidth: Strategy.auto
+    config ─────┴─ volume · memory ── exchange, estimate ── report ── plan ── cli, arguments, chart
+                                                                        └──── auto, with bandwidth: Strategy.auto
 
 The formulas follow what this package sends and keeps; bytes on the wire are exact. A docstring says so where a formula
 is PaRO's (arXiv 2310.06003). Only ``bandwidth`` and ``auto`` communicate, and nothing loops over ranks.

@@ -11,9 +11,10 @@ import torch
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.names import codec_from_name
 from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.config.local_steps import LocalSteps
 
 from .bandwidth import DEFAULT_MIB
-from .config import DTYPES, MemoryBudget
+from .config import DTYPES, MemoryBudget, whole
 from .model_size import DEFAULT_UNITS
 
 _CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta, for --frozen nf4"
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cluster(parser.add_argument_group("cluster"))
     _add_step(parser.add_argument_group("step"))
     _add_codecs(parser.add_argument_group("codecs and dtypes"))
+    _add_local_steps(parser.add_argument_group("local steps"))
     report = parser.add_argument_group("report")
     report.add_argument("--json", action="store_true", help="print JSON instead of the table")
     report.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against step time, e.g. plan.png")
@@ -120,6 +122,63 @@ def _add_codecs(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="bytes of optimizer state per trainable parameter (default: 8, Adam)",
     )
+
+
+_EXCHANGES = {
+    "exchange_codec": "codec",
+    "exchange_feedback": "error_feedback",
+    "exchange_overlap": "overlap",
+    "exchange_at_once": "spread",
+    "exchange_offload": "offload",
+}
+"""The argument of :class:`LocalSteps` that each option is."""
+
+
+def _add_local_steps(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--local-steps",
+        type=float,
+        metavar="N",
+        help="also plan local-update training, which changes the mathematics: nodes step on their own and exchange "
+        "weights every N steps",
+    )
+    # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults.
+    for name, what in (
+        ("codec", f"of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"),
+        (
+            "feedback",
+            "of the errors that are fed back to the exchanges; none keeps them in fp32 (default: no feedback)",
+        ),
+    ):
+        add(f"--exchange-{name}", type=codec, metavar="CODEC", default=argparse.SUPPRESS, help=f"codec {what}")
+    add("--exchange-overlap", type=float, metavar="N", default=argparse.SUPPRESS, help="steps that one may take")
+    for name, default, what in (
+        ("at-once", False, "exchange all units in one of the steps, instead of evenly over them"),
+        ("offload", True, "keep agreed weights and momentum on the CPU"),
+    ):
+        add(f"--exchange-{name}", action="store_const", const=default, default=argparse.SUPPRESS, help=what)
+
+
+def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
+    """The local steps that parsed options ask for, if any.
+
+    Raises:
+        ValueError: If a value is out of range, or there are options of exchanges without ``--local-steps``.
+        TypeError: If the errors of exchanges are to be kept as another codec than ``int8``.
+    """
+    given = {name: getattr(arguments, name) for name in _EXCHANGES if hasattr(arguments, name)}
+    if arguments.local_steps is None:
+        if given:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"without --local-steps there are no exchanges for {names}; add it, or remove the rest")
+        return None
+    if "exchange_feedback" in given:
+        given["exchange_feedback"] = LoCo(dtype=given["exchange_feedback"])
+    if "exchange_overlap" in given:
+        given["exchange_overlap"] = whole("--exchange-overlap", given["exchange_overlap"], least=0)
+    options = {_EXCHANGES[name]: value for name, value in given.items()}
+    return LocalSteps(whole("--local-steps", arguments.local_steps), **options)
 
 
 def codec(text: str) -> Codec | None:

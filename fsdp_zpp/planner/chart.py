@@ -37,7 +37,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
             axes.plot(*zip(*points, strict=True), "o", color=colour, label=label, ls="")
     if plan.choice is not None:
         x, y = _point(plan.choice)
-        axes.plot([x], [y], "o", mfc="none", mec="tab:red", ms=12, label=f"the choice: {plan.choice.levels}", ls="")
+        axes.plot([x], [y], "o", mfc="none", mec="tab:red", ms=12, label=f"the choice: {plan.choice.name}", ls="")
     if plan.budget.gpu_memory is not None:
         axes.axvline(plan.budget.gpu_memory, color="0.5", ls="--", lw=1, label=f"{plan.budget.gpu_memory:g} GiB")
     # Strategies differ by factors in memory, NNN and GGG by up to the world size, which crowds them on linear axes.
@@ -61,7 +61,7 @@ def _point(estimate: Estimate) -> tuple[float, float]:
 
 
 def _label_points(axes: Axes, plan: Plan) -> None:
-    """Write the letters beside each point; points that would cover each other's letters share a label."""
+    """Write the names beside each point; points that would cover each other's names share a label."""
     # Distances are taken as the eye sees them, after the scaling of both axes.
     to_axes = axes.transData + axes.transAxes.inverted()
     groups: list[tuple[tuple[float, float], list[Estimate]]] = []
@@ -75,7 +75,7 @@ def _label_points(axes: Axes, plan: Plan) -> None:
             groups.append(((x, y), [estimate]))
     for _, members in groups:
         axes.annotate(
-            ", ".join(estimate.levels for estimate in members),
+            ", ".join(estimate.name for estimate in members),
             _point(members[0]),
             xytext=(5, 5),
             textcoords="offset points",

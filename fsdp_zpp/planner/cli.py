@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from .arguments import add_arguments, trainable_count
+from .arguments import add_arguments, local_steps, trainable_count
 from .config import whole
 from .model_size import ModelSize, equal_units, pretrained_size
 from .plan import plan
@@ -63,7 +63,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     missing = [f"--{name.replace('_', '-')}" for name in ("nodes", "gpus_per_node") if cluster[name] is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun, which finds them")
-    return plan(size, **cluster, **{name: getattr(arguments, name) for name in _OPTIONS})
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
+    return plan(size, **cluster, **options, local_steps=local_steps(arguments))
 
 
 def _size(arguments: argparse.Namespace) -> ModelSize:

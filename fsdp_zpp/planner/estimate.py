@@ -5,9 +5,11 @@ Time is PaRO's (section 3): T = max(t_comm, t_comp).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.resolve import Scopes, resolve_scopes
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -26,21 +28,25 @@ class StepTime:
         inter: Time on the network between nodes.
         intra: Time on the network inside a node.
         computation: Time of forward and backward; 0 if ``tokens`` and ``tflops`` were not given.
+        exchange: Time of the exchanges of local steps, averaged over the steps; in neither of the first two.
+        wait: Of that, the time for which training waits.
     """
 
     inter: float
     intra: float
     computation: float
+    exchange: float = 0.0
+    wait: float = 0.0
 
     @property
     def communication(self) -> float:
-        """Time of both hops. Their sum: they use different links, but each waits for the other's result."""
-        return self.inter + self.intra
+        """Time of all hops. Their sum: they use different links, but each waits for the other's result."""
+        return self.inter + self.intra + self.exchange
 
     @property
     def total(self) -> float:
-        """Time of the step, with communication and computation overlapping fully."""
-        return max(self.communication, self.computation)
+        """Time of the step: communication other than exchanges overlaps fully with computation; waits are added."""
+        return max(self.inter + self.intra, self.computation) + self.wait
 
 
 def step_time(volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfig) -> StepTime:
@@ -53,6 +59,36 @@ def step_time(volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfi
         intra=_seconds(volume.intra, cluster.intra_gbps),
         computation=_computation(size, work),
     )
+
+
+def with_exchanges(
+    step: StepTime, exchange: Volume, fragments: int, cluster: Cluster, local_steps: LocalSteps
+) -> StepTime:
+    """The average time of local steps and their exchanges.
+
+    Training waits for an exchange, but for the ``overlap`` steps that it has to arrive. Without an overlap, the average
+    wait is the same whether fragments are spread or exchanged at once. Training always waits for what the ranks of a
+    node put together afterwards.
+
+    This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
+    at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
+    It leaves out encoding, the outer optimizer, and copies from and to the CPU under ``offload``.
+
+    Args:
+        step: The time of a step inside a node.
+        exchange: Bytes that one rank sends when each fragment is exchanged once.
+        fragments: Number of fragments.
+        cluster: The cluster.
+        local_steps: When fragments are exchanged.
+    """
+    every = local_steps.every
+    between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
+    inside = _seconds(exchange.intra, cluster.intra_gbps) / every
+    starts = min(fragments, every) if local_steps.spread else 1
+    # The share of all steps during which an exchange is on its way.
+    hiding = min(1.0, local_steps.overlap * starts / every)
+    wait = max(0.0, between - hiding * step.total) + inside
+    return dataclasses.replace(step, exchange=between + inside, wait=wait)
 
 
 def _seconds(nbytes: int, gbps: float | None) -> float:
@@ -82,7 +118,7 @@ class Estimate:
     Attributes:
         strategy: The strategy.
         topology: The layout of the ranks.
-        volume: Bytes that one GPU sends in an optimizer step.
+        volume: Bytes that one GPU sends in an optimizer step, those of exchanges averaged over the steps.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
@@ -102,17 +138,29 @@ class Estimate:
         """The three scopes as letters."""
         return self.strategy.levels
 
+    @property
+    def name(self) -> str:
+        """The letters, and how often nodes exchange weights if they step on their own: ``III every 64``."""
+        local_steps = self.strategy.local_steps
+        return self.levels if local_steps is None else f"{self.levels} every {local_steps.every}"
+
 
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
     """The fastest that fits, or None if nothing fits; among equally fast ones, that with the least memory.
 
-    Source of the rule: PaRO, section 3.4.
+    Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they must gain time: equally fast is
+    not enough.
     """
     fitting = [estimate for estimate in estimates if estimate.fits]
     if not fitting:
         return None
-    # Where letters coincide, the usual name wins: False sorts before True.
-    return min(_least(fitting), key=lambda estimate: (estimate.memory.total, _goes_by_another_name(estimate)))
+
+    def rank(estimate: Estimate) -> tuple[bool, int, bool]:
+        # Where letters coincide, the usual name wins: False sorts before True.
+        local = estimate.strategy.local_steps is not None
+        return local, estimate.memory.total, _goes_by_another_name(estimate)
+
+    return min(_least(fitting), key=rank)
 
 
 def _goes_by_another_name(estimate: Estimate) -> bool:
@@ -131,22 +179,34 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
     if choice is None:
         smallest = min(estimates, key=lambda estimate: estimate.memory.total)
         return (
-            f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.levels}, takes {_gib(smallest)}."
+            f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes {_gib(smallest)}."
         )
     fitting = [estimate for estimate in estimates if estimate.fits]
-    larger = [e.levels for e in _least(fitting) if e.memory.total > choice.memory.total]
-    among = "all 14" if len(fitting) == len(estimates) else f"the {len(fitting)} that fit"
+    larger = [e.name for e in _least(fitting) if e.memory.total > choice.memory.total]
+    among = f"all {len(estimates)}" if len(fitting) == len(estimates) else f"the {len(fitting)} that fit"
     if len(fitting) == 1:
-        return f"{choice.levels} is the only one that fits, with {_gib(choice)} of {budget.gpu_memory:g} GiB a GPU."
-    sentence = f"{choice.levels} is the fastest of {among}, at {seconds(choice.time.total)} a step"
-    if choice.time.computation > choice.time.communication:
+        return f"{choice.name} is the only one that fits, with {_gib(choice)} of {budget.gpu_memory:g} GiB a GPU."
+    sentence = f"{choice.name} is the fastest of {among}, at {seconds(choice.time.total)} a step"
+    if choice.time.computation > choice.time.communication and not choice.time.wait:
         sentence += ", where computation hides its communication"
     if larger:
         sentence += f", and takes less memory than {_listed(larger)}, as fast within {TOLERANCE:.0%}"
+    if choice.strategy.local_steps is not None:
+        sentence += _changes_mathematics(fitting)
     if choice.levels != "GGG":  # FSDP's default, so that is what a reader compares with
         full_shard = next(estimate for estimate in estimates if estimate.levels == "GGG")
         sentence += f" (GGG: {seconds(full_shard.time.total)})"
     return sentence + "."
+
+
+def _changes_mathematics(fitting: list[Estimate]) -> str:
+    """The part of a sentence that names the fastest strategy without local steps."""
+    in_step = [estimate for estimate in fitting if estimate.strategy.local_steps is None]
+    if not in_step:
+        return ", but it changes the mathematics; none that does not fits"
+    fastest = min(in_step, key=lambda estimate: estimate.time.total)
+    others = f"of those that do not, {fastest.name} is the fastest, at {seconds(fastest.time.total)}"
+    return f", but it changes the mathematics; {others}"
 
 
 def seconds(value: float) -> str:

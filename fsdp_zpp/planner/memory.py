@@ -30,9 +30,10 @@ class Memory:
             and a quantized base, of which each node keeps a copy under G, too, from the first gather on.
         shard: The shard that the optimizer updates, and that of frozen weights that are not quantized.
         optimizer: The optimizer state.
+        outer: With local steps, the agreed weights and the outer optimizer's momentum; see exchange.py.
         gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
         errors: The errors that error feedback keeps.
-        working: The units in flight; see :func:`working_memory`.
+        working: The units in flight; see :func:`working_memory`. With local steps, an exchange, too.
         activations: As given.
         reserve: As given.
     """
@@ -40,6 +41,7 @@ class Memory:
     parameters: int = 0
     shard: int = 0
     optimizer: int = 0
+    outer: int = 0
     gradients: int = 0
     errors: int = 0
     working: int = 0

@@ -1,4 +1,4 @@
-"""``plan``: the figures of all 14 strategies for one model and cluster, and the choice."""
+"""``plan``: the figures of all 14 strategies, and of local steps, for one model and cluster, and the choice."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs
+from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import LEGAL_LEVELS, Strategy
 
 from .config import Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import Estimate, choose, reason, step_time
+from .estimate import Estimate, choose, reason, step_time, with_exchanges
+from .exchange import exchange_memory, exchange_volume, fragment_count, per_step, within_node
 from .memory import memory_per_gpu
 from .model_size import ModelSize, equal_units
 from .report import Plan
@@ -40,6 +42,7 @@ def plan(
     intra_gradients: Codec | Literal["auto"] | None = "auto",
     error_feedback: LoCo | None = None,
     frozen: Codec | None = None,
+    local_steps: LocalSteps | None = None,
     compute: torch.dtype = Precision.compute,
     reduce: torch.dtype = Precision.reduce,
     storage: torch.dtype = Precision.storage,
@@ -68,6 +71,8 @@ def plan(
         intra_gradients: As in :class:`Strategy`.
         error_feedback: As in :class:`Strategy`.
         frozen: As in :class:`Strategy`.
+        local_steps: Adds strategies with these local steps, for each of the letters that can have them. They change
+            the mathematics, so the choice is one of them only where it saves time.
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
@@ -103,14 +108,24 @@ def plan(
         MemoryBudget(gpu_memory, activations, reserve),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
         codecs,
+        local_steps,
     )
 
 
 def make_plan(
-    size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, precision: Precision, codecs: Strategy
+    size: ModelSize,
+    cluster: Cluster,
+    work: StepConfig,
+    budget: MemoryBudget,
+    precision: Precision,
+    codecs: Strategy,
+    local_steps: LocalSteps | None = None,
 ) -> Plan:
     """:func:`plan` from parts that are checked already. The letters of ``codecs`` do not matter."""
-    strategies = (_with_levels(codecs, levels) for levels in LEGAL_LEVELS)
+    strategies = [_with_levels(codecs, levels) for levels in LEGAL_LEVELS]
+    if local_steps is not None:
+        local = [_with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
+        strategies += local if cluster.nodes > 1 else []
     estimates = tuple(_estimate(strategy, size, cluster, work, budget, precision) for strategy in strategies)
     choice = choose(estimates)
     return Plan(
@@ -122,7 +137,8 @@ def make_plan(
         estimates,
         choice,
         reason(estimates, choice, budget),
-        notes_on(size, cluster, work, budget, codecs),
+        (*notes_on(size, cluster, work, budget, codecs), *_notes_on_local_steps(cluster, codecs, local_steps)),
+        local_steps if cluster.nodes > 1 else None,
     )
 
 
@@ -132,6 +148,14 @@ def _with_levels(codecs: Strategy, levels: str) -> Strategy:
     if isinstance(weights, Int4Delta) and not keeps_secondary:
         weights = weights.whole
     return dataclasses.replace(codecs, levels=levels, weights=weights)
+
+
+def _with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
+    """``strategy`` with local steps, without what these leave nothing to do; see :class:`Strategy`."""
+    feedback = strategy.error_feedback
+    if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
+        feedback = None
+    return dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
 
 
 def _size_of(params: float | ModelSize, trainable: float | None, units: int | None) -> ModelSize:
@@ -145,16 +169,23 @@ def _size_of(params: float | ModelSize, trainable: float | None, units: int | No
 def _estimate(
     strategy: Strategy, size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, precision: Precision
 ) -> Estimate:
-    resolved = strategy.resolve(cluster.topology)
-    volume = step_volume(size, resolved, work.micro_batches, precision)
-    memory = memory_per_gpu(size, resolved, work.micro_batches, precision, budget)
+    resolved, local_steps = strategy.resolve(cluster.topology), strategy.local_steps
+    in_step = resolved if local_steps is None else within_node(resolved)
+    volume = step_volume(size, in_step, work.micro_batches, precision)
+    memory = memory_per_gpu(size, in_step, work.micro_batches, precision, budget)
+    time = step_time(volume, size, cluster, work)
+    if local_steps is not None:
+        exchange = exchange_volume(size, resolved, local_steps, precision)
+        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps)
+        volume += per_step(exchange, local_steps)
+        memory += exchange_memory(size, resolved, local_steps, precision)
     return Estimate(
         strategy=strategy,
         topology=cluster.topology,
         volume=volume,
         inter_node_bytes=cluster.gpus_per_node * volume.inter,
         memory=memory,
-        time=step_time(volume, size, cluster, work),
+        time=time,
         fits=budget.allows(memory.total),
     )
 
@@ -175,6 +206,23 @@ def notes_on(
     if cluster.gpus_per_node == 1:
         notes.append("Nodes of one GPU send nothing inside.")
     return (*notes, *_idle_codecs(size, cluster, codecs))
+
+
+def _notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps | None) -> list[str]:
+    if local_steps is None:
+        return []
+    if cluster.nodes == 1:
+        return ["Local steps have no effect: a single node has no other to exchange weights with."]
+    kept = _with_local_steps(_with_levels(codecs, "III"), local_steps)
+    idle = [
+        f"{name}={asked}"
+        for name, asked in (("gradients", codecs.gradients), ("error_feedback", codecs.error_feedback))
+        if asked is not None and getattr(kept, name) is None
+    ]
+    if not idle:
+        return []
+    unencoded = ", where nothing encodes them unless intra_gradients names a codec" * (kept.gradient_codecs[0] is None)
+    return [f"Local steps leave out {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
 
 
 def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[str]:

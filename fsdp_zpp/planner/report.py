@@ -7,11 +7,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
 
 from .config import GIB, Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import Estimate, seconds
+from .estimate import Estimate, StepTime, seconds
+from .memory import Memory
 from .model_size import ModelSize
 
 
@@ -25,10 +26,12 @@ class Plan:
         work: The work of a step.
         budget: The memory of a GPU.
         precision: The dtypes.
-        estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``.
+        estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``; then those with local steps, if they were given
+            and there are several nodes.
         choice: The best that fits, or None if nothing does.
         reason: Why it is the choice, in a sentence.
         notes: What to know when reading the figures.
+        local_steps: The local steps of the strategies that have them; None if none has.
     """
 
     size: ModelSize
@@ -40,17 +43,18 @@ class Plan:
     choice: Estimate | None
     reason: str
     notes: tuple[str, ...]
+    local_steps: LocalSteps | None = None
 
-    def __getitem__(self, levels: str) -> Estimate:
-        """The estimate of a strategy by its letters.
+    def __getitem__(self, name: str) -> Estimate:
+        """The estimate of a strategy by its letters, or for one with local steps by its name, ``III every 64``.
 
         Raises:
-            KeyError: If the letters are not one of the 14 legal combinations.
+            KeyError: If there is no such strategy.
         """
         for estimate in self.estimates:
-            if estimate.levels == levels:
+            if estimate.name == name:
                 return estimate
-        raise KeyError(f"{levels!r}; there are {', '.join(LEGAL_LEVELS)}")
+        raise KeyError(f"{name!r}; there are {', '.join(estimate.name for estimate in self.estimates)}")
 
     @property
     def resolved(self) -> ResolvedStrategy:
@@ -72,13 +76,14 @@ KNOWN_AS = {
 }
 
 _HEADER = (
-    ("", "", "GiB a GPU:", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
+    ("", "", "GiB a GPU:", "", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
     (
         "",
         "known as",
         "weights",
         "shards",
         "optimizer",
+        "outer",
         "gradients",
         "errors",
         "working",
@@ -96,6 +101,11 @@ working: units that are gathered at a time, and a unit's gradient. total: with a
 out of node: sent by all GPUs of a node together. in node: sent by one GPU, to others of its node.
 communication: both, one after the other. step: the longer of communication and computation."""
 
+_LOCAL_STEPS_LEGEND = """\
+outer: agreed weights and momentum of local steps. Bytes and times of exchanges are averaged over the steps, and what
+training waits for them is added to the step.
+* changes the mathematics (local-update training): nodes step on their own and exchange weights every few steps."""
+
 
 def format_plan(plan: Plan) -> str:
     """The plan as a table, by speed after the choice, with what does not fit last; the reason; and a legend."""
@@ -105,9 +115,8 @@ def format_plan(plan: Plan) -> str:
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
     rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
-    if plan.resolved.error_feedback is None:  # a column of zeros
-        errors = _HEADER[1].index("errors")
-        rows = [row[:errors] + row[errors + 1 :] for row in rows]
+    zeros = {_HEADER[1].index(name) for name in _columns_of_zeros(plan)}
+    rows = [tuple(cell for column, cell in enumerate(row) if column not in zeros) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
     rule = "-" * max(map(len, lines))
@@ -115,7 +124,17 @@ def format_plan(plan: Plan) -> str:
     if first_out is not None and plan.budget.gpu_memory is not None:
         lines.insert(len(_HEADER) + first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
     lines.insert(len(_HEADER), rule)
-    return "\n".join([*_title(plan), "", *lines, rule, plan.reason, "", _LEGEND, *plan.notes])
+    return "\n".join([*_title(plan), "", *lines, rule, plan.reason, "", *_legend(plan), *plan.notes])
+
+
+def _columns_of_zeros(plan: Plan) -> list[str]:
+    feedback = (plan.resolved.error_feedback, plan.local_steps and plan.local_steps.error_feedback)
+    in_use = {"errors": any(each is not None for each in feedback), "outer": plan.local_steps is not None}
+    return [name for name, shown in in_use.items() if not shown]
+
+
+def _legend(plan: Plan) -> list[str]:
+    return [_LEGEND] if plan.local_steps is None else [_LEGEND, _LOCAL_STEPS_LEGEND]
 
 
 def _title(plan: Plan) -> list[str]:
@@ -138,6 +157,7 @@ def _title(plan: Plan) -> list[str]:
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
         + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
         + (f", frozen weights {_codec(strategy.frozen or strategy.weights)}" if size.frozen else ""),
+        *([] if plan.local_steps is None else [f"*: weights exchanged between nodes {plan.local_steps}"]),
     ]
 
 
@@ -147,14 +167,15 @@ def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
         memory.parameters,
         memory.shard,
         memory.optimizer,
+        memory.outer,
         memory.gradients,
         memory.errors,
         memory.working,
         memory.total,
     )
     return (
-        ("-> " if chosen else "   ") + estimate.levels,
-        KNOWN_AS.get(estimate.levels, ""),
+        ("-> " if chosen else "   ") + estimate.name,
+        KNOWN_AS.get(estimate.levels, "") if estimate.strategy.local_steps is None else "local steps *",
         *(_number(state / GIB) for state in states),
         _number(estimate.inter_node_bytes / 1e9),
         _number(estimate.volume.intra / 1e9),
@@ -188,7 +209,7 @@ def _codec(codec: object) -> str:
 def plan_to_json(plan: Plan) -> str:
     """All inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
     report: dict[str, Any] = {
-        "choice": None if plan.choice is None else plan.choice.levels,
+        "choice": None if plan.choice is None else plan.choice.name,
         "reason": plan.reason,
         "notes": plan.notes,
         "model": {
@@ -202,8 +223,11 @@ def plan_to_json(plan: Plan) -> str:
         "budget_gib": dataclasses.asdict(plan.budget),
         "precision": dataclasses.asdict(plan.precision),
         "codecs": _codecs(plan),
-        "strategies": {estimate.levels: _figures(estimate) for estimate in plan.estimates},
+        "strategies": {estimate.name: _figures(estimate) for estimate in plan.estimates},
     }
+    if plan.local_steps is not None:
+        # Codecs as text: asdict would leave of them no more than their blocks.
+        report["local_steps"] = vars(plan.local_steps)
     return json.dumps(report, indent=1, default=str)
 
 
@@ -220,12 +244,19 @@ def _codecs(plan: Plan) -> dict[str, str | None]:
     return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
 
 
+_OF_LOCAL_STEPS = ("outer", "exchange", "wait")
+
+
 def _figures(estimate: Estimate) -> dict[str, Any]:
+    def fields_of(value: Memory | StepTime) -> dict[str, Any]:
+        left_out = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
+        return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}
+
     return {
         "fits": estimate.fits,
-        "memory_bytes": dataclasses.asdict(estimate.memory) | {"total": estimate.memory.total},
+        "memory_bytes": fields_of(estimate.memory) | {"total": estimate.memory.total},
         "inter_node_bytes": estimate.inter_node_bytes,
         "sent_bytes_per_gpu": dataclasses.asdict(estimate.volume),
-        "seconds": dataclasses.asdict(estimate.time)
+        "seconds": fields_of(estimate.time)
         | {"communication": estimate.time.communication, "step": estimate.time.total},
     }

@@ -1,0 +1,170 @@
+"""What local steps add to a step inside a node: exchanges of weights between nodes, their bytes and their memory.
+
+Between exchanges a node is a job of its own, so volume.py and memory.py plan it as one, after :func:`within_node`.
+
+In an exchange, a rank sends a part of each unit that is trained: its shard under the optimizer scope I, one of
+gpus_per_node equal parts under N. The planner knows the size of a unit and not its parameters, so it takes a unit for
+one flat tensor, padded once. Under N, the last rank of a node may hold, and send, a little less than the figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from fsdp_zpp.config.error_feedback import error_nbytes
+from fsdp_zpp.config.local_steps import LocalSteps
+from fsdp_zpp.config.resolve import ResolvedStrategy, resolve_scopes
+from fsdp_zpp.config.topology import Topology
+
+from .config import Precision
+from .memory import Memory
+from .model_size import ModelSize
+from .volume import Volume, nbytes, shard_numel
+
+_FP32 = 4
+
+
+def within_node(resolved: ResolvedStrategy) -> ResolvedStrategy:
+    """A strategy as each node runs it between exchanges.
+
+    Its codecs stay active, unlike those of a job that has one node: they were resolved for several.
+    """
+    gpus = resolved.topology.gpus_per_node
+    node = Topology(gpus, gpus)
+    return dataclasses.replace(resolved, topology=node, scopes=resolve_scopes(resolved.scopes, node))
+
+
+def fragment_count(size: ModelSize) -> int:
+    """Number of units that are exchanged."""
+    return sum(unit.count for unit in size.units if unit.trainable)
+
+
+def exchange_volume(
+    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
+) -> Volume:
+    """Bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps.
+
+    Args:
+        size: The size of the model.
+        resolved: The strategy, on several nodes.
+        local_steps: How they exchange.
+        precision: The dtypes.
+    """
+    total = Volume()
+    for unit in size.units:
+        if unit.trainable:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Volume(unit.count * one.sent_between, unit.count * one.sent_inside)
+    return total
+
+
+def per_step(exchange: Volume, local_steps: LocalSteps) -> Volume:
+    """The bytes of exchanges averaged over the steps, rounded up to whole bytes."""
+    return Volume(-(-exchange.inter // local_steps.every), -(-exchange.intra // local_steps.every))
+
+
+def exchange_memory(
+    size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
+) -> Memory:
+    """What exchanges add to the memory of a GPU; arguments as of :func:`exchange_volume`.
+
+    The buffers of the largest unit count in full beside the units that are gathered: an exchange has a stream of its
+    own, and torch's allocator does not reuse memory across streams at once. However many units are due together, they
+    are exchanged one after the other. Errors stay on the GPU under ``offload``, too.
+    """
+    total, buffers = Memory(), 0
+    for unit in size.units:
+        if unit.trainable:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Memory(outer=one.outer_state, errors=one.errors) * unit.count
+            buffers = max(buffers, one.buffers)
+    return total + Memory(working=buffers)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """The exchange of one unit of ``numel`` trainable elements, on one rank."""
+
+    numel: int
+    resolved: ResolvedStrategy
+    local_steps: LocalSteps
+    precision: Precision
+
+    @property
+    def _nodes(self) -> int:
+        return self.resolved.topology.nodes
+
+    @property
+    def _part(self) -> int:
+        """Elements that this rank exchanges."""
+        return shard_numel(self.numel, "I", self.resolved.topology)
+
+    @property
+    def _chunk(self) -> int:
+        """Elements of which this rank makes the outer step."""
+        return -(-self._part // self._nodes)
+
+    @property
+    def _payload(self) -> int:
+        """Bytes of an encoded chunk."""
+        return nbytes(self.local_steps.codec, self._chunk, _FP32)
+
+    @property
+    def _shares_node(self) -> bool:
+        """Whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
+        return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
+
+    @property
+    def sent_between(self) -> int:
+        """Bytes to other nodes: of its changes a chunk to each of them, and its chunk of the update to all of them."""
+        return 2 * (self._nodes - 1) * self._payload
+
+    @property
+    def sent_inside(self) -> int:
+        """Bytes to other GPUs of the node."""
+        others = self.resolved.topology.gpus_per_node - 1
+        return others * self._part * self.precision.storage.itemsize if self._shares_node else 0
+
+    @property
+    def outer_state(self) -> int:
+        """Bytes of the agreed weights and the momentum on the GPU."""
+        return 0 if self.local_steps.offload else _FP32 * (self._nodes + 1) * self._chunk
+
+    @property
+    def errors(self) -> int:
+        """Bytes of the errors, on the way there and back."""
+        feedback = self.local_steps.error_feedback
+        if feedback is None:
+            return 0
+        across = Topology(self._nodes, 1)
+        there = error_nbytes(feedback, (None, self.local_steps.codec), "G", across, self._chunk)
+        return there + feedback.nbytes(self._chunk)
+
+    @property
+    def buffers(self) -> int:
+        """Most bytes of buffers at a time, through the phases of an exchange."""
+        chunk = _FP32 * self._chunk
+        change, payloads = self._nodes * chunk, self._nodes * self._payload
+        # Without a codec, changes are sent from where they are.
+        sent = payloads if self.local_steps.codec is not None else 0
+        return max(
+            change + self._agreed_copies,
+            change + chunk + sent + payloads,  # the mean, and payloads sent and received
+            change + 2 * chunk,  # the outer step, from the mean to the update
+            self._put_together,
+        )
+
+    @property
+    def _agreed_copies(self) -> int:
+        """Bytes of the agreed weights on the GPU, and as rounded to the dtype of the weights."""
+        itemsize = self.precision.storage.itemsize
+        if itemsize == _FP32:
+            return _FP32 * self._part if self.local_steps.offload else 0
+        return (itemsize + _FP32) * self._part
+
+    @property
+    def _put_together(self) -> int:
+        """Bytes of the node's parts and this rank's own."""
+        gpus = self.resolved.topology.gpus_per_node
+        return (gpus + 1) * self._part * self.precision.storage.itemsize if self._shares_node else 0

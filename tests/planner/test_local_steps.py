@@ -1,0 +1,218 @@
+"""Planned local steps against what training with them sends and keeps, counted on real collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.covering import over_each
+from harness.launch import in_fake_world
+from harness.models import device
+from harness.pool import Pool
+from harness.wiretap import wiretap
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.node_share import NodeShare
+from fsdp_zpp.collectives.outer_step import OuterStep
+from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.planner.config import MemoryBudget, Precision
+from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume, within_node
+from fsdp_zpp.planner.memory import memory_per_gpu
+from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
+from fsdp_zpp.planner.volume import Volume, step_volume
+from fsdp_zpp.runtime.fragment import Fragment
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+
+LETTERS = "NNN NNI NII INI III".split()
+"""Those that can have local steps."""
+FULL = Precision(compute=torch.float32, reduce=torch.float32)
+
+
+def blocks_of_a_model() -> nn.ModuleDict:
+    """Two frozen layers, two that are trained, and a head whose size no number of ranks divides."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), "head": nn.Linear(64, 2)})
+    model["layers"][:2].requires_grad_(False)
+    return model
+
+
+def bytes_in(state: Any) -> int:
+    """Bytes of the tensors somewhere in a state."""
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+
+
+def counted_and_planned(
+    gpus_per_node: int, micro_batches: int, local_steps: LocalSteps, codecs: dict[str, Any]
+) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """In a worker, by letters: bytes sent in ``every`` steps, and kept as outer state and as errors of either kind."""
+    found = {}
+    for letters in LETTERS:
+        strategy = Strategy(letters, gpus_per_node=gpus_per_node, local_steps=local_steps, **codecs)
+        blocks = blocks_of_a_model()
+        size, layers = module_size(blocks), set(blocks["layers"])
+        model = FullyShardedDataParallel(
+            nn.Sequential(*blocks["layers"], blocks["head"]),
+            sharding_strategy=strategy,
+            device_id=device(),
+            auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=layers.__contains__),
+            use_orig_params=False,  # with it, FSDP pads each parameter
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sent = Volume()
+        # By then, each step of a round has an exchange of the round before behind it.
+        for step in range(3 * local_steps.every):
+            with wiretap(gpus_per_node) as tap:
+                for micro_batch in range(micro_batches):
+                    with model.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
+                        model(torch.ones(2, 64, device=device(), requires_grad=True)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 2 * local_steps.every:
+                sent += Volume(tap.total("inter"), tap.total("intra"))
+        resolved = strategy.resolve(Topology(4, gpus_per_node))
+        inside, exchange = within_node(resolved), (size, resolved, local_steps, FULL)
+        in_step, exchanged = step_volume(size, inside, micro_batches, FULL), exchange_volume(*exchange)
+        memory = exchange_memory(*exchange)
+        found[letters] = (
+            (sent, *bytes_kept(model)),
+            (
+                Volume(*(local_steps.every * getattr(in_step, hop) for hop in ("inter", "intra"))) + exchanged,
+                memory.outer,
+                memory.errors,
+                memory_per_gpu(size, inside, micro_batches, FULL, MemoryBudget()).errors,
+            ),
+        )
+        assert in_step.inter == 0
+    return found
+
+
+def bytes_kept(model: nn.Module) -> tuple[int, int, int]:
+    """Bytes of the outer state, of the errors of exchanges, and of those of gradients."""
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
+    exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.is_trained]
+    outer = bytes_in([(each["agreed"], each["momentum"]) for each in exchanges])
+    gradients = [unit.errors.state_dict() for unit in units if unit.errors is not None]
+    return outer, bytes_in(exchanges) - outer, bytes_in(gradients)
+
+
+CASES = {
+    "as by default": (LocalSteps(every=3), {}),
+    "unencoded, at once": (LocalSteps(every=2, codec=None, spread=False), {"weights": Int8(64)}),
+    "encoded, with feedback, on the way": (
+        LocalSteps(every=2, codec=Int4(32), error_feedback=LoCo(dtype=Int8(32)), overlap=1),
+        {"weights": Int8(64), "intra_gradients": Int8(32), "error_feedback": LoCo(hops="both")},
+    ),
+}
+
+
+@over_each(gpus_per_node=[1, 2], micro_batches=[1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_planned_bytes_are_those_that_are_sent_and_kept(
+    gpus_per_node: int, micro_batches: int, case: str, pool: Callable[[int], Pool]
+) -> None:
+    for found in pool(4).run(counted_and_planned, gpus_per_node, micro_batches, *CASES[case]):
+        assert list(found) == LETTERS
+        assert {letters: counted for letters, (counted, _) in found.items()} == {
+            letters: planned for letters, (_, planned) in found.items()
+        }
+
+
+class PeakOfNewMemory(TorchDispatchMode):
+    """The most bytes of new tensors that live at a time in the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(storage) for storage in self._storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in self._storages(out):
+            if id(storage) not in given and id(storage) not in self._live:
+                self._live[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, id(storage))
+        self.peak = max(self.peak, sum(self._live.values()))
+        return out
+
+    @staticmethod
+    def _storages(of: Any) -> list[torch.UntypedStorage]:
+        # A storage's Python object lives as long as its memory.
+        return [leaf.untyped_storage() for leaf in tree_leaves(of) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class Fused(Codec):
+    """Allocates payloads and nothing else, as kernels of a GPU do; ``share`` values become a byte."""
+
+    share: int
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.share + 16
+
+    def encode(self, values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+        chunks = rows * cols
+        return torch.zeros(chunks, self.nbytes(values.numel() // chunks), dtype=torch.uint8)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor, rows: int, cols: int) -> None:
+        out.zero_()
+
+    def decode_sum(self, payload: torch.Tensor, out: torch.Tensor, rows: int, cols: int, scale: float) -> None:
+        out.zero_()
+
+
+def peaks_of_exchanges(gpus_per_node: int, numel: int) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """In a fake world, by letters, codec and dtype: most bytes of an exchange's buffers at a time, and as planned."""
+    mesh = process_mesh(dist.group.WORLD, gpus_per_node)
+    size, found = ModelSize((Unit(numel, count=3),)), {}
+    for letters, codec, dtype in product(("III", "NNN"), (None, Fused(2), Fused(8)), (torch.float32, torch.bfloat16)):
+        local_steps = LocalSteps(codec=codec)
+        resolved = Strategy(letters).resolve(mesh.topology)
+        replicated = resolved.scopes.optimizer == "N"
+        held = torch.ones(numel if replicated else -(-numel // gpus_per_node), dtype=dtype)
+        share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
+        fragment = Fragment(local_steps, OuterStep(local_steps, mesh, Traffic()), share, partial(list, [held]), int)
+        fragment.start()
+        with PeakOfNewMemory() as memory:
+            fragment.send(1)
+            fragment.receive(1.0)
+        planned = exchange_memory(size, resolved, local_steps, Precision(storage=dtype)).working
+        found[letters, str(codec), str(dtype)] = memory.peak, planned
+    return found
+
+
+# Torch's fake backend keeps no tensor: threads of a true one may, for a moment after a collective.
+@pytest.mark.parametrize(("world", "gpus_per_node"), [(4, 1), (4, 2), (32, 8), (24, 4)])
+def test_planned_buffers_of_an_exchange_are_its_peak(world: int, gpus_per_node: int) -> None:
+    found = in_fake_world(world, gpus_per_node, peaks_of_exchanges, gpus_per_node, 100_001)
+    assert len(found) == 12
+    assert {key: counted for key, (counted, _) in found.items()} == {
+        key: planned for key, (_, planned) in found.items()
+    }
+
+
+def test_offloaded_state_takes_no_memory_of_the_gpu_but_a_copy_on_the_way() -> None:
+    size, resolved = ModelSize((Unit(8000, count=3), Unit(0, 8000))), Strategy("III").resolve(Topology(8, 2))
+    kept, offloaded = (
+        exchange_memory(size, resolved, LocalSteps(offload=offload, error_feedback=LoCo()), FULL)
+        for offload in (False, True)
+    )
+    assert (kept.outer, offloaded.outer) == (3 * 4 * (4000 + 1000), 0)
+    # The chunks of four nodes there and one back, in fp32; and of one unit, its change and the agreed weights.
+    assert kept.errors == offloaded.errors == 3 * 4 * (4000 + 1000)
+    assert offloaded.working == 2 * 4 * 4000 > kept.working

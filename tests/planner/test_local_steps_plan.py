@@ -1,0 +1,287 @@
+"""Plans with local steps: their times, the laws that they follow, and when one of them is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from harness.strategies import FOURTEEN, PARO
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
+from fsdp_zpp.__main__ import main
+from fsdp_zpp.planner.config import Cluster
+from fsdp_zpp.planner.estimate import TOLERANCE, StepTime, with_exchanges
+from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.planner.volume import Volume
+
+LETTERS = "NNN NNI NII INI III".split()
+"""Those that can have local steps."""
+CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
+SLOW = CLUSTER | {"inter_gbps": 0.1}
+JOB = "--params 7e9 --nodes 4 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
+local_steps = st.builds(
+    lambda every, overlap, **options: LocalSteps(every, overlap=min(overlap, every - 1), **options),
+    every=st.integers(1, 40),
+    overlap=st.integers(0, 40),
+    codec=st.sampled_from([None, Int4(128), Int8(256)]),
+    spread=st.booleans(),
+    offload=st.booleans(),
+)
+
+
+def waited(step: float, fragment: float, fragments: int, config: LocalSteps) -> float:
+    """The average wait of a step, played out: an oracle that shares no formula with the planner."""
+    now = idle_from = 0.0
+    on_way: list[tuple[int, float]] = []
+    half = 40 * config.every
+    now_at_half = 0.0
+    for number in range(1, 2 * half + 1):
+        now += step
+        for _ in config.due(number, fragments):
+            idle_from = max(idle_from, now) + fragment
+            on_way.append((number + config.overlap, idle_from))
+        now = max([now, *(arrived for due, arrived in on_way if due <= number)])
+        on_way = [(due, arrived) for due, arrived in on_way if due > number]
+        now_at_half = now if number == half else now_at_half
+    return (now - now_at_half) / half - step
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    step=st.integers(1, 20),
+    fragment=st.integers(1, 200),
+    spacing=st.integers(1, 6),
+    fragments=st.integers(1, 6),
+    several=st.booleans(),
+    overlap=st.integers(0, 36),
+    spread=st.booleans(),
+)
+def test_training_waits_as_when_the_steps_are_played_out(
+    step: int, fragment: int, spacing: int, fragments: int, several: bool, overlap: int, spread: bool
+) -> None:
+    # Evenly spread: one fragment every few steps, or several of them in each.
+    every, count = (fragments, fragments * spacing) if several else (fragments * spacing, fragments)
+    config = LocalSteps(every, overlap=min(overlap, every - 1), spread=spread)
+    # A fragment takes ``fragment`` milliseconds at 8 Gbit/s.
+    sent = Volume(inter=fragment * count * 10**6, intra=0)
+    found = with_exchanges(StepTime(0, 0, step * 1e-3), sent, count, Cluster(2, 1, inter_gbps=8), config)
+    assert found.exchange == pytest.approx(fragment * count * 1e-3 / every)
+    assert found.wait == pytest.approx(waited(step * 1e-3, fragment * 1e-3, count, config), abs=1e-9)
+    assert found.total == found.computation + found.wait
+
+
+def test_what_is_put_together_inside_a_node_is_waited_for() -> None:
+    cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9)
+    found = with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6, intra=10**8), 10, cluster, config)
+    assert found.wait == pytest.approx(0.001)  # 10 ms a round of 10 steps, and none for what goes between nodes
+    assert found.exchange == pytest.approx(0.001 + 0.0002)  # both GPUs of a node send 1 MB in 10 steps
+    assert found.total == pytest.approx(0.201)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    params=st.integers(100, 10**12),
+    config=local_steps,
+    nodes=st.integers(1, 64),
+    gpus=st.integers(1, 16),
+    micro_batches=st.integers(1, 8),
+    inter=st.floats(0.01, 1000),
+    gpu_memory=st.floats(5, 500) | st.none(),
+    computed=st.sampled_from([{}, {"tokens": 4096, "tflops": 200}]),
+    codecs=st.sampled_from([{}, {"weights": Int4Delta(), "gradients": Int4(128), "error_feedback": LoCo()}]),
+)
+def test_plans_with_local_steps_follow_their_laws(
+    params: int,
+    config: LocalSteps,
+    nodes: int,
+    gpus: int,
+    micro_batches: int,
+    inter: float,
+    gpu_memory: float | None,
+    computed: dict[str, Any],
+    codecs: dict[str, Any],
+) -> None:
+    cluster = {"nodes": nodes, "gpus_per_node": gpus, "inter_gbps": inter, "intra_gbps": 2400}
+    common = cluster | computed | codecs | {"gpu_memory": gpu_memory}
+    plain = plan(params, micro_batches=micro_batches, **common)
+    made = plan(params, micro_batches=micro_batches, **common, local_steps=config)
+    # Those that train in step are as they were.
+    assert made.estimates[:14] == plain.estimates
+    local = made.estimates[14:]
+    assert sorted(estimate.levels for estimate in local) == sorted(LETTERS if nodes > 1 else [])
+    if nodes == 1:
+        assert (made.choice, made.reason) == (plain.choice, plain.reason)
+        return
+    if made.choice in local:
+        in_step = [estimate.time.total for estimate in plain.estimates if estimate.fits]
+        assert not in_step or made.choice.time.total * (1 + TOLERANCE) < min(in_step)
+    else:
+        assert made.choice == plain.choice
+    longer = plan(params, micro_batches=micro_batches + 1, **common, local_steps=config)
+    rarer = plan(
+        params,
+        micro_batches=micro_batches,
+        **common,
+        local_steps=dataclasses.replace(config, every=2 * config.every, overlap=2 * config.overlap),
+    )
+    for estimate, later, half in zip(local, longer.estimates[14:], rarer.estimates[14:], strict=True):
+        strategy = estimate.strategy
+        assert made[estimate.name] is estimate
+        assert (strategy.levels, strategy.local_steps, strategy.gradients) == (estimate.levels, config, None)
+        # What goes between nodes is the exchanges alone.
+        assert 0 < estimate.volume.inter == later.volume.inter
+        assert abs(2 * half.volume.inter - estimate.volume.inter) <= 2  # both are rounded up
+        assert half.memory == estimate.memory
+        assert half.time.exchange == pytest.approx(estimate.time.exchange / 2)
+        assert 0 <= estimate.time.wait <= estimate.time.exchange * (1 + 1e-9)
+        assert (estimate.memory.outer == 0) == config.offload
+        assert gpus > 1 or estimate.volume.intra == 0
+    if gpus == 1:
+        assert len({(estimate.volume, estimate.memory, estimate.time) for estimate in local}) == 1
+
+
+def test_the_choice_has_local_steps_only_where_they_save_time() -> None:
+    batch = {"tokens": 8192, "tflops": 200, "gpu_memory": 80}
+    fast = plan(7e9, **CLUSTER | {"inter_gbps": 3200}, **batch, local_steps=LocalSteps(overlap=4))
+    assert fast.choice.strategy.local_steps is None
+    assert fast["III every 64"].time.total == fast.choice.time.total  # computation hides both
+    slow = plan(7e9, **SLOW, **batch, local_steps=LocalSteps())
+    assert slow.choice.strategy.local_steps == LocalSteps()
+    in_step = min((e for e in slow.estimates[:14] if e.fits), key=lambda estimate: estimate.time.total)
+    assert f"but it changes the mathematics; of those that do not, {in_step.name} is the fastest" in slow.reason
+    assert slow.reason.startswith(f"{slow.choice.name} is the fastest of")
+
+
+def test_computation_hides_no_exchange_that_training_waits_for() -> None:
+    batch = {"tokens": 8192, "tflops": 200}
+    waiting, overlapped = (plan(7e9, **SLOW, **batch, local_steps=LocalSteps(overlap=n)) for n in (0, 63))
+    estimate, hidden = (made["III every 64"].time for made in (waiting, overlapped))
+    assert estimate.total == pytest.approx(estimate.computation + estimate.exchange)
+    assert hidden.exchange == estimate.exchange
+    # 32 fragments have one start in each second step, and all steps have one on its way.
+    assert hidden.total == pytest.approx(max(hidden.computation, hidden.exchange))
+    assert "computation hides" not in waiting.reason
+
+
+def test_codecs_of_gradients_between_nodes_are_left_out_and_the_notes_say_so() -> None:
+    asked = {"weights": Int8(256), "gradients": Int4(128), "error_feedback": LoCo(hops="both")}
+    made = plan(7e9, **CLUSTER, **asked, local_steps=LocalSteps())
+    assert made["III every 64"].strategy == Strategy(
+        "III", weights=Int8(256), local_steps=LocalSteps(), gpus_per_node=8
+    )
+    assert made.notes[-1] == (
+        "Local steps leave out gradients=int4(128) and error_feedback=beta 0.8, reset every 1024 steps, kept in fp32: "
+        "gradients stay inside nodes, where nothing encodes them unless intra_gradients names a codec."
+    )
+    named = plan(7e9, **CLUSTER, **asked, intra_gradients=Int8(64), local_steps=LocalSteps())
+    strategy = named["III every 64"].strategy
+    assert (strategy.intra_gradients, strategy.error_feedback) == (Int8(64), asked["error_feedback"])
+    assert named.notes[-1] == "Local steps leave out gradients=int4(128): gradients stay inside nodes."
+    assert "leave out" not in " ".join(plan(7e9, **CLUSTER, weights=Int8(256), local_steps=LocalSteps()).notes)
+
+
+def test_one_node_has_nothing_to_exchange() -> None:
+    one_node = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400}
+    plain, made = plan(7e9, **one_node), plan(7e9, **one_node, local_steps=LocalSteps())
+    assert made.notes == (
+        *plain.notes,
+        "Local steps have no effect: a single node has no other to exchange weights with.",
+    )
+    assert dataclasses.replace(made, notes=plain.notes) == plain
+
+
+def test_local_steps_of_another_type_are_refused() -> None:
+    for nodes in (1, 4):
+        with pytest.raises(TypeError, match=r"local_steps must be LocalSteps\(\.\.\.\) or None, got 64"):
+            plan(7e9, **CLUSTER | {"nodes": nodes}, local_steps=64)
+
+
+def test_auto_proposes_local_steps_only_if_they_are_given() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), "head": nn.Linear(64, 2)})
+    asked = SLOW | {"gpu_memory": 80}
+    assert Strategy.auto(model, **asked).local_steps is None
+    assert Strategy.auto(model, **asked, local_steps=LocalSteps(every=8)).local_steps == LocalSteps(every=8)
+    fast = asked | {"inter_gbps": 1e9, "tokens": 10**6, "tflops": 1}
+    assert Strategy.auto(model, **fast, local_steps=LocalSteps(every=8)).local_steps is None
+
+
+# ---- reports and the command line
+
+
+def test_the_table_marks_strategies_with_local_steps() -> None:
+    made = plan(7e9, **PARO, local_steps=LocalSteps(error_feedback=LoCo()))
+    lines = str(made).splitlines()
+    assert "*: weights exchanged between nodes every 64 steps as int4(128) with error feedback" in lines[3]
+    rows = [line[3:].split("  ")[0] for line in lines if line[:3] in ("-> ", "   ") and line[3:6].strip()]
+    assert sorted(rows) == sorted(estimate.name for estimate in made.estimates)
+    assert len(rows) == 19
+    assert {line[3:].split("  ")[0] for line in lines if "local steps *" in line} == {f"{x} every 64" for x in LETTERS}
+    assert sum(line.startswith("* changes the mathematics") for line in lines) == 1
+    header = next(line for line in lines if "known as" in line).split()
+    assert {"outer", "errors"} <= set(header)
+    assert "errors" not in str(plan(7e9, **PARO, local_steps=LocalSteps()))
+
+
+def test_without_local_steps_no_report_speaks_of_them() -> None:
+    made = plan(7e9, **PARO)
+    table, report = str(made), json.loads(plan_to_json(made))
+    assert not any(word in table for word in ("outer", "local", "*", "mathematics"))
+    assert "local_steps" not in report
+    assert sorted(report["strategies"]) == sorted(FOURTEEN)
+    for figures in report["strategies"].values():
+        assert "outer" not in figures["memory_bytes"]
+        assert figures["seconds"].keys() == {"inter", "intra", "computation", "communication", "step"}
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--local-steps 32 --exchange-codec int8:128 --exchange-feedback int8:64 --exchange-overlap 4 "
+    options += "--exchange-at-once --exchange-offload"
+    asked = LocalSteps(32, codec=Int8(128), error_feedback=LoCo(dtype=Int8(64)), overlap=4, spread=False, offload=True)
+    assert main(["plan", *JOB, *options.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    made = plan(7e9, **CLUSTER, local_steps=asked)
+    assert found == json.loads(plan_to_json(made))
+    assert (found["local_steps"]["every"], found["local_steps"]["codec"]) == (32, "int8(128)")
+    figures, estimate = found["strategies"]["III every 32"], made["III every 32"]
+    assert figures["memory_bytes"]["errors"] == estimate.memory.errors > 0
+    assert figures["seconds"]["wait"] == estimate.time.wait
+    assert figures["seconds"]["step"] == estimate.time.total
+    for arguments, expected in ([], LocalSteps(64)), (["--exchange-codec", "none"], LocalSteps(64, codec=None)):
+        main(["plan", *JOB, "--local-steps", "64", *arguments])
+        assert capsys.readouterr().out == f"{plan(7e9, **CLUSTER, local_steps=expected)}\n"
+
+
+def test_the_chart_names_strategies_with_local_steps(tmp_path: Any) -> None:
+    path = tmp_path / "plan.svg"
+    job = [*JOB[:-3], "0.1", *JOB[-2:]]
+    assert main(["plan", *job, "--local-steps", "64", "--plot", str(path)]) == 0
+    assert "every 64" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--local-steps 0", "--local-steps must be a whole number of at least 1, got 0"),
+        ("--local-steps 1.5", "--local-steps must be a whole number of at least 1, got 1.5"),
+        (
+            "--local-steps 8 --exchange-overlap 8",
+            "overlap must be an int of 0 or more optimizer steps and below every=8",
+        ),
+        ("--local-steps 8 --exchange-codec int4delta", "codec encodes changes already"),
+        ("--local-steps 8 --exchange-codec none --exchange-feedback none", "codec=None has no error"),
+        ("--local-steps 8 --exchange-feedback int4", "dtype must be Int8(...) or None"),
+        (
+            "--exchange-overlap 1 --exchange-offload",
+            "no exchanges for --exchange-overlap and --exchange-offload",
+        ),
+    ],
+)
+def test_wrong_options_say_why(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *JOB, *arguments.split()])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
