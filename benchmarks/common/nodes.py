@@ -7,14 +7,20 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
 """Where ranks of emulated nodes find what was typed to start them."""
-HOP_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")  # environment variables that change how fast hops are
+HOP_VARIABLES = (
+    "NCCL_",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "THROTTLE_",
+)  # environment variables that change how fast hops are
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +28,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
+    parser.add_argument("--gbps", type=float, help="Gbit/s that each node sends at most (throttle.c)")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
 
 
@@ -34,6 +41,8 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     """
     if not arguments.worker:
         options = {"slow": not getattr(arguments, "fast_network", False), "gpus": getattr(arguments, "gpus", None)}
+        if (gbps := getattr(arguments, "gbps", None)) is not None:
+            throttle(gbps)
         run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], **options)
         return
     if getattr(arguments, "device", "cuda") == "cpu":
@@ -44,6 +53,14 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
         dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     work(arguments)
     dist.destroy_process_group()
+
+
+def throttle(gbps: float) -> None:
+    """Have processes that this one starts send at most so many Gbit/s each, by NCCL's sockets; see throttle.c."""
+    library = Path(tempfile.mkdtemp()) / "throttle.so"
+    source = Path(__file__).with_name("throttle.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    os.environ |= {"LD_PRELOAD": str(library), "THROTTLE_GBPS": str(gbps)}
 
 
 def command() -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from models import Task
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.strategy import LEGAL_LEVELS
 
@@ -29,6 +29,11 @@ STRATEGIES: dict[str, Any] = {
     "loco-delta": Strategy.loco(weights=Int4Delta()),
     "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
     "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
+    **{f"diloco-{every}": Strategy.diloco(every) for every in (8, 64)},
+    **{
+        f"diloco-{every}-overlap": Strategy.diloco(local_steps=LocalSteps(every, overlap=1, mix=0.5))
+        for every in (8, 64)
+    },
     "zeropp-full-inside": Strategy.zeropp(intra_gradients=None),
     "zeropp-int4-inside": Strategy.zeropp(intra_gradients=Int4(128)),
     "mixzpp": Strategy.mixzpp(),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from contenders import Contender, contend
 from models import Task
 from overlap import overlap
-from timing import PeakMemory, rates, synchronize, timed_steps
+from timing import PeakMemory, free_running_steps, rates, synchronize, timed_steps
 from torch.profiler import ProfilerActivity, profile
 
 PROFILED_STEPS = 2
@@ -26,7 +26,8 @@ def figures(arguments: argparse.Namespace, task: Task, contender: Contender, mem
     losses = [contender.step(tokens) for _ in range(arguments.warmup)]
     memory.since_last()
     before = contender.sent()
-    times = timed_steps(task, contender, tokens, arguments.steps)
+    timed = free_running_steps if arguments.free_running else timed_steps
+    times = timed(task, contender, tokens, arguments.steps)
     after = contender.sent()
     result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
     if before is not None and after is not None:

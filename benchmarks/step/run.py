@@ -50,6 +50,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument(
+        "--free-running",
+        action="store_true",
+        help="time all steps as one, not each: what one leaves on its way, others may hide",
+    )
+    parser.add_argument(
         "--interleave",
         action="store_true",
         help="build all, then take a step of each in turn: what differs by a few percent on a machine that drifts",
@@ -63,6 +68,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.interleave and (arguments.profile or arguments.generate):
         parser.error("--interleave times steps and nothing else: no --profile, no --generate")
+    if arguments.interleave and arguments.free_running:
+        parser.error("--interleave waits for each step: no --free-running")
     if arguments.interleave and arguments.compile:
         parser.error("--interleave has all strategies at once, with more graphs than torch compiles: no --compile")
     if arguments.interleave and arguments.steps < 2:

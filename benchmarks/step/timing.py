@@ -75,6 +75,21 @@ def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: i
     return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
 
 
+def free_running_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+    """The mean time of steps that nothing holds up but themselves, as one. Collective.
+
+    What one step leaves on its way, others may hide. Where each is waited for, that is part of its time.
+    """
+    dist.barrier()
+    synchronize(task)
+    began = time.perf_counter()
+    for _ in range(steps):
+        contender.step(tokens)
+    host = (time.perf_counter() - began) / steps * 1e3
+    synchronize(task)
+    return [StepTime((time.perf_counter() - began) / steps * 1e3, host)]
+
+
 def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
     """Median and range of the steps' times in ms, and what it makes of tokens a second and the GPUs' peak FLOP/s."""
     whole = [step.whole for step in times]
