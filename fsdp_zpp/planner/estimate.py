@@ -148,19 +148,25 @@ class Estimate:
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
     """The fastest that fits, or None if nothing fits; among equally fast ones, that with the least memory.
 
-    Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they must gain time: equally fast is
-    not enough.
+    Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they are no choice unless the fastest
+    with them beats the fastest without.
     """
     fitting = [estimate for estimate in estimates if estimate.fits]
     if not fitting:
         return None
+    in_step, local = _by_mathematics(fitting)
+    gains = all(estimate.strategy.local_steps is not None for estimate in _least(fitting))
+    # Where letters coincide, the usual name wins: False sorts before True.
+    return min(
+        _least(local if gains else in_step),
+        key=lambda estimate: (estimate.memory.total, _goes_by_another_name(estimate)),
+    )
 
-    def rank(estimate: Estimate) -> tuple[bool, int, bool]:
-        # Where letters coincide, the usual name wins: False sorts before True.
-        local = estimate.strategy.local_steps is not None
-        return local, estimate.memory.total, _goes_by_another_name(estimate)
 
-    return min(_least(fitting), key=rank)
+def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Estimate]]:
+    """The estimates without local steps, and those with them."""
+    in_step = [estimate for estimate in estimates if estimate.strategy.local_steps is None]
+    return in_step, [estimate for estimate in estimates if estimate.strategy.local_steps is not None]
 
 
 def _goes_by_another_name(estimate: Estimate) -> bool:
@@ -182,31 +188,37 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
             f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes {_gib(smallest)}."
         )
     fitting = [estimate for estimate in estimates if estimate.fits]
-    larger = [e.name for e in _least(fitting) if e.memory.total > choice.memory.total]
+    in_step, local = _by_mathematics(fitting)
+    alike = in_step if choice.strategy.local_steps is None else local
+    larger = [e.name for e in _least(alike) if e.memory.total > choice.memory.total]
     among = f"all {len(estimates)}" if len(fitting) == len(estimates) else f"the {len(fitting)} that fit"
     if len(fitting) == 1:
-        return f"{choice.name} is the only one that fits, with {_gib(choice)} of {budget.gpu_memory:g} GiB a GPU."
+        takes = f"with {_gib(choice)} of {budget.gpu_memory:g} GiB a GPU"
+        return f"{choice.name} is the only one that fits, {takes}{_on_mathematics(choice, in_step, local)}."
     sentence = f"{choice.name} is the fastest of {among}, at {seconds(choice.time.total)} a step"
     if choice.time.computation > choice.time.communication and not choice.time.wait:
         sentence += ", where computation hides its communication"
     if larger:
         sentence += f", and takes less memory than {_listed(larger)}, as fast within {TOLERANCE:.0%}"
-    if choice.strategy.local_steps is not None:
-        sentence += _changes_mathematics(fitting)
+    sentence += _on_mathematics(choice, in_step, local)
     if choice.levels != "GGG":  # FSDP's default, so that is what a reader compares with
         full_shard = next(estimate for estimate in estimates if estimate.levels == "GGG")
         sentence += f" (GGG: {seconds(full_shard.time.total)})"
     return sentence + "."
 
 
-def _changes_mathematics(fitting: list[Estimate]) -> str:
-    """The part of a sentence that names the fastest strategy without local steps."""
-    in_step = [estimate for estimate in fitting if estimate.strategy.local_steps is None]
-    if not in_step:
-        return ", but it changes the mathematics; none that does not fits"
-    fastest = min(in_step, key=lambda estimate: estimate.time.total)
-    others = f"of those that do not, {fastest.name} is the fastest, at {seconds(fastest.time.total)}"
-    return f", but it changes the mathematics; {others}"
+def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> str:
+    """The part of a sentence that compares the choice with those that fit on the other side of local steps."""
+    others = in_step if choice in local else local
+    fastest = min(others, key=lambda estimate: estimate.time.total, default=None)
+    if choice in local:
+        if fastest is None:
+            return ", but it changes the mathematics, and without that nothing fits"
+        figures = f"{fastest.name} is the fastest, at {seconds(fastest.time.total)}"
+        return f", but it changes the mathematics; of those that do not, {figures}"
+    if fastest is None or fastest.time.total >= choice.time.total:
+        return ""
+    return f"; {fastest.name}, at {seconds(fastest.time.total)}, saves too little to change the mathematics for it"
 
 
 def seconds(value: float) -> str:
