@@ -126,6 +126,16 @@ COMPARISONS = {
         },
         (STEP, HOST, PEAK),
     ),
+    "slow-links": Comparison(
+        {
+            "one rank alone": "1.35B-1x1-free-running",
+            "10 Gbit/s": "1.35B-2x1-shared-10-gbps",
+            "1 Gbit/s": "1.35B-2x1-shared-1-gbps",
+            "1 Gbit/s, HSDP's first step": "1.35B-2x1-shared-1-gbps-hsdp",
+            "1 Gbit/s, FULL_SHARD's first step": "1.35B-2x1-shared-1-gbps-full-shard",
+        },
+        (STEP, PEAK),
+    ),
     "shared": Comparison(
         {f"{machine} machine": f"1.35B-2x2-shared-{machine}" for machine in ("first", "second", "third")},
         (STEP, AGAINST_FULL_SHARD),
