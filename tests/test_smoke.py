@@ -29,10 +29,13 @@ from fsdp_zpp import (
     Int4,
     Int4Delta,
     Int8,
+    LocalSteps,
     LoCo,
     QuantizedReduceState,
     Strategy,
+    agreed_weights,
     dequantize_frozen_params,
+    exchange_weights,
     invalidate,
     load_frozen_params,
     plan,
@@ -94,6 +97,25 @@ def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
 def test_codecs(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
     for ours, stock in pool(4).run(losses, adapter, CODECS[name]):
         assert ours == pytest.approx(stock, rel=0.02)
+
+
+def exchanged(adapter: Adapter) -> tuple[list[Any], list[Any]]:
+    """In a worker: a weight of two nodes that have trained on their own, what they agreed on before, and after."""
+    model = adapter.make(Case(), Strategy.diloco(local_steps=LocalSteps(2), gpus_per_node=1))
+    train(adapter, model, Case(steps=3))
+    with agreed_weights(model):
+        agreed = adapter.full_weights(model)["head.weight"]
+    own = adapter.full_weights(model)["head.weight"]
+    exchange_weights(model)
+    return [own.tolist(), agreed.tolist()], adapter.full_weights(model)["head.weight"].tolist()
+
+
+@over_adapters
+def test_local_steps(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    ((own, agreed), last), ((others, agreed_there), last_there) = pool(2).run(exchanged, adapter)
+    assert own != others
+    assert agreed == agreed_there
+    assert last == last_there
 
 
 def saved(adapter: Adapter, folder: str) -> None:

@@ -1,10 +1,10 @@
-// Makes a slow network of a fast one: a process that preloads this sends at most THROTTLE_GBPS Gbit/s by NCCL's sockets.
+// Makes a fast network slow: a process that preloads this sends at most THROTTLE_GBPS Gbit/s through NCCL's sockets.
 //
 //     cc -O2 -shared -fPIC -o throttle.so throttle.c -ldl
 //     THROTTLE_GBPS=1 LD_PRELOAD=./throttle.so python ...
 //
-// NCCL sends by non-blocking send(), and tries again later what a full buffer did not take. To it, an empty token bucket
-// looks like a full buffer. The bucket holds what five milliseconds give. Other traffic (torch's stores, say) is left alone.
+// NCCL uses non-blocking send() and retries on EAGAIN, so to it an empty token bucket looks like a full socket buffer.
+// The bucket holds 5 ms' worth of bytes, so less than 0.03 Gbit/s would never send. Other traffic is left alone.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -39,7 +39,7 @@ ssize_t send(int fd, const void *data, size_t size, int flags) {
   if (tokens > most) tokens = most;
   filled = at;
   size_t allowed = tokens > 0 ? (size_t)tokens : 0;
-  // A sliver of what is left to send would cost a packet each.
+  // No slivers: each would cost a packet.
   if (allowed < size && allowed < 16384) {
     pthread_mutex_unlock(&lock);
     errno = EAGAIN;

@@ -8,10 +8,10 @@
         | added to the agreed weights, from which all nodes go on
 
 [Note: Agreed weights]
-The agreed weights are those that the outer steps have made, in fp32, the same on all nodes bit for bit: each of them,
-the owner of a chunk too, adds the update as it decodes it. A rank keeps its part of them, since it is their change that
-is small enough to be encoded in 4 bits. Nodes go on from the agreed weights as rounded to the dtype of the model, so
-that rounding is no change of theirs. The momentum is kept once, by the owners of the chunks.
+The agreed weights are those that the outer steps have made, in fp32, the same on all nodes bit for bit: every node, the
+owner of a chunk too, adds the decoded update. A rank keeps its part of them, because only changes against them are
+small enough for 4 bits. Nodes go on from the agreed weights as rounded to the dtype of the model, and changes are
+measured from there, so that rounding is not sent as a change. The momentum is kept once, by the owners of the chunks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from fsdp_zpp.codecs.base import full_precision
 from fsdp_zpp.config.local_steps import LocalSteps
 
+from .devices import for_collectives
 from .error_state import ErrorFeedbackState
 from .gradient_reduce import GradientReduce
 from .hops import Hop, Traffic, decode, encode
@@ -87,20 +88,29 @@ class OuterStep:
 
     @torch.no_grad()
     def start(self, shards: Sequence[Tensor]) -> None:
-        """Take the weights of this rank, which must be the same on all nodes, for the agreed ones.
+        """Adopt the weights of this rank, which must be the same on all nodes, as the agreed ones.
 
         Args:
             shards: The weights that this rank holds of the fragment, at least one tensor.
         """
-        self._shapes, self._device = [shard.shape for shard in shards], shards[0].device
+        self._shapes = [shard.shape for shard in shards]
+        # Parameters may be offloaded; exchanges travel from where collectives take them.
+        self._device = for_collectives(shards[0].new_empty(0), self._gather.group).device
         numel = sum(shard.numel() for shard in shards)
         # A collective takes chunks of one size, so the last one is padded; and none is empty.
         chunk = max(-(-numel // self._nodes), 1)
         kept_on = torch.device("cpu") if self._config.offload else self._device
-        self._agreed = torch.zeros(self._nodes * chunk, dtype=torch.float32, device=kept_on)
-        self._momentum = torch.zeros(chunk, dtype=torch.float32, device=kept_on)
+        if self._agreed is None or self._momentum is None or self._momentum.numel() != chunk:
+            self._agreed = torch.zeros(self._nodes * chunk, dtype=torch.float32, device=kept_on)
+            self._momentum = torch.empty(chunk, dtype=torch.float32, device=kept_on)
+        self._momentum.zero_()
         for agreed, shard in self._beside(shards, self._agreed):
             agreed.copy_(shard)
+
+    def agrees_with(self, shards: Sequence[Tensor]) -> bool:
+        """Whether ``shards``, as in :meth:`start`, are the agreed weights."""
+        beside = self._beside(shards, self.agreed)
+        return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
 
     @torch.no_grad()
     def send(self, shards: Sequence[Tensor]) -> None:
@@ -118,7 +128,7 @@ class OuterStep:
         change = torch.zeros(self.agreed.shape, dtype=torch.float32, device=self._device)
         held = self._beside(shards, self.agreed)
         for (agreed, shard), (out, _) in zip(held, self._beside(shards, change), strict=True):
-            torch.sub(agreed.to(shard.device, shard.dtype).float(), shard, out=out)
+            torch.sub(agreed.to(out.device, shard.dtype).float(), shard.to(out.device), out=out)
         with self.stream.after_current(self._device):
             update = self._outer_step(self._mean_over_nodes(keep_until_read(change)))
             payload = self._encoded(update)
@@ -182,7 +192,7 @@ class OuterStep:
         shapes = [shard.shape for shard in shards]
         if shapes != self._shapes:
             given, started = ([list(shape) for shape in each] for each in (shapes, self._shapes))
-            raise ValueError(f"{self.label}: shards of {given} were given, but it started with {started}")
+            raise ValueError(f"{self.label}: got shards of shapes {given}, expected {started}")
         sizes = [shard.numel() for shard in shards]
         parts = flat[: sum(sizes)].split(sizes)
         return [(part.view(shard.shape), shard) for part, shard in zip(parts, shards, strict=True)]
@@ -209,10 +219,15 @@ class OuterStep:
         """
         shapes = [list(shard.shape) for shard in shards]
         if state["shapes"] != shapes:
-            raise ValueError(f"{self.label}: shards of {state['shapes']} were saved, but this rank holds {shapes}")
+            raise ValueError(
+                f"{self.label}: the checkpoint has shards of shapes {state['shapes']}, but this rank holds {shapes}"
+            )
         if (state["errors"] is None) != (self._reduce.errors is None):
-            kept = "without" if state["errors"] is None else "with"
-            raise ValueError(f"{self.label}: the outer state was saved {kept} error feedback")
+            saved, asked = ("without", "has it") if state["errors"] is None else ("with", "has none")
+            raise ValueError(
+                f"{self.label}: the checkpoint was saved {saved} error feedback of exchanges, but this strategy "
+                f"{asked}; use the same LocalSteps(error_feedback=...)"
+            )
         for name, errors in self._errors.items():  # first, since it may fail
             if errors is not None:
                 errors.load_state_dict(state[name])

@@ -31,12 +31,23 @@ def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model:
     Raises:
         ValueError: If they differ.
     """
+    if not replicas_are_equal(held, mesh, scope):
+        who = "nodes" if scope == "I" else "ranks"
+        raise ValueError(
+            f"{model}: the third letter {scope} of its strategy makes the {who} replicas of each other, but they hold "
+            "different weights: before the first forward, seed all ranks alike, load the same checkpoint on all of "
+            "them, or broadcast rank 0's weights (sync_module_states=True, broadcast_from_rank0)"
+        )
+
+
+def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) -> bool:
+    """Whether all replicas hold the same, on every rank alike. Arguments as of :func:`check_replicas`; collective."""
     if scope == "G":
-        return
+        return True
     # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.
     sums = [tensor.detach().view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in held]
     if not sums:
-        return
+        return True
     total = torch.stack(sums).sum()
     bounds = torch.stack([total, -total])
     group = mesh.inter if mesh.inter is not None else mesh.intra
@@ -44,15 +55,8 @@ def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model:
         bounds = for_collectives(bounds, group)  # parameters may be offloaded
     if mesh.inter is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
-    if scope == "I":  # other ranks of the node hold other parts, but are to raise too
+    if scope == "I":  # other ranks of the node hold other parts, but are to learn of it, too
         bounds = torch.stack([(bounds[0] != -bounds[1]).long(), bounds.new_zeros(())])
     if mesh.intra is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)
-    highest, lowest = bounds[0].item(), -bounds[1].item()
-    if highest != lowest:
-        who = "nodes" if scope == "I" else "ranks"
-        raise ValueError(
-            f"{model}: the third letter {scope} of its strategy makes the {who} replicas of each other, but they hold "
-            "different weights: before the first forward, seed all ranks alike, load the same checkpoint on all of "
-            "them, or broadcast rank 0's weights (sync_module_states=True, broadcast_from_rank0)"
-        )
+    return bool(bounds[0].item() == -bounds[1].item())

@@ -21,7 +21,7 @@ _INT4 = Int4(128)
 class LocalSteps:
     """Local-update training: between exchanges nothing goes between nodes.
 
-    In an exchange, nodes average what their weights have changed since the last one, and all of them continue from
+    In an exchange, nodes average how much their weights have changed since the last one, and all of them continue from
     the weights that an outer optimizer, SGD with momentum, makes of that average (DiLoCo, arXiv 2311.08105, algorithm
     1). The fragments of a model, its units, are exchanged one after the other.
 
@@ -32,17 +32,17 @@ class LocalSteps:
         nesterov: Whether its momentum is Nesterov's.
         codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
-        spread: Whether fragments are exchanged evenly over the ``every`` steps (arXiv 2501.18512, section 2.2), so that
-            a step sends ``1 / every`` of the model on average, instead of all of them in the last of these steps.
-        overlap: Steps that an exchange has to arrive, less than ``every``; the node trains on meanwhile.
+        spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
+            2501.18512, section 2.2), instead of exchanging all of them after the last one.
+        overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
         mix: Share of the agreed weights in those with which a node goes on when an exchange arrives; the rest are its
-            own. arXiv 2501.18512, section 2.3, takes 0.5 with an overlap: 1 drops the node's steps of meanwhile.
+            own. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges.
 
     Raises:
         ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error
             feedback has no codec to correct.
-        TypeError: If an argument has the wrong type.
+        TypeError: If a flag, the codec or error feedback has the wrong type.
     """
 
     every: int = 64
@@ -74,20 +74,20 @@ class LocalSteps:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.nesterov and self.outer_momentum == 0:
-            raise ValueError("nesterov=True looks ahead along a momentum, but outer_momentum is 0: pass nesterov=False")
+            raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
 
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")
         if isinstance(self.codec, Int4Delta):
-            raise ValueError(f"codec encodes changes already: choose Int4(...) instead of {self.codec!r}")
+            raise ValueError(f"codec is given changes already: pass Int4(...) instead of {self.codec!r}")
         check_hop_codec("codec", self.codec)
         check_loco(self.error_feedback)
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 
     def due(self, step: int, fragments: int) -> list[int]:
-        """The fragments to exchange after a step; in ``every`` steps in a row, each of them once.
+        """The fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
 
         Args:
             step: Number of steps made so far, from 1 on.
@@ -102,8 +102,8 @@ class LocalSteps:
         momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
         feedback = f" with error feedback ({self.error_feedback})" if self.error_feedback else ""
         sent = f"{self.codec or 'fp32'}{feedback}"
-        arrives = f", {self.overlap} steps to arrive" if self.overlap else ""
-        mixed = f", {self.mix} of them mixed in" if self.mix < 1 else ""
+        arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
+        mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
         return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
 
 

@@ -63,14 +63,15 @@ class Strategy:
             nodes, else full precision.
         error_feedback: Error feedback on the gradient codecs.
         frozen: Codec of frozen parameters, which are quantized once.
-        local_steps: Has nodes train on their own and exchange what has changed every few steps, instead of gradients
-            in each of them. Each node then needs all of the optimizer state: the third letter is ``I`` or ``N``.
+        local_steps: Has nodes train on their own and exchange changes of weights every few steps, instead of gradients
+            in every step. It has no effect on a single node. Each node needs all of the optimizer state, so the third
+            letter is ``I`` or ``N``.
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
-            error feedback has no gradient codec to correct, or local steps leave an argument nothing to do.
+            error feedback has no gradient codec to correct, or an argument has no effect with local steps.
         TypeError: If a codec is not a :class:`Codec`, or another argument has the wrong type.
 
     Example:
@@ -139,12 +140,12 @@ class Strategy:
         if self.gradients is not None:
             raise ValueError(
                 f"gradients={self.gradients!r} encodes gradients between nodes, which local_steps does not send; "
-                "encode the exchanges with LocalSteps(codec=...), gradients inside of nodes with intra_gradients="
+                "encode the exchanges with LocalSteps(codec=...), and gradients inside a node with intra_gradients=..."
             )
         if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
                 "error_feedback corrects gradients between nodes, which local_steps does not send; pass "
-                "LocalSteps(error_feedback=...) for the exchanges, or hops='both' for those inside of nodes"
+                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for gradients inside a node"
             )
 
     @property
@@ -183,7 +184,7 @@ class Strategy:
     def is_plain(self) -> bool:
         """Whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
         encoded = (self.weights, *self.gradient_codecs, self.frozen)
-        return self.levels == "GGG" and all(codec is None for codec in encoded)  # which local steps can't have
+        return self.levels == "GGG" and all(codec is None for codec in encoded)  # local steps refuse GGG
 
     @classmethod
     def zeropp(cls, **overrides: Any) -> Strategy:
@@ -223,10 +224,14 @@ class Strategy:
 
     @classmethod
     def diloco(cls, every: int | None = None, **overrides: Any) -> Strategy:
-        """DiLoCo (arXiv 2311.08105) in fragments of 4 bits (arXiv 2501.18512): an exchange ``every`` 64 steps.
+        """DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
+
+        Args:
+            every: Steps between two exchanges of a unit; 64 by default.
+            **overrides: Other arguments of a strategy, ``local_steps`` in place of ``every`` among them.
 
         Raises:
-            TypeError: If ``local_steps`` is given, which says how often, and ``every`` too.
+            TypeError: If both ``every`` and ``local_steps`` are given.
         """
         if every is not None and "local_steps" in overrides:
             raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")

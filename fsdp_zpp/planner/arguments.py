@@ -131,7 +131,7 @@ _EXCHANGES = {
     "exchange_at_once": "spread",
     "exchange_offload": "offload",
 }
-"""The argument of :class:`LocalSteps` that each option is."""
+"""The argument of :class:`LocalSteps` behind each option."""
 
 
 def _add_local_steps(group: argparse._ArgumentGroup) -> None:
@@ -148,13 +148,19 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
         ("codec", f"of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"),
         (
             "feedback",
-            "of the errors that are fed back to the exchanges; none keeps them in fp32 (default: no feedback)",
+            "of the errors, which turns error feedback on: none (fp32) or int8 (default: no feedback)",
         ),
     ):
         add(f"--exchange-{name}", type=codec, metavar="CODEC", default=argparse.SUPPRESS, help=f"codec {what}")
-    add("--exchange-overlap", type=float, metavar="N", default=argparse.SUPPRESS, help="steps that one may take")
+    add(
+        "--exchange-overlap",
+        type=float,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="steps that an exchange may take to arrive",
+    )
     for name, default, what in (
-        ("at-once", False, "exchange all units in one of the steps, instead of evenly over them"),
+        ("at-once", False, "exchange all units after the same step, instead of spreading them over the N steps"),
         ("offload", True, "keep agreed weights and momentum on the CPU"),
     ):
         add(f"--exchange-{name}", action="store_const", const=default, default=argparse.SUPPRESS, help=what)
@@ -171,7 +177,7 @@ def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
     if arguments.local_steps is None:
         if given:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"without --local-steps there are no exchanges for {names}; add it, or remove the rest")
+            raise ValueError(f"{names}: needs --local-steps")
         return None
     if "exchange_feedback" in given:
         given["exchange_feedback"] = LoCo(dtype=given["exchange_feedback"])

@@ -148,7 +148,7 @@ class Estimate:
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
     """The fastest that fits, or None if nothing fits; among equally fast ones, that with the least memory.
 
-    Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they are no choice unless the fastest
+    Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they are chosen only if the fastest
     with them beats the fastest without.
     """
     fitting = [estimate for estimate in estimates if estimate.fits]
@@ -195,7 +195,9 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
     if len(fitting) == 1:
         takes = f"with {_gib(choice)} of {budget.gpu_memory:g} GiB a GPU"
         return f"{choice.name} is the only one that fits, {takes}{_on_mathematics(choice, in_step, local)}."
-    sentence = f"{choice.name} is the fastest of {among}, at {seconds(choice.time.total)} a step"
+    is_fastest = choice in _least(fitting)
+    place = f"the fastest of {among}" if is_fastest else f"the choice of {among}"
+    sentence = f"{choice.name} is {place}, at {seconds(choice.time.total)} a step"
     if choice.time.computation > choice.time.communication and not choice.time.wait:
         sentence += ", where computation hides its communication"
     if larger:
@@ -213,12 +215,12 @@ def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estim
     fastest = min(others, key=lambda estimate: estimate.time.total, default=None)
     if choice in local:
         if fastest is None:
-            return ", but it changes the mathematics, and without that nothing fits"
+            return "; it changes the mathematics, and without that nothing fits"
         figures = f"{fastest.name} is the fastest, at {seconds(fastest.time.total)}"
-        return f", but it changes the mathematics; of those that do not, {figures}"
+        return f"; it changes the mathematics, and of those that do not, {figures}"
     if fastest is None or fastest.time.total >= choice.time.total:
         return ""
-    return f"; {fastest.name}, at {seconds(fastest.time.total)}, saves too little to change the mathematics for it"
+    return f"; {fastest.name} takes {seconds(fastest.time.total)}, too small a gain to change the mathematics for"
 
 
 def seconds(value: float) -> str:

@@ -151,7 +151,7 @@ def _with_levels(codecs: Strategy, levels: str) -> Strategy:
 
 
 def _with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
-    """``strategy`` with local steps, without what these leave nothing to do; see :class:`Strategy`."""
+    """``strategy`` with local steps, less what has no effect with them; see :class:`Strategy`."""
     feedback = strategy.error_feedback
     if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
         feedback = None
@@ -212,7 +212,7 @@ def _notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: Local
     if local_steps is None:
         return []
     if cluster.nodes == 1:
-        return ["Local steps have no effect: a single node has no other to exchange weights with."]
+        return ["Local steps have no effect: there is only one node."]
     kept = _with_local_steps(_with_levels(codecs, "III"), local_steps)
     idle = [
         f"{name}={asked}"
@@ -221,8 +221,8 @@ def _notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: Local
     ]
     if not idle:
         return []
-    unencoded = ", where nothing encodes them unless intra_gradients names a codec" * (kept.gradient_codecs[0] is None)
-    return [f"Local steps leave out {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
+    unencoded = ", unencoded unless intra_gradients names a codec" * (kept.gradient_codecs[0] is None)
+    return [f"Local steps ignore {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
 
 
 def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[str]:

@@ -102,8 +102,8 @@ out of node: sent by all GPUs of a node together. in node: sent by one GPU, to o
 communication: both, one after the other. step: the longer of communication and computation."""
 
 _LOCAL_STEPS_LEGEND = """\
-outer: agreed weights and momentum of local steps. Bytes and times of exchanges are averaged over the steps, and what
-training waits for them is added to the step.
+outer: agreed weights and momentum of local steps. Bytes and times of exchanges are averaged over the steps, and
+communication includes them; a step takes what training waits for them longer than without.
 * changes the mathematics (local-update training): nodes step on their own and exchange weights every few steps."""
 
 

@@ -80,15 +80,15 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
 def exchange_weights(model: nn.Module) -> None:
     """Exchange all weights between nodes now, after which all of them hold the same; call it on every rank.
 
-    With ``Strategy(local_steps=...)``, nodes exchange weights every few steps by themselves; this is for the end of a
-    training, or of a phase of one. It is an exchange like the others: of changes, encoded, with an outer step.
+    With ``Strategy(local_steps=...)``, nodes exchange weights every few steps by themselves; this is for the end of
+    training, or of a phase of it. It is an exchange like the others: of changes, encoded, with an outer step.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
 
     Raises:
         ValueError: If its strategy has no local steps, or ranks have made different numbers of steps; on every rank.
-        RuntimeError: If it has not run yet.
+        RuntimeError: If the model has not run a forward yet.
     """
     for training in _local_trainings(model):
         training.exchange_all()
@@ -96,18 +96,18 @@ def exchange_weights(model: nn.Module) -> None:
 
 @contextmanager
 def agreed_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which the model has the weights of its last exchanges, which are the same on all nodes.
+    """A context in which each unit has the weights of its last exchange, which are the same on all nodes.
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
     they show the agreed ones, as DiLoCo evaluates and saves them. Nothing is sent between nodes. The node's own weights
-    are copied meanwhile, and are back afterwards; don't train inside of it. Enter it on every rank of a node.
+    are set aside and restored on exit; don't train inside. Enter it on every rank of a node.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
 
     Raises:
         ValueError: If its strategy has no local steps.
-        RuntimeError: If it has not run yet.
+        RuntimeError: If the model has not run a forward yet.
 
     Example:
         >>> with agreed_weights(model):
@@ -124,8 +124,11 @@ def _local_trainings(model: nn.Module) -> list[LocalTraining]:
     ours = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
     if not ours:
         raise ValueError(f"no part of this {type(model).__name__} has a Strategy(local_steps=...)")
-    fragments = [unit.fragment for unit in ours if unit.fragment is not None and unit.fragment.is_trained]
+    fragments = [unit.fragment for unit in ours if unit.fragment is not None and unit.fragment.is_trainable]
     found = list(dict.fromkeys(unit.local_training for unit in ours if unit.local_training is not None))
     if fragments and not found:
-        raise RuntimeError(f"this {type(model).__name__} has not run yet: its local steps begin with the first forward")
+        raise RuntimeError(
+            f"this {type(model).__name__} has not run a forward yet, and local steps start with the first: run one, "
+            "then call this"
+        )
     return found

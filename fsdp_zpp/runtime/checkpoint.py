@@ -69,7 +69,7 @@ class RankState:
             if dist.get_rank() == 0:
                 logger.warning(
                     "the codec state was saved on %s, but this is %s: errors start from zero, weights are sent "
-                    "whole once, and local steps from the weights as loaded",
+                    "whole once, and local steps start over from the loaded weights",
                     state.get("layout"),
                     self._layout,
                 )
@@ -95,8 +95,9 @@ class CodecState:
     this part by itself,
     ``dcp.load({"codecs": CodecState(model)}, ..., planner=DefaultLoadPlanner(allow_partial_load=True))``.
 
-    With local steps, what torch's checkpoints hold of weights and optimizers is whichever node's. On the same layout
-    this state replaces it, before the next forward. For other layouts, save weights under :func:`agreed_weights`.
+    With local steps, weights and optimizer states in torch's own checkpoints come from an arbitrary node. On the same
+    layout this state replaces them, before the next forward. For other layouts, save weights under
+    :func:`agreed_weights`.
 
     Args:
         model: A model wrapped with one or more instances of :class:`Strategy`, or with a
@@ -121,7 +122,7 @@ class CodecState:
             if isinstance(unit, StrategyUnit) and unit.gather is not None and unit.gather.secondary.sends_deltas:
                 parts[f"weights of {path}"] = unit.gather.secondary
                 meshes.add(unit.ranks)
-            if isinstance(unit, StrategyUnit) and unit.fragment is not None and unit.fragment.is_trained:
+            if isinstance(unit, StrategyUnit) and unit.fragment is not None and unit.fragment.is_trainable:
                 parts[f"local steps of {path}"] = unit.fragment
                 meshes.add(unit.ranks)
         self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes)
@@ -148,8 +149,8 @@ def _optimizer_states(
         return {}
     if not given:
         raise ValueError(
-            f"the nodes of this {type(model).__name__} train on their own (local_steps), and so do their optimizers: "
-            "pass CodecState(model, optimizer), or a list of all its optimizers"
+            f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
+            "CodecState(model, optimizer), or a list if there are several optimizers"
         )
     return {f"optimizer {index}": OptimizerState(optimizer, fragments[0]) for index, optimizer in enumerate(given)}
 

@@ -1,4 +1,4 @@
-"""A unit as a fragment of local-update training: its exchanges between nodes, and what of it differs between them."""
+"""A unit as a fragment of local-update training: its exchanges, and the state that differs between nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Progress:
 
     Attributes:
         made: Steps made.
-        exchanged: Of these, those after which what was due was done.
-        arrives: The step after which an exchange that is on its way arrives, if one is.
+        exchanged: How many of these have had their exchanges made.
+        arrives: The step after which the exchange under way is received; None if there is none.
     """
 
     made: int = 0
@@ -38,13 +38,14 @@ class Fragment:
         outer: Makes its exchanges.
         share: This rank's share of them, if all ranks of a node hold the same weights.
         trained_shards: Returns what this rank holds of the weights.
-        invalidate: Declares that they have changed.
+        invalidate: Marks the weights as changed.
 
     Attributes:
         config: As given.
         outer: As given.
         progress: How far its training has come.
-        after_restore: Called, and forgotten, when the state that was loaded is restored.
+        after_restore: Callbacks that run once, after a loaded state has been restored.
+        was_reloaded: Whether weights were loaded since it was last asked, and no state with them.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class Fragment:
         self.after_restore: list[Callable[[], None]] = []
         self._share, self._trained_shards, self._invalidate = share, trained_shards, invalidate
         self._loaded: dict[str, Any] | None = None
+        self.was_reloaded = False
 
     @property
-    def is_trained(self) -> bool:
-        """Whether it has weights that are trained; the same on all ranks."""
+    def is_trainable(self) -> bool:
+        """Whether it has weights that require gradients; the same on all ranks."""
         return len(self._trained_shards()) > 0
 
     @property
@@ -72,11 +74,22 @@ class Fragment:
         return whole if self._share is None else self._share.of(whole)
 
     def start(self) -> None:
-        """Go on with what was loaded; otherwise, before the first step, take the weights for the agreed ones."""
-        if self._loaded is not None:
-            self._restore(self._loaded)
-        elif self.progress.made == 0 or not self.outer.has_started:
+        """Adopt the weights as the agreed ones, before the first step is made."""
+        self.restore()
+        if self.progress.made == 0 or not self.outer.has_started:
             self.outer.start(self._exchanged)
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """What this rank holds of the weights."""
+        return self._trained_shards()
+
+    def restart(self) -> None:
+        """Adopt the weights as the agreed ones, if they are others."""
+        if not self.outer.agrees_with(self._exchanged):
+            self.outer.reset()
+            self.outer.start(self._exchanged)
+            self.progress.arrives = None
 
     def send(self, arrives: int) -> None:
         """Send what the weights have changed, to be received after the step ``arrives``."""
@@ -86,10 +99,10 @@ class Fragment:
     def receive(self, mix: float) -> None:
         """Go on from the agreed weights, or from a mixture of these and this node's own."""
         self.outer.receive(self._exchanged, mix)
-        self._written()
+        self._after_write()
         self.progress.arrives = None
 
-    def _written(self) -> None:
+    def _after_write(self) -> None:
         if self._share is not None:
             self._share.gather(self._trained_shards(), self.outer.label)
         self._invalidate()
@@ -100,23 +113,21 @@ class Fragment:
         self.start()
         own = [shard.detach().clone() for shard in self._trained_shards()]
         self.outer.receive(self._exchanged)
-        self._written()
+        self._after_write()
         try:
             yield
         finally:
-            self._put(own)
+            self._write(own)
 
     @torch.no_grad()
-    def _put(self, own: Sequence[Tensor]) -> None:
+    def _write(self, own: Sequence[Tensor]) -> None:
         for shard, kept in zip(self._trained_shards(), own, strict=True):
             shard.copy_(kept)
         self._invalidate()
 
     def weights_loaded(self) -> None:
-        """Weights were loaded: start from them, unless a state was loaded with them."""
-        if self._loaded is None:
-            self.outer.reset()
-            self.progress.arrives = None
+        """Handle weights that were loaded, which a state that was loaded with them replaces."""
+        self.was_reloaded = self._loaded is None and self.outer.has_started
 
     # ---- in checkpoints
 
@@ -136,14 +147,19 @@ class Fragment:
         """
         found, saved = ([list(shard.shape) for shard in of] for of in (self._trained_shards(), state["weights"]))
         if found != saved:
-            raise ValueError(f"{self.outer.label}: weights of {saved} were saved, but this rank trains {found}")
+            raise ValueError(
+                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank trains {found}"
+            )
         # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
         self._loaded = state
         self.progress = Progress(**state["progress"])
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def restore(self) -> None:
+        """Go on with what was loaded, if anything was."""
+        if (state := self._loaded) is None:
+            return
         self._loaded = None
-        self._put(state["weights"])
+        self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._exchanged)
         for restore in self.after_restore:
@@ -151,6 +167,6 @@ class Fragment:
         self.after_restore.clear()
 
     def reset(self) -> None:
-        """Start anew from what the weights are by then."""
+        """Start over from the weights of the next forward."""
         self._loaded, self.progress = None, Progress()
         self.outer.reset()

@@ -244,14 +244,16 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
         given = " and ".join(f"local_steps={each!r}" for each in configurations)
         raise ValueError(f"{model}: its parts were given {given}; steps are those of a whole model: give all the same")
     fragments = [managed.unit.fragment for managed in trained]
-    found = [fragment for fragment in fragments if fragment is not None and fragment.is_trained]
+    found = [fragment for fragment in fragments if fragment is not None and fragment.is_trainable]
     if not found:
         return None
+
+    unit = trained[0].unit
 
     def steps_are_announced() -> bool:
         return any(getattr(p, _IN_OPTIMIZER, False) for managed in trained for p in managed.parameters())
 
-    training = LocalTraining(model, found, trained[0].unit.ranks, steps_are_announced)
+    training = LocalTraining(model, found, unit.ranks, unit.scopes.optimizer, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     training.before_forward(root)  # of which FSDP sets up its model, and hooks have been run
     for managed in trained:

@@ -1,10 +1,10 @@
 """Local-update training of a model: which step is which, and when its fragments are exchanged between nodes.
 
 [Note: Steps of nodes]
-Nodes step on their own, but must agree which step an exchange follows. So a step is what all of them do alike: a
-backward that synchronizes gradients and then the end of the step by an optimizer, whether that made it or a gradient
-scaler skipped it, and however many optimizers there are. Where no optimizer is torch's, nothing tells that one has
-stepped, and each such backward counts. What is due after a step is done before the next forward that records gradients:
+Nodes step on their own, but must agree which step an exchange follows. So a step is counted where every node must pass:
+after a backward that synchronizes gradients, when the first optimizer steps or a gradient scaler skips that; further
+optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is no other, each
+such backward counts. What is due after a step is done before the next forward that records gradients:
 by then all optimizers have stepped.
 """
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_zpp.collectives.agreement import check_agreement
 from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
@@ -31,6 +32,7 @@ class LocalTraining:
         model: The model's name in errors.
         fragments: Its fragments, at least one, in an order that is the same on all ranks.
         ranks: All ranks.
+        scope: That of the optimizer state: who holds the same weights when nodes agree.
         steps_are_announced: Whether an optimizer says when it steps.
 
     Raises:
@@ -38,11 +40,17 @@ class LocalTraining:
     """
 
     def __init__(
-        self, model: str, fragments: Sequence[Fragment], ranks: ProcessMesh, steps_are_announced: Callable[[], bool]
+        self,
+        model: str,
+        fragments: Sequence[Fragment],
+        ranks: ProcessMesh,
+        scope: str,
+        steps_are_announced: Callable[[], bool],
     ) -> None:
-        self._fragments, self._inter, self._steps_are_announced = fragments, ranks.inter, steps_are_announced
+        self._fragments, self._ranks, self._scope = fragments, ranks, scope
+        self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
-        self._ends_step = False
+        self._awaits_step = False
         made = [fragment.progress.made for fragment in fragments]
         check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": made})
         stream = SideStream()
@@ -51,12 +59,12 @@ class LocalTraining:
 
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
-        self._ends_step = True
+        self._awaits_step = True
 
     def step_ended(self) -> None:
         """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped."""
-        if self._ends_step:
-            self._ends_step = False
+        if self._awaits_step:
+            self._awaits_step = False
             for fragment in self._fragments:
                 fragment.progress.made += 1
 
@@ -66,12 +74,30 @@ class LocalTraining:
         """Make the exchanges that are due; a hook before the root's forward."""
         if torch.is_grad_enabled() and not self._steps_are_announced():
             self.step_ended()
-        if not self._ends_step:
+        for fragment in self._fragments:
+            fragment.restore()
+        if not torch.is_grad_enabled():
+            return
+        if not self._awaits_step:
             for fragment in self._fragments:
                 fragment.start()
+            self._restart_from_loaded()
         progress = self._fragments[0].progress
-        while torch.is_grad_enabled() and progress.exchanged < progress.made:
+        while progress.exchanged < progress.made:
             self._exchange_after(progress.exchanged + 1)
+
+    def _restart_from_loaded(self) -> None:
+        """Adopt weights that were loaded without a state of local steps as the agreed ones, if all nodes hold the same.
+
+        If they differ, each node's own were put back, after an evaluation of averaged weights, say.
+        """
+        reloaded = [fragment for fragment in self._fragments if fragment.was_reloaded]
+        held = (shard for fragment in reloaded for shard in fragment.weights)
+        if reloaded and replicas_are_equal(held, self._ranks, self._scope):
+            for fragment in reloaded:
+                fragment.restart()
+        for fragment in reloaded:
+            fragment.was_reloaded = False
 
     def _exchange_after(self, step: int) -> None:
         self._receive(step)
@@ -92,7 +118,7 @@ class LocalTraining:
     def _check_agreement(self, fragments: str) -> None:
         # While something is on its way, the comparison would wait for it to arrive.
         if all(fragment.progress.arrives is None for fragment in self._fragments):
-            check_agreement(self._inter, "an exchange of weights between nodes", {"units": fragments})
+            check_agreement(self._ranks.inter, "an exchange of weights between nodes", {"units": fragments})
 
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.

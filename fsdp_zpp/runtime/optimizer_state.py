@@ -1,6 +1,7 @@
 """An optimizer's state of this rank, in checkpoints of nodes that train on their own.
 
-torch's checkpoints keep one copy of what replicas hold, whichever node's. That is right for replicas that are the same.
+torch's checkpoints keep one copy of what replicas hold. Nodes that train on their own are no replicas, so each rank
+saves its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class OptimizerState:
 
     Args:
         optimizer: The optimizer.
-        fragment: One of its model; when that is restored, so is this.
+        fragment: A fragment of its model; restoring it restores this state.
     """
 
     def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
@@ -44,14 +45,14 @@ class OptimizerState:
         parameters = list(self._parameters())
         if len(parameters) != len(state["state"]):
             raise ValueError(
-                f"the state of an optimizer of {len(state['state'])} parameters was saved, but this one has "
+                f"the saved optimizer state has {len(state['state'])} parameters, but this optimizer has "
                 f"{len(parameters)}"
             )
         self._loaded = state["state"]
         self._fragment.after_restore.append(self._restore)
 
     def reset(self) -> None:
-        """Keep the state that torch's checkpoint has."""
+        """Drop the loaded state; that of torch's own checkpoint stands."""
         self._loaded = None
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -78,7 +79,7 @@ def _saved(value: Any) -> Any:
 
 
 def _restored(saved: Any, present: Any, parameter: nn.Parameter) -> Any:
-    """``saved`` in the form that the optimizer has it, or would have it."""
+    """``saved`` in the form that the optimizer uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):
@@ -91,5 +92,5 @@ def _restored(saved: Any, present: Any, parameter: nn.Parameter) -> Any:
         return DTensor.from_local(
             shard, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
-    # Numbers of steps are on the CPU, unless the optimizer is fused or capturable.
+    # Step counters are on the CPU, unless the optimizer is fused or capturable.
     return saved.to(parameter.device) if saved.ndim else saved

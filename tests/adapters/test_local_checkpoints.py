@@ -122,7 +122,7 @@ def test_another_layout_goes_on_from_the_agreed_weights(
         assert differing == 0
         warnings = [text for level, text in records if level == "WARNING"]
         assert len(warnings) == (rank == 0)
-        assert all("local steps from the weights as loaded" in text for text in warnings)
+        assert all("local steps start over from the loaded weights" in text for text in warnings)
 
 
 def shown(adapter: Adapter, strategy: Strategy) -> None:
@@ -181,6 +181,32 @@ def test_weights_that_are_loaded_are_agreed_on(pool: Callable[[int], Pool], adap
     strategy = Strategy("III", local_steps=LocalSteps(2, spread=False), gpus_per_node=2)
     kind = "FULL_STATE_DICT" if isinstance(adapter, Fsdp1) else adapter.state_dict_kinds[0]
     assert pool(4).run(distance_after_loading, adapter, strategy, kind) == [0] * 4
+
+
+def swapped(adapter: Adapter, strategy: Strategy, kind: str) -> tuple[float, list[dict[str, Tensor]]]:
+    """In a worker: a model whose weights are replaced and put back while it trains, against one left alone."""
+    average, own, *trained = (adapter.make(Case(), strategy) for _ in range(4))
+    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in trained]
+    for model, optimizer in zip(trained, optimizers, strict=True):
+        train(adapter, model, Case(steps=3), optimizer=optimizer)
+    adapter.load_from(trained[0], own, kind)
+    for source in (average, own):
+        adapter.load_from(source, trained[0], kind)
+        with torch.no_grad():
+            models.loss_of(trained[0], models.batch(9, 0))
+    for model, optimizer in zip(trained, optimizers, strict=True):
+        train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=3)
+        exchange_weights(model)
+    return models.distance(*(adapter.full_weights(model) for model in trained)), of_all(adapter, trained[0])
+
+
+@over_adapters
+def test_weights_that_are_put_back_change_nothing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    strategy = Strategy("III", local_steps=LocalSteps(2), gpus_per_node=2)
+    kind = "SHARDED_STATE_DICT" if isinstance(adapter, Fsdp1) else adapter.state_dict_kinds[0]
+    for distance, weights in pool(4).run(swapped, adapter, strategy, kind):
+        assert distance == 0
+        assert all(torch.equal(each[name], weights[0][name]) for each in weights for name in each)
 
 
 def logged_on_one_node(adapter: Adapter) -> list[tuple[str, str]]:
@@ -243,7 +269,7 @@ def refusals(adapter: Adapter) -> dict[str, Refusal]:
     """What is refused, under an adapter."""
     return {
         "no optimizer": (partial(_without_optimizer, adapter), ValueError, "pass CodecState(model, optimizer)"),
-        "no forward": (partial(_before_the_first_forward, adapter), RuntimeError, "has not run yet"),
+        "no forward": (partial(_before_the_first_forward, adapter), RuntimeError, "has not run a forward yet"),
         "nothing agreed": (partial(_agreed_without_local_steps, adapter), ValueError, "has a Strategy(local_steps=..."),
         "nothing to exchange": (
             partial(_exchange_without_local_steps, adapter),

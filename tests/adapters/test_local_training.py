@@ -13,10 +13,11 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_adapters, over_pairs
-from harness.pool import Pool
-from harness.training import make_scaler, scaled_steps, train
+from harness.pool import Pool, device_type
+from harness.training import scaled_steps, train
 from harness.wiretap import sent_in
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
 
@@ -286,11 +287,13 @@ def test_nodes_are_equal_bit_for_bit_after_an_exchange_of_all(
 def steps_with_a_skip(adapter: Adapter) -> list[int]:
     """In a worker: bytes between nodes of each step, of which rank 0's node skips one."""
     model = adapter.make(Case(), strategy_of("III", 2, every=2, spread=False))
-    optimizer, scaler = sgd(model), make_scaler()
-    sent = []
-    for step in (0, 1, -1, 3, 4, 5):
-        tap, _ = sent_in(lambda: scaled_steps(model, optimizer, scaler, [step]), model, 2)  # noqa: B023
-        sent.append(tap.total("inter"))
+    optimizer, sent = sgd(model), []
+    with this_node(2) as node:
+        scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, process_group=node)
+        for step in (0, 1, -1, 3, 4, 5):
+            tap, _ = sent_in(partial(scaled_steps, model, optimizer, scaler, [step]), model, 2)
+            sent.append(tap.total("inter"))
+        assert (scaler.get_scale() < 2.0**10) == (dist.get_rank() < 2)
     exchange_weights(model)
     return sent
 

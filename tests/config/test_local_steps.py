@@ -33,7 +33,7 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"mix": 1.5}, ValueError, "got 1.5"),
         ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
-        ({"codec": Int4Delta()}, ValueError, "encodes changes already"),
+        ({"codec": Int4Delta()}, ValueError, "is given changes already"),
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
         ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
@@ -48,7 +48,7 @@ def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
     assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum 0.9"
-    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, 2 steps to arrive, 0.5 of them mixed in")
+    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
 
 
 @given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())

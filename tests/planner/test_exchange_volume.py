@@ -104,7 +104,7 @@ def counted_and_planned(
 def bytes_kept(model: nn.Module) -> tuple[int, int, int]:
     """Bytes of the outer state, of the errors of exchanges, and of those of gradients."""
     units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
-    exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.is_trained]
+    exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.is_trainable]
     outer = bytes_in([(each["agreed"], each["momentum"]) for each in exchanges])
     gradients = [unit.errors.state_dict() for unit in units if unit.errors is not None]
     return outer, bytes_in(exchanges) - outer, bytes_in(gradients)
