@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .devices import for_collectives
 from .hops import Hop, Traffic
 from .mesh import ProcessMesh
 
@@ -40,7 +41,8 @@ class NodeShare:
             own = flat.new_zeros(1, self._part_numel(flat))  # a collective takes parts of one size
             part = self._part(flat)
             own[0, : part.numel()] = part
-            flat.copy_(self._hop.all_gather(own, label).view(-1)[: flat.numel()])
+            gathered = self._hop.all_gather(for_collectives(own, self._hop.group), label)  # they may be offloaded
+            flat.copy_(gathered.view(-1)[: flat.numel()])
 
     def _part_numel(self, flat: Tensor) -> int:
         return -(-flat.numel() // self._ranks)

@@ -93,6 +93,7 @@ class OuterStep:
         Args:
             shards: The weights that this rank holds of the fragment, at least one tensor.
         """
+        self._settle()
         self._shapes = [shard.shape for shard in shards]
         # Parameters may be offloaded; exchanges travel from where collectives take them.
         self._device = for_collectives(shards[0].new_empty(0), self._gather.group).device
@@ -100,12 +101,19 @@ class OuterStep:
         # A collective takes chunks of one size, so the last one is padded; and none is empty.
         chunk = max(-(-numel // self._nodes), 1)
         kept_on = torch.device("cpu") if self._config.offload else self._device
-        if self._agreed is None or self._momentum is None or self._momentum.numel() != chunk:
+        kept = self._momentum
+        if self._agreed is None or kept is None or (kept.numel(), kept.device) != (chunk, kept_on):
             self._agreed = torch.zeros(self._nodes * chunk, dtype=torch.float32, device=kept_on)
-            self._momentum = torch.empty(chunk, dtype=torch.float32, device=kept_on)
+            self._momentum = torch.empty_like(self._agreed[:chunk])
+        assert self._momentum is not None
         self._momentum.zero_()
         for agreed, shard in self._beside(shards, self._agreed):
             agreed.copy_(shard)
+
+    def _settle(self) -> None:
+        """Have the current stream wait for what is on its way, before anything else becomes of its memory."""
+        wait_for(self._arrival, self._device)
+        self._arrival = None
 
     def agrees_with(self, shards: Sequence[Tensor]) -> bool:
         """Whether ``shards``, as in :meth:`start`, are the agreed weights."""
@@ -130,6 +138,9 @@ class OuterStep:
         for (agreed, shard), (out, _) in zip(held, self._beside(shards, change), strict=True):
             torch.sub(agreed.to(out.device, shard.dtype).float(), shard.to(out.device), out=out)
         with self.stream.after_current(self._device):
+            for kept in (self._agreed, self._momentum):  # a model may go while an exchange is on its way
+                assert kept is not None
+                keep_until_read(kept)
             update = self._outer_step(self._mean_over_nodes(keep_until_read(change)))
             payload = self._encoded(update)
             gathered = self._gather.all_gather(payload, self.label)
@@ -201,6 +212,7 @@ class OuterStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The agreed weights, this rank's momentum and its errors, on the CPU."""
+        self._settle()
         assert self._momentum is not None
         errors = {name: None if state is None else state.state_dict() for name, state in self._errors.items()}
         # Copies: on a CPU, those that are kept change in place with the next exchange.
@@ -228,6 +240,7 @@ class OuterStep:
                 f"{self.label}: the checkpoint was saved {saved} error feedback of exchanges, but this strategy "
                 f"{asked}; use the same LocalSteps(error_feedback=...)"
             )
+        self._settle()
         for name, errors in self._errors.items():  # first, since it may fail
             if errors is not None:
                 errors.load_state_dict(state[name])
@@ -238,7 +251,8 @@ class OuterStep:
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""
-        self._agreed = self._momentum = self._arrival = None
+        self._settle()
+        self._agreed = self._momentum = None
         for errors in self._errors.values():
             if errors is not None:
                 errors.reset()

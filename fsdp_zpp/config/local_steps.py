@@ -37,7 +37,8 @@ class LocalSteps:
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
         mix: Share of the agreed weights in those with which a node goes on when an exchange arrives; the rest are its
             own. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
-        offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges.
+        offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
+            for an exchange when it is sent, in spite of an overlap.
 
     Raises:
         ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error

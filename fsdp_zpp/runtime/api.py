@@ -88,7 +88,7 @@ def exchange_weights(model: nn.Module) -> None:
 
     Raises:
         ValueError: If its strategy has no local steps, or ranks have made different numbers of steps; on every rank.
-        RuntimeError: If the model has not run a forward yet.
+        RuntimeError: If the model has not run a forward yet, or shows its agreed weights.
     """
     for training in _local_trainings(model):
         training.exchange_all()
@@ -107,7 +107,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: If its strategy has no local steps.
-        RuntimeError: If the model has not run a forward yet.
+        RuntimeError: If the model has not run a forward yet, or shows them already.
 
     Example:
         >>> with agreed_weights(model):
@@ -124,7 +124,7 @@ def _local_trainings(model: nn.Module) -> list[LocalTraining]:
     ours = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
     if not ours:
         raise ValueError(f"no part of this {type(model).__name__} has a Strategy(local_steps=...)")
-    fragments = [unit.fragment for unit in ours if unit.fragment is not None and unit.fragment.is_trainable]
+    fragments = [unit.fragment for unit in ours if unit.fragment is not None]
     found = list(dict.fromkeys(unit.local_training for unit in ours if unit.local_training is not None))
     if fragments and not found:
         raise RuntimeError(

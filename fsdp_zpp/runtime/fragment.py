@@ -44,7 +44,7 @@ class Fragment:
         config: As given.
         outer: As given.
         progress: How far its training has come.
-        after_restore: Callbacks that run once, after a loaded state has been restored.
+        pending: By what it is of, state that was loaded besides this and is restored with it, and how.
         was_reloaded: Whether weights were loaded since it was last asked, and no state with them.
     """
 
@@ -57,7 +57,8 @@ class Fragment:
         invalidate: Callable[[], None],
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
-        self.after_restore: list[Callable[[], None]] = []
+        self.pending: dict[int, tuple[Any, Callable[[Any], None]]] = {}
+        self._own: list[Tensor] | None = None
         self._share, self._trained_shards, self._invalidate = share, trained_shards, invalidate
         self._loaded: dict[str, Any] | None = None
         self.was_reloaded = False
@@ -74,22 +75,24 @@ class Fragment:
         return whole if self._share is None else self._share.of(whole)
 
     def start(self) -> None:
-        """Adopt the weights as the agreed ones, before the first step is made."""
-        self.restore()
-        if self.progress.made == 0 or not self.outer.has_started:
-            self.outer.start(self._exchanged)
+        """Adopt the weights as the agreed ones, which all nodes must hold alike."""
+        self.outer.start(self._exchanged)
 
     @property
     def weights(self) -> Sequence[Tensor]:
         """What this rank holds of the weights."""
         return self._trained_shards()
 
+    @property
+    def holds_agreed(self) -> bool:
+        """Whether this rank's weights are the agreed ones."""
+        return self.outer.agrees_with(self._exchanged)
+
     def restart(self) -> None:
-        """Adopt the weights as the agreed ones, if they are others."""
-        if not self.outer.agrees_with(self._exchanged):
-            self.outer.reset()
-            self.outer.start(self._exchanged)
-            self.progress.arrives = None
+        """Adopt the weights as the agreed ones, and forget all exchanges."""
+        self.outer.reset()
+        self.start()
+        self.progress.arrives = None
 
     def send(self, arrives: int) -> None:
         """Send what the weights have changed, to be received after the step ``arrives``."""
@@ -110,14 +113,14 @@ class Fragment:
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
         """Have the agreed weights in place of this node's own. Collective over the node."""
-        self.start()
-        own = [shard.detach().clone() for shard in self._trained_shards()]
+        self._own = [shard.detach().clone() for shard in self._trained_shards()]
         self.outer.receive(self._exchanged)
         self._after_write()
         try:
             yield
         finally:
-            self._write(own)
+            self._write(self._own)
+            self._own = None
 
     @torch.no_grad()
     def _write(self, own: Sequence[Tensor]) -> None:
@@ -135,7 +138,9 @@ class Fragment:
         """The progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
         if self._loaded is not None:
             return self._loaded
-        own = [shard.detach().to("cpu", copy=True) for shard in self._trained_shards()]
+        # This node's own, also while the agreed ones are shown.
+        held = self._trained_shards() if self._own is None else self._own
+        own = [shard.detach().to("cpu", copy=True) for shard in held]
         exchanges = self.outer.state_dict() if self.outer.has_started else None
         return {"progress": asdict(self.progress), "exchanges": exchanges, "weights": own}
 
@@ -162,11 +167,12 @@ class Fragment:
         self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._exchanged)
-        for restore in self.after_restore:
-            restore()
-        self.after_restore.clear()
+        for value, restore in self.pending.values():
+            restore(value)
+        self.pending.clear()
 
     def reset(self) -> None:
         """Start over from the weights of the next forward."""
         self._loaded, self.progress = None, Progress()
+        self.pending.clear()
         self.outer.reset()

@@ -243,21 +243,19 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
     if len(configurations) > 1:
         given = " and ".join(f"local_steps={each!r}" for each in configurations)
         raise ValueError(f"{model}: its parts were given {given}; steps are those of a whole model: give all the same")
-    fragments = [managed.unit.fragment for managed in trained]
-    found = [fragment for fragment in fragments if fragment is not None and fragment.is_trainable]
-    if not found:
+    exchanged = [managed.unit for managed in units if managed.unit.fragment is not None]
+    if not exchanged:
         return None
 
-    unit = trained[0].unit
-
     def steps_are_announced() -> bool:
-        return any(getattr(p, _IN_OPTIMIZER, False) for managed in trained for p in managed.parameters())
+        return any(getattr(p, _IN_OPTIMIZER, False) for managed in units for p in managed.parameters())
 
-    training = LocalTraining(model, found, unit.ranks, unit.scopes.optimizer, steps_are_announced)
+    fragments = [unit.fragment for unit in exchanged if unit.fragment is not None]
+    training = LocalTraining(model, fragments, exchanged[0].ranks, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     training.before_forward(root)  # of which FSDP sets up its model, and hooks have been run
-    for managed in trained:
-        managed.unit.local_training = training
+    for unit in exchanged:
+        unit.local_training = training
     return training
 
 

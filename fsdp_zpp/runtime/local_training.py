@@ -10,14 +10,16 @@ by then all optimizers have stepped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import check_agreement
+from fsdp_zpp.collectives.devices import collective_device
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
@@ -30,27 +32,23 @@ class LocalTraining:
 
     Args:
         model: The model's name in errors.
-        fragments: Its fragments, at least one, in an order that is the same on all ranks.
+        fragments: Its fragments, at least one, in an order that is the same on all ranks; which of them are trained may
+            change.
         ranks: All ranks.
-        scope: That of the optimizer state: who holds the same weights when nodes agree.
         steps_are_announced: Whether an optimizer says when it steps.
 
     Raises:
-        ValueError: If parts of the model, or ranks, differ in how or how far they have trained.
+        ValueError: If ranks differ in how far they have trained.
     """
 
     def __init__(
-        self,
-        model: str,
-        fragments: Sequence[Fragment],
-        ranks: ProcessMesh,
-        scope: str,
-        steps_are_announced: Callable[[], bool],
+        self, model: str, fragments: Sequence[Fragment], ranks: ProcessMesh, steps_are_announced: Callable[[], bool]
     ) -> None:
-        self._fragments, self._ranks, self._scope = fragments, ranks, scope
+        self._model, self._all, self._ranks = model, fragments, ranks
+        self._trained = [fragment for fragment in fragments if fragment.is_trainable]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
-        self._awaits_step = False
+        self._awaits_step = self._shows_agreed = False
         made = [fragment.progress.made for fragment in fragments]
         check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": made})
         stream = SideStream()
@@ -62,86 +60,138 @@ class LocalTraining:
         self._awaits_step = True
 
     def step_ended(self) -> None:
-        """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped."""
-        if self._awaits_step:
-            self._awaits_step = False
-            for fragment in self._fragments:
-                fragment.progress.made += 1
+        """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped.
+
+        Raises:
+            RuntimeError: If there was no forward of the root since the last step, before which nodes would have
+                exchanged what was due.
+        """
+        if not self._awaits_step:
+            return
+        self._awaits_step = False
+        for fragment in self._all:
+            fragment.progress.made += 1
+        progress = self._all[0].progress
+        if progress.made > progress.exchanged + 1:
+            raise RuntimeError(
+                f"{self._model} has made two steps, and no forward of its outermost part between them, before which "
+                "nodes exchange weights (local_steps): call that part itself, not a method or a module inside of it"
+            )
 
     # Not traced: when exchanges are due changes with every step.
     @torch.compiler.disable
     def before_forward(self, root: nn.Module, *inputs: Any) -> None:
         """Make the exchanges that are due; a hook before the root's forward."""
-        if torch.is_grad_enabled() and not self._steps_are_announced():
-            self.step_ended()
-        for fragment in self._fragments:
+        for fragment in self._all:
             fragment.restore()
-        if not torch.is_grad_enabled():
+        if self._shows_agreed or not torch.is_grad_enabled():
             return
-        if not self._awaits_step:
-            for fragment in self._fragments:
-                fragment.start()
-            self._restart_from_loaded()
-        progress = self._fragments[0].progress
+        if not self._steps_are_announced():
+            self.step_ended()
+        self._prepare()
+        progress = self._all[0].progress
         while progress.exchanged < progress.made:
             self._exchange_after(progress.exchanged + 1)
+
+    def _prepare(self) -> None:
+        """Restore what was loaded, and have agreed weights of all that is trained by now."""
+        for fragment in self._all:
+            fragment.restore()
+        furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
+        for fragment in self._all:  # what was frozen when a state was saved is not in it
+            fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
+        self._trained = [fragment for fragment in self._all if fragment.is_trainable]
+        for fragment in self._trained:
+            # Until the first step is made, weights may be set in ways that nothing tells of.
+            if not fragment.outer.has_started or (furthest.made == 0 and not self._awaits_step):
+                fragment.start()
+        self._restart_from_loaded()
 
     def _restart_from_loaded(self) -> None:
         """Adopt weights that were loaded without a state of local steps as the agreed ones, if all nodes hold the same.
 
-        If they differ, each node's own were put back, after an evaluation of averaged weights, say.
+        If they differ, each node's own were put back, after an evaluation of averaged weights, say. If they are the
+        agreed ones already, exchanges go on.
         """
-        reloaded = [fragment for fragment in self._fragments if fragment.was_reloaded]
-        held = (shard for fragment in reloaded for shard in fragment.weights)
-        if reloaded and replicas_are_equal(held, self._ranks, self._scope):
-            for fragment in reloaded:
-                fragment.restart()
+        reloaded = [fragment for fragment in self._trained if fragment.was_reloaded]
         for fragment in reloaded:
             fragment.was_reloaded = False
+        if not reloaded:
+            return
+        # As under the scope I, under N, too: what is compared are nodes.
+        held = [shard for fragment in reloaded for shard in fragment.weights]
+        if replicas_are_equal(held, self._ranks, "I") and self._any_rank(not each.holds_agreed for each in reloaded):
+            for fragment in reloaded:
+                fragment.restart()
+
+    def _any_rank(self, here: Iterable[bool]) -> bool:
+        """Whether any of ``here`` is true on any rank. Collective."""
+        group = self._ranks.group
+        assert group is not None
+        flag = torch.tensor(any(here), dtype=torch.uint8, device=collective_device(group))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return bool(flag.item())
 
     def _exchange_after(self, step: int) -> None:
         self._receive(step)
-        due = self._config.due(step, len(self._fragments))
+        due = self._config.due(step, len(self._trained))
         if due:
-            self._check_agreement(f"{due} of {len(self._fragments)} after step {step}")
+            self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
         for index in due:
-            self._fragments[index].send(step + self._config.overlap)
+            self._trained[index].send(step + self._config.overlap)
         self._receive(step)
-        for fragment in self._fragments:
+        for fragment in self._all:
             fragment.progress.exchanged = step
 
     def _receive(self, step: int) -> None:
-        for fragment in self._fragments:
+        for fragment in self._trained:
             if fragment.progress.arrives is not None and fragment.progress.arrives <= step:
                 fragment.receive(self._config.mix)
 
     def _check_agreement(self, fragments: str) -> None:
-        # While something is on its way, the comparison would wait for it to arrive.
-        if all(fragment.progress.arrives is None for fragment in self._fragments):
-            check_agreement(self._ranks.inter, "an exchange of weights between nodes", {"units": fragments})
+        # Over all ranks, whose communicator is another than that between nodes: what is on its way there is not waited
+        # for.
+        check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
 
         Raises:
             ValueError: If ranks have made different numbers of steps.
+            RuntimeError: If the agreed weights are shown.
         """
-        for fragment in self._fragments:
-            fragment.start()
+        self._check_not_shown()
+        self._prepare()
+        step = self._all[0].progress.made
+        self._check_agreement(f"all {len(self._trained)} after step {step}")
+        for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
-        step = self._fragments[0].progress.made
-        self._check_agreement(f"all {len(self._fragments)} after step {step}")
-        for fragment in self._fragments:
+        for fragment in self._trained:
             fragment.send(step)
-        for fragment in self._fragments:
+        for fragment in self._trained:
             fragment.receive(1.0)
+        for fragment in self._all:
             fragment.progress.exchanged = step
 
     @contextmanager
-    def showing_agreed(self) -> Any:
-        """Have the agreed weights in place of this node's own."""
-        with ExitStack() as stack:
-            for fragment in self._fragments:
-                stack.enter_context(fragment.showing_agreed())
-            yield
+    def showing_agreed(self) -> Iterator[None]:
+        """Have the agreed weights in place of this node's own.
+
+        Raises:
+            RuntimeError: If they are shown already.
+        """
+        self._check_not_shown()
+        self._prepare()
+        self._shows_agreed = True
+        try:
+            with ExitStack() as stack:
+                for fragment in self._trained:
+                    stack.enter_context(fragment.showing_agreed())
+                yield
+        finally:
+            self._shows_agreed = False
+
+    def _check_not_shown(self) -> None:
+        if self._shows_agreed:
+            raise RuntimeError(f"{self._model} shows its agreed weights: leave agreed_weights() first")

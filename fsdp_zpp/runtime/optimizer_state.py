@@ -27,12 +27,11 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
         self._optimizer, self._fragment = optimizer, fragment
-        self._loaded: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Its state by parameter, in the optimizer's order."""
-        if self._loaded is not None:
-            return {"state": self._loaded}
+        if id(self._optimizer) in self._fragment.pending:
+            return {"state": self._fragment.pending[id(self._optimizer)][0]}
         states = (self._optimizer.state.get(parameter, {}) for parameter in self._parameters())
         return {"state": [{name: _saved(value) for name, value in state.items()} for state in states]}
 
@@ -48,26 +47,29 @@ class OptimizerState:
                 f"the saved optimizer state has {len(state['state'])} parameters, but this optimizer has "
                 f"{len(parameters)}"
             )
-        self._loaded = state["state"]
-        self._fragment.after_restore.append(self._restore)
+        # On the fragment, from which it is saved again, by an object like this one, if no forward comes before.
+        self._fragment.pending[id(self._optimizer)] = (state["state"], self._restore)
 
     def reset(self) -> None:
         """Drop the loaded state; that of torch's own checkpoint stands."""
-        self._loaded = None
+        self._fragment.pending.pop(id(self._optimizer), None)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
     @torch.no_grad()
-    def _restore(self) -> None:
-        if self._loaded is None:
-            return
-        for parameter, saved in zip(self._parameters(), self._loaded, strict=True):
-            state = self._optimizer.state[parameter]
-            for name, value in saved.items():
-                state[name] = _restored(value, state.get(name), parameter)
-        self._loaded = None
+    def _restore(self, saved_states: list[dict[str, Any]]) -> None:
+        states = iter(saved_states)
+        for group in self._optimizer.param_groups:
+            # torch counts the steps of these where it computes, and those of others on the CPU.
+            counts_on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter, saved in zip(group["params"], states, strict=False):
+                state = self._optimizer.state[parameter]
+                present = dict(state)
+                state.clear()
+                for name, value in saved.items():
+                    state[name] = _restored(value, present.get(name), parameter, counts_on_device)
 
 
 def _saved(value: Any) -> Any:
@@ -78,7 +80,7 @@ def _saved(value: Any) -> Any:
     return local.detach().to("cpu", copy=True)
 
 
-def _restored(saved: Any, present: Any, parameter: nn.Parameter) -> Any:
+def _restored(saved: Any, present: Any, parameter: nn.Parameter, counts_on_device: bool) -> Any:
     """``saved`` in the form that the optimizer uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
@@ -92,5 +94,4 @@ def _restored(saved: Any, present: Any, parameter: nn.Parameter) -> Any:
         return DTensor.from_local(
             shard, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
-    # Step counters are on the CPU, unless the optimizer is fused or capturable.
-    return saved.to(parameter.device) if saved.ndim else saved
+    return saved.to(parameter.device) if saved.ndim or counts_on_device else saved

@@ -1,0 +1,217 @@
+"""Corners of nodes that train on their own: weights that are loaded or shown, parts that thaw, steps out of step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import Adapter, Case
+from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.fsdp1 import Fsdp1
+from harness.messages import attempt
+from harness.pool import Pool
+from harness.training import load, save, train
+from harness.wiretap import sent_in
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_zpp import CodecState, LocalSteps, Strategy, agreed_weights, exchange_weights
+
+
+def strategy_of(**local_steps: Any) -> Strategy:
+    """Two nodes of two."""
+    return Strategy("III", local_steps=LocalSteps(**local_steps), gpus_per_node=2)
+
+
+def kind_of(adapter: Adapter) -> str:
+    """A kind of state dict that both FSDPs load back into what is sharded alike."""
+    return "SHARDED_STATE_DICT" if isinstance(adapter, Fsdp1) else adapter.state_dict_kinds[0]
+
+
+def nodes_differ(adapter: Adapter, model: Any) -> bool:
+    """Whether nodes hold different weights. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, adapter.full_weights(model))
+    return any(not torch.equal(each[name], found[0][name]) for each in found for name in each)
+
+
+def swapped(adapter: Adapter, strategy: Strategy) -> tuple[float, bool]:
+    """In a worker: a model whose weights are replaced and put back while it trains, against one left alone."""
+    average, own, *trained = (adapter.make(Case(), strategy) for _ in range(4))
+    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in trained]
+    for model, optimizer in zip(trained, optimizers, strict=True):
+        train(adapter, model, Case(steps=3), optimizer=optimizer)
+    adapter.load_from(trained[0], own, kind_of(adapter))
+    for source in (average, own):
+        adapter.load_from(source, trained[0], kind_of(adapter))
+        with torch.no_grad():
+            models.loss_of(trained[0], models.batch(9, 0))
+    for model, optimizer in zip(trained, optimizers, strict=True):
+        train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=3)
+        exchange_weights(model)
+    return models.distance(*(adapter.full_weights(model) for model in trained)), nodes_differ(adapter, trained[0])
+
+
+@over_adapters
+def test_weights_that_are_put_back_change_nothing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(swapped, adapter, strategy_of(every=2)) == [(0, False)] * 4
+
+
+def after_loading(adapter: Adapter, strategy: Strategy, then: str) -> tuple[float, bool]:
+    """In a worker: a model that has trained and then loads weights, against one that starts from these."""
+    source, *targets = (adapter.make(Case(), strategy) for _ in range(3))
+    optimizer = models.make_optimizer("sgd", targets[0].parameters())
+    train(adapter, targets[0], Case(steps=4), optimizer=optimizer, first_step=20)
+    if then == "backward before":  # of a step that is not made
+        models.loss_of(targets[0], models.batch(7, 0)).backward()
+        optimizer.zero_grad()
+    adapter.load_from(source, targets[0], kind_of(adapter))
+    weights = []
+    for target in targets:
+        if then == "agreed":
+            with torch.no_grad():
+                models.loss_of(target, models.batch(9, 0))  # a first forward, for one of them
+            with agreed_weights(target):
+                weights.append(adapter.full_weights(target))
+            continue
+        if then == "exchange" and target is targets[0]:
+            exchange_weights(target)
+        if then != "exchange":
+            train(adapter, target, Case(steps=3))
+            exchange_weights(target)
+        weights.append(adapter.full_weights(target))
+    return models.distance(*weights), nodes_differ(adapter, targets[0])
+
+
+@over_pairs(adapter=ADAPTERS, then=["training", "backward before", "exchange", "agreed"])
+def test_weights_that_are_loaded_are_agreed_on(pool: Callable[[int], Pool], adapter: Adapter, then: str) -> None:
+    strategy = strategy_of(every=2, spread=False)  # so that, after four steps, both exchange after the same ones
+    assert pool(4).run(after_loading, adapter, strategy, then) == [(0, False)] * 4
+
+
+def thawed(adapter: Adapter) -> tuple[bool, bool]:
+    """In a worker: whether nodes differ before and after the last exchange of a model of which a block is thawed."""
+    model = adapter.make(Case(frozen=True), strategy_of(every=3))
+    train(adapter, model, Case(steps=2))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    train(adapter, model, Case(steps=4), first_step=2)
+    before = nodes_differ(adapter, model)
+    exchange_weights(model)
+    return before, nodes_differ(adapter, model)
+
+
+@over_adapters
+def test_a_unit_that_is_thawed_is_exchanged_from_then_on(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(thawed, adapter) == [(True, False)] * 4
+
+
+def two_steps_after_one_forward() -> tuple[str, str]:
+    """In a worker: the error of steps that a method makes on its own."""
+    model = FullyShardedDataParallel(
+        models.make_net(),
+        sharding_strategy=Strategy("NNN", local_steps=LocalSteps(2), gpus_per_node=1),
+        device_id=models.device(),
+        use_orig_params=True,
+    )
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    models.loss_of(model, models.batch(0, 0)).backward()
+    optimizer.step()
+
+    def another_step() -> None:
+        training = model._fsdp_zpp_lifecycle
+        training.gradients_synchronized()  # as a backward of a method's own forward does
+        optimizer.step()
+
+    return attempt((another_step, RuntimeError, ""))[:2]
+
+
+def test_steps_without_a_forward_of_the_root_are_refused(pool: Callable[[int], Pool]) -> None:
+    for kind, message in pool(2).run(two_steps_after_one_forward):
+        assert kind == "RuntimeError"
+        assert "no forward of its outermost part between them" in message
+
+
+def uneven(adapter: Adapter, overlap: int) -> tuple[str, str]:
+    """In a worker: the error of nodes of which one makes a backward without a step."""
+
+    def run() -> None:
+        model = adapter.make(Case(), strategy_of(every=6, overlap=overlap))
+        optimizer = models.make_optimizer("sgd", model.parameters())
+        for step in range(12):
+            models.loss_of(model, models.batch(step, 0)).backward()
+            if step != 3 or dist.get_rank() >= 2:
+                optimizer.step()
+            optimizer.zero_grad()
+        exchange_weights(model)
+
+    return attempt((run, ValueError, ""))[:2]
+
+
+@over_pairs(adapter=ADAPTERS, overlap=[0, 4])
+def test_nodes_out_of_step_are_told(pool: Callable[[int], Pool], adapter: Adapter, overlap: int) -> None:
+    for kind, message in pool(4).run(uneven, adapter, overlap):
+        assert kind == "ValueError", message
+        assert "an exchange of weights between nodes: ranks were given different arguments" in message
+
+
+def shown_while_saved(adapter: Adapter, path: str) -> list[float]:
+    """In a worker: a training that is saved while agreed weights are shown, and one that goes on from there."""
+    case, strategy = Case(steps=3), strategy_of(every=8)
+    first, second = adapter.make(case, strategy), adapter.make(case, strategy)
+    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in (first, second)]
+    train(adapter, first, case, optimizer=optimizers[0])
+    with agreed_weights(first):
+        save(first, optimizers[0], CodecState(first, optimizers[0]), path)
+        models.loss_of(first, models.batch(9, 0))  # an evaluation that records gradients
+    load(second, optimizers[1], CodecState(second, optimizers[1]), path)
+    # Saved again before any forward, by objects of its own.
+    save(second, optimizers[1], CodecState(second, optimizers[1]), path + "-again")
+    load(second, optimizers[1], CodecState(second, optimizers[1]), path + "-again")
+    losses = [
+        train(adapter, model, case, optimizer=optimizer, first_step=3)
+        for model, optimizer in zip((first, second), optimizers, strict=True)
+    ]
+    assert losses[0] == losses[1]
+    return [models.distance(adapter.full_weights(first), adapter.full_weights(second))]
+
+
+@over_adapters
+def test_a_checkpoint_while_agreed_weights_are_shown_has_the_nodes_own(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter
+) -> None:
+    assert pool(4).run(shown_while_saved, adapter, str(tmp_path / "checkpoint")) == [[0]] * 4
+
+
+def evaluated_with_gradients(adapter: Adapter) -> tuple[float, int, str]:
+    """In a worker: what an evaluation of agreed weights changes and sends, and what an exchange says meanwhile."""
+    trained = [adapter.make(Case(), strategy_of(every=2)) for _ in range(2)]
+    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in trained]
+    for model, optimizer in zip(trained, optimizers, strict=True):
+        train(adapter, model, Case(steps=2), optimizer=optimizer)  # an exchange is due before the next forward
+    error = ""
+
+    def evaluate() -> None:
+        nonlocal error
+        with agreed_weights(trained[0]):
+            models.loss_of(trained[0], models.batch(9, 0))
+            error = attempt((partial(exchange_weights, trained[0]), RuntimeError, ""))[1]
+
+    tap, _ = sent_in(evaluate, trained[0], 2)
+    for model, optimizer in zip(trained, optimizers, strict=True):
+        train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=2)
+    weights: list[dict[str, Tensor]] = [adapter.full_weights(model) for model in trained]
+    return models.distance(*weights), tap.total("inter"), error
+
+
+@over_adapters
+def test_agreed_weights_are_evaluated_without_an_exchange(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for distance, sent, error in pool(4).run(evaluated_with_gradients, adapter):
+        assert distance == 0
+        assert sent == 0
+        assert "leave agreed_weights() first" in error
