@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused(pool: Callable[[int], Pool]) -> None:
     for messages in pool(4).run(refusals):
         for message, part in zip(
             messages,
-            ("is one node", "shards of [[6]] were given", "shards of [[9]] were saved", "with error feedback"),
+            ("is one node", "got shards of shapes [[6]]", "has shards of shapes [[9]]", "with error feedback"),
             strict=True,
         ):
             assert part in message

@@ -26,7 +26,7 @@ class ImpatientPool(Pool):
         self.patience = patience
         self._fresh = True
 
-    def _replies(self) -> list[tuple[bool, Any]]:
+    def _replies(self) -> dict[int, tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
         busy, computed, patience = time.monotonic(), 0.0, STARTING if self._fresh else self.patience
         while len(replies) < self.world and time.monotonic() < busy + patience:
@@ -42,7 +42,7 @@ class ImpatientPool(Pool):
                 busy, computed = time.monotonic(), now
         self._fresh = False
         raised = next((f", since another rank {result}" for _, result in replies.values() if _raised(result)), "")
-        return [replies.get(rank, (False, f"hangs{raised}")) for rank in range(self.world)]
+        return {rank: replies.get(rank, (False, f"hangs{raised}")) for rank in range(self.world)}
 
     def _start(self) -> None:
         super()._start()

@@ -203,7 +203,7 @@ def test_codecs_of_gradients_between_nodes_are_left_out_and_the_notes_say_so() -
     )
     assert made.notes[-1] == (
         "Local steps ignore gradients=int4(128) and error_feedback=beta 0.8, reset every 1024 steps, kept in fp32: "
-        "gradients stay inside nodes, where nothing encodes them unless intra_gradients names a codec."
+        "gradients stay inside nodes, unencoded unless intra_gradients names a codec."
     )
     named = plan(7e9, **CLUSTER, **asked, intra_gradients=Int8(64), local_steps=LocalSteps())
     strategy = named["III every 64"].strategy
