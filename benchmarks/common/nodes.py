@@ -16,11 +16,8 @@ import torch.distributed as dist
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
 """Where ranks of emulated nodes find what was typed to start them."""
-HOP_VARIABLES = (
-    "NCCL_",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "THROTTLE_",
-)  # environment variables that change how fast hops are
+HOP_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "THROTTLE_")
+"""Environment variables that change how fast hops are."""
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:

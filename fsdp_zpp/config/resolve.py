@@ -12,6 +12,7 @@ The links inside a node may be slow, too (PCIe). ``gpus_per_node=1`` says so and
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -51,6 +52,15 @@ class ResolvedStrategy:
     gradient_codecs: tuple[Codec | None, Codec | None]
     error_feedback: LoCo | None
     frozen: Codec | None
+
+    def within_node(self) -> ResolvedStrategy:
+        """The strategy as a node runs it that trains on its own: as a job of one node.
+
+        Its codecs stay active, unlike those of a job that has one node: they were resolved for several.
+        """
+        gpus = self.topology.gpus_per_node
+        node = Topology(gpus, gpus)
+        return dataclasses.replace(self, topology=node, scopes=resolve_scopes(self.scopes, node))
 
 
 def resolve(

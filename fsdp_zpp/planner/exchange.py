@@ -1,6 +1,7 @@
 """What local steps add to a step inside a node: exchanges of weights between nodes, their bytes and their memory.
 
-Between exchanges a node is a job of its own, so volume.py and memory.py plan it as one, after :func:`within_node`.
+Between exchanges a node is a job of its own (``ResolvedStrategy.within_node``), so volume.py and memory.py plan it as
+one.
 
 In an exchange, a rank sends a part of each unit that is trained: its shard under the optimizer scope I, one of
 gpus_per_node equal parts under N. The planner knows the size of a unit and not its parameters, so it takes a unit for
@@ -9,12 +10,11 @@ one flat tensor, padded once. Under N, the last rank of a node may hold, and sen
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from fsdp_zpp.config.error_feedback import error_nbytes
 from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.resolve import ResolvedStrategy, resolve_scopes
+from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.topology import Topology
 
 from .config import Precision
@@ -23,16 +23,6 @@ from .model_size import ModelSize
 from .volume import Volume, nbytes, shard_numel
 
 _FP32 = 4
-
-
-def within_node(resolved: ResolvedStrategy) -> ResolvedStrategy:
-    """A strategy as each node runs it between exchanges.
-
-    Its codecs stay active, unlike those of a job that has one node: they were resolved for several.
-    """
-    gpus = resolved.topology.gpus_per_node
-    node = Topology(gpus, gpus)
-    return dataclasses.replace(resolved, topology=node, scopes=resolve_scopes(resolved.scopes, node))
 
 
 def fragment_count(size: ModelSize) -> int:

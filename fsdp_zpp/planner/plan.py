@@ -15,7 +15,7 @@ from fsdp_zpp.config.strategy import LEGAL_LEVELS, Strategy
 
 from .config import Cluster, MemoryBudget, Precision, StepConfig
 from .estimate import Estimate, choose, reason, step_time, with_exchanges
-from .exchange import exchange_memory, exchange_volume, fragment_count, per_step, within_node
+from .exchange import exchange_memory, exchange_volume, fragment_count, per_step
 from .memory import memory_per_gpu
 from .model_size import ModelSize, equal_units
 from .report import Plan
@@ -170,7 +170,7 @@ def _estimate(
     strategy: Strategy, size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, precision: Precision
 ) -> Estimate:
     resolved, local_steps = strategy.resolve(cluster.topology), strategy.local_steps
-    in_step = resolved if local_steps is None else within_node(resolved)
+    in_step = resolved if local_steps is None else resolved.within_node()
     volume = step_volume(size, in_step, work.micro_batches, precision)
     memory = memory_per_gpu(size, in_step, work.micro_batches, precision, budget)
     time = step_time(volume, size, cluster, work)

@@ -82,9 +82,9 @@ class LocalTraining:
     @torch.compiler.disable
     def before_forward(self, root: nn.Module, *inputs: Any) -> None:
         """Make the exchanges that are due; a hook before the root's forward."""
-        for fragment in self._all:
-            fragment.restore()
         if self._shows_agreed or not torch.is_grad_enabled():
+            for fragment in self._all:
+                fragment.restore()
             return
         if not self._steps_are_announced():
             self.step_ended()

@@ -37,7 +37,7 @@ def summarize(strategy: Strategy, resolved: ResolvedStrategy, error_nbytes: int 
     if strategy.local_steps is not None:
         why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
         exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
-        topology = Topology(topology.gpus_per_node, topology.gpus_per_node)  # gradients stay inside of a node
+        topology = resolved.within_node().topology  # gradients stay there
     parts = _weights(strategy, resolved) + _reduction(*codecs, topology) + exchanges
     if strategy.gradients is not None and codecs[1] is None:
         parts.append((f"gradients reduced as {strategy.gradients}", _FAST_LINKS))

@@ -16,7 +16,6 @@ from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.resolve import resolve_scopes
 from fsdp_zpp.config.strategy import Strategy
 
 from .fragment import Fragment
@@ -140,8 +139,7 @@ class StrategyUnit:
         intra, inter = self.resolved.gradient_codecs
         if self.mesh.intra is None and self.mesh.inter is None:
             return None
-        # A node that trains on its own is a job of one node.
-        scopes = self.scopes if self.mesh is self.ranks else resolve_scopes(self.scopes, self.mesh.topology)
+        scopes = self.scopes if self.mesh is self.ranks else self.resolved.within_node().scopes
         return GradientReduce(
             self.mesh,
             intra,

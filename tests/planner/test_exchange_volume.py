@@ -31,7 +31,7 @@ from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.planner.config import MemoryBudget, Precision
-from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume, within_node
+from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume
 from fsdp_zpp.planner.memory import memory_per_gpu
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
 from fsdp_zpp.planner.volume import Volume, step_volume
@@ -85,7 +85,7 @@ def counted_and_planned(
             if step >= 2 * local_steps.every:
                 sent += Volume(tap.total("inter"), tap.total("intra"))
         resolved = strategy.resolve(Topology(4, gpus_per_node))
-        inside, exchange = within_node(resolved), (size, resolved, local_steps, FULL)
+        inside, exchange = resolved.within_node(), (size, resolved, local_steps, FULL)
         in_step, exchanged = step_volume(size, inside, micro_batches, FULL), exchange_volume(*exchange)
         memory = exchange_memory(*exchange)
         found[letters] = (
