@@ -70,9 +70,7 @@ def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: i
         host.append((time.perf_counter() - began) * 1e3)
         synchronize(task)
         whole.append((time.perf_counter() - began) * 1e3)
-    slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
+    return _step_times(task, whole, host)
 
 
 def free_running_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[StepTime]:
@@ -87,7 +85,14 @@ def free_running_steps(task: Task, contender: Contender, tokens: torch.Tensor, s
         contender.step(tokens)
     host = (time.perf_counter() - began) / steps * 1e3
     synchronize(task)
-    return [StepTime((time.perf_counter() - began) / steps * 1e3, host)]
+    return _step_times(task, [(time.perf_counter() - began) / steps * 1e3], [host])
+
+
+def _step_times(task: Task, whole: list[float], host: list[float]) -> list[StepTime]:
+    """This rank's times, with those of the rank whose ``step()`` took longest to return. Collective."""
+    slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
 
 
 def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:

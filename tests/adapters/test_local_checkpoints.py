@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
@@ -18,7 +17,7 @@ from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, attempt, collected
 from harness.pool import Pool
-from harness.training import load, save, train
+from harness.training import differing_tensors, load, save, train
 from harness.wiretap import sent_in
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -32,13 +31,6 @@ CONFIGS = {
     "on the CPU": LocalSteps(2, offload=True),
 }
 LAYOUTS = [("III", 2), ("INI", 2), ("NNN", 2), ("III", 1)]
-
-
-def of_all(adapter: Adapter, model: Any) -> list[dict[str, Tensor]]:
-    """The weights of the node of each rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, adapter.full_weights(model))
-    return gathered
 
 
 def resumed(adapter: Adapter, strategy: Strategy, optimizer: str, path: str, codecs_last: bool, trained: bool) -> None:
@@ -105,8 +97,7 @@ def loaded_elsewhere(adapter: Adapter, strategy: Strategy, path: str) -> tuple[d
     weights = adapter.full_weights(model)
     train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=3)
     exchange_weights(model)
-    found = of_all(adapter, model)
-    return weights, records, sum(not torch.equal(found[0][name], found[-1][name]) for name in found[0])
+    return weights, records, differing_tensors(adapter, model)
 
 
 @over_each(adapter=ADAPTERS, layout=[(2, 1), (4, 1)])

@@ -14,7 +14,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.pool import Pool, device_type
-from harness.training import scaled_steps, train
+from harness.training import differing_tensors, scaled_steps, train
 from harness.wiretap import sent_in
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -260,11 +260,7 @@ def differing_weights(adapter: Adapter, strategy: Strategy, case: Case) -> tuple
     train(adapter, model, case)
     found = []
     for _ in range(2):
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, adapter.full_weights(model))
-        found.append(
-            sum(any(not torch.equal(each[name], gathered[0][name]) for each in gathered) for name in gathered[0])
-        )
+        found.append(differing_tensors(adapter, model))
         exchange_weights(model)
     return found[0], found[1]
 

@@ -79,6 +79,13 @@ def weights_after_each_step(adapter: Adapter, case: Case, strategy: Strategy | N
 _stock_weights: dict[str, list[dict[str, Tensor]]] = {}
 
 
+def differing_tensors(adapter: Adapter, model: Any) -> int:
+    """In a worker: in how many tensors ranks hold different weights, each as its node does."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, adapter.full_weights(model))
+    return sum(any(not torch.equal(each[name], found[0][name]) for each in found) for name in found[0])
+
+
 def largest_distance(adapter: Adapter, case: Case, strategy: Strategy) -> float:
     """In a worker: the largest distance from torch's own full sharding after any step."""
     key = f"{adapter!r} {case!r}"
