@@ -32,8 +32,7 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         optimizers: All of its optimizers.
         checkpoint: The framework's file or folder, the same on all ranks.
     """
-    if dist.get_rank() == 0:
-        remove_codec_state(checkpoint)  # of an earlier checkpoint of this name, perhaps of another strategy
+    _remove_earlier(checkpoint)
     if (found := _codec_state_of(model, optimizers)) is not None:
         _, state = found
         dcp.save(state, checkpoint_id=_folder_of(checkpoint))
@@ -71,6 +70,23 @@ def remove_codec_state(checkpoint: Path) -> None:
     for folder in (_inside(checkpoint), _beside(checkpoint)):
         if folder.is_dir():
             shutil.rmtree(folder)
+
+
+def _remove_earlier(checkpoint: Path) -> None:
+    """Remove the codec state of an earlier checkpoint of this name, perhaps of another strategy. Collective.
+
+    Raises:
+        OSError: On every rank, if rank 0 can't remove it.
+    """
+    failure: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            remove_codec_state(checkpoint)
+        except OSError as error:
+            failure = [error]
+    dist.broadcast_object_list(failure)  # before any rank writes into the folder that rank 0 may still be removing
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, dict[str, Any]] | None:
