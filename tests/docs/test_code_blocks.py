@@ -1,0 +1,122 @@
+"""Every block of code in README and docs/ does what its page says; blocks start from what a comment says is given."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness.launch import ROOT
+from harness.markdown import PAGES, Block, blocks_of
+from harness.pool import Pool
+from harness.reader import RANKS, run_python
+
+from fsdp_zpp import Strategy
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def run_blocks(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and not block.not_run]
+
+
+def pages_with_python() -> list[str]:
+    return sorted({block.page for language in ("python", "diff") for block in run_blocks(language)})
+
+
+@pytest.mark.parametrize("page", pages_with_python())
+def test_python_runs_on_four_ranks(pool: Callable[[int], Pool], page: str, tmp_path: Path) -> None:
+    blocks = [b for b in BLOCKS if b.page == page and b.language in ("python", "diff") and not b.not_run]
+    pool(RANKS).run(run_python, blocks, tmp_path)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("python", "diff") and b.not_run], ids=str)
+def test_python_that_is_not_run_is_python(block: Block) -> None:
+    ast.parse(block.code)
+
+
+def _strategies(tree: Any, names: tuple[str, ...]) -> list[Any]:
+    """What stands under one of these names, anywhere."""
+    if isinstance(tree, list):
+        return [found for item in tree for found in _strategies(item, names)]
+    if not isinstance(tree, dict):
+        return []
+    return [found for key, value in tree.items() for found in ([value] if key in names else _strategies(value, names))]
+
+
+@pytest.mark.parametrize("block", run_blocks("yaml"), ids=str)
+def test_strategies_in_yaml_are_strategies(block: Block) -> None:
+    tree = yaml.safe_load(block.code)
+    assert tree
+    for found in _strategies(tree, ("strategy", "fsdp_zpp")):
+        Strategy.from_dict(found)
+
+
+@pytest.mark.parametrize("block", run_blocks("json"), ids=str)
+def test_deepspeeds_configurations_in_json_are_taken(block: Block) -> None:
+    tree = json.loads(block.code)
+    if "zero_optimization" in tree:
+        Strategy.from_deepspeed(tree)
+
+
+@pytest.mark.parametrize("block", run_blocks("bash"), ids=str)
+def test_commands_exist(block: Block, tmp_path: Path) -> None:
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
+            del words[0]
+        if words:
+            _check_command(words, tmp_path)
+
+
+def _check_command(words: list[str], folder: Path) -> None:
+    """Run what predicts or reports; of what trains, see that it is there and knows its options."""
+    match words:
+        case ["export" | "cd" | "git", *_] | ["python" | "python3", "-m", "venv", *_]:
+            pass
+        case ["pip", "install", *packages]:
+            for package in packages:
+                for extra in re.findall(r"\[(.+)\]", package):
+                    assert set(extra.split(",")) <= set(EXTRAS), package
+        case ["./run", what, *_]:
+            assert f"    {what})" in (ROOT / "run").read_text(), words
+        case ["python", "-m", "fsdp_zpp", *_] if not {"--measure"} & set(words):
+            done = subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        case ["torchrun" | "python" | "accelerate", *_]:
+            _check_script(words)
+        case _:
+            pytest.fail(f"no test knows what {shlex.join(words)} is")
+
+
+def _check_script(words: list[str]) -> None:
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
+    if not scripts:
+        assert "-m" in words, words
+        return
+    script = ROOT / words[scripts[0]]
+    if script.parts[-2] not in ("examples", "step", "loss", "kernels", "scale"):
+        return  # the reader's own
+    assert script.is_file(), script
+    source = "".join(file.read_text() for file in script.parent.glob("*.py"))
+    for option in re.findall(r"--[\w-]+", " ".join(words[scripts[0] + 1 :])):
+        assert f'"{option}"' in source, f"{script.name} knows no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_all_blocks_are_of_a_known_language(page: Path) -> None:
+    """So that none is passed over: what is not run is text."""
+    fences = len(re.findall(r"^ *```", page.read_text(), re.MULTILINE))
+    blocks = blocks_of(page)
+    assert fences == 2 * len(blocks)
+    assert {block.language for block in blocks} <= {"python", "diff", "yaml", "json", "bash", "text", "mermaid"}
