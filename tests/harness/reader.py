@@ -54,8 +54,17 @@ def _as_torchrun(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     work = folder / f"rank{dist.get_rank()}"
     work.mkdir()
+    construct = FullyShardedDataParallel.__init__
+
+    def construct_here(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+        # Without a GPU, it wants to be told that it runs on the CPU, which would only distract a reader.
+        construct(self, *args, **({"device_id": torch.device(device_type())} | kwargs))
+
     os.chdir(work)
-    with mock.patch.dict(os.environ, environment):
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(FullyShardedDataParallel, "__init__", construct_here),
+    ):
         try:
             yield
         finally:
