@@ -136,7 +136,10 @@ class ErrorBuffer:
             return
         if saved["block"] != self.block:
             was, is_now = (f"Int8({block})" if block else "None" for block in (saved["block"], self.block))
-            raise ValueError(f"the errors were saved under LoCo(dtype={was}), but are to be kept as dtype={is_now}")
+            raise ValueError(
+                f"the error state was saved with LoCo(dtype={was}), but this model has LoCo(dtype={is_now}); use the "
+                "same, or don't load the codec state"
+            )
         self._state, self._numel = saved["state"].clone(), saved["numel"]
 
 

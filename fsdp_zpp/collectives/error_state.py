@@ -162,8 +162,8 @@ class ErrorFeedbackState:
         """
         if state["errors"].keys() != self._buffers.keys():
             raise ValueError(
-                f"the errors were saved for the hops {sorted(state['errors'])}, but the strategy feeds them back on "
-                f"{sorted(self._buffers)}"
+                f"the error state was saved for the hops {sorted(state['errors'])}, but this model has error feedback "
+                f"on {sorted(self._buffers)}; use the same, or don't load the codec state"
             )
         self.reset()
         for hop, buffer in self._buffers.items():

@@ -109,7 +109,7 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
         # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
         raise ValueError(
             f"the nodes are of different sizes: {launched} ranks on {nodes_launched} nodes, {local_world} of them on "
-            "this one; a Strategy needs as many on each, or gpus_per_node to say how to split them"
+            "this one; start the same number on each node, or pass gpus_per_node"
         )
     found = _layouts.setdefault(group, {})
     if local_world not in found:
@@ -127,8 +127,8 @@ def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:
     sizes = set(Counter(nodes).values())
     if nodes != sorted(nodes) or len(sizes) != 1:
         raise ValueError(
-            f"the ranks {dist.get_process_group_ranks(group)} do not lie on nodes of {local_world} "
-            "(LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node to say how they lie"
+            f"the ranks {dist.get_process_group_ranks(group)} are not spread over nodes of "
+            f"{local_world} (LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node"
         )
     return sizes.pop()
 

@@ -34,9 +34,9 @@ def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model:
     if not replicas_are_equal(held, mesh, scope):
         who = "nodes" if scope == "I" else "ranks"
         raise ValueError(
-            f"{model}: the third letter {scope} of its strategy makes the {who} replicas of each other, but they hold "
-            "different weights: before the first forward, seed all ranks alike, load the same checkpoint on all of "
-            "them, or broadcast rank 0's weights (sync_module_states=True, broadcast_from_rank0)"
+            f"{model}: under optimizer scope {scope} the {who} are replicas of each other, but they hold different "
+            "weights: before the first forward, seed all ranks alike, load the same checkpoint on all of them, or "
+            "broadcast rank 0's weights (sync_module_states=True, broadcast_from_rank0)"
         )
 
 

@@ -207,8 +207,8 @@ class SecondaryShard:
         if not self.stale and self._version != version:
             raise StaleSecondaryError(
                 f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
-                "summon_full_params(writeback=True), or in a forward that had begun to send them, so what other ranks "
-                "have of them is out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
+                "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
+                "other ranks are out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
             )
 
     def rebase_version(self, before: Hashable, after: Hashable) -> None:

@@ -68,9 +68,9 @@ class Section:
             hint = f"did you mean {near[0]!r}?" if near else "correct or remove it"
             # A key that is right elsewhere is misplaced, however close to a known one it is.
             if key in inside:
-                hint = 'it belongs inside of "zero_optimization"'
+                hint = 'it belongs inside "zero_optimization"'
             elif key in outside:
-                hint = f'it belongs outside of "{self.prefix.rstrip(".")}"'
+                hint = f'it belongs outside "{self.prefix.rstrip(".")}"'
             raise self.error(key, f"unknown key; {hint}")
 
     def refuse(self, refused: Mapping[str, Refused]) -> None:

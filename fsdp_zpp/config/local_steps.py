@@ -81,7 +81,7 @@ class LocalSteps:
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")
         if isinstance(self.codec, Int4Delta):
-            raise ValueError(f"codec is given changes already: pass Int4(...) instead of {self.codec!r}")
+            raise ValueError(f"codec encodes changes already: pass Int4(...) instead of {self.codec!r}")
         check_hop_codec("codec", self.codec)
         check_loco(self.error_feedback)
         if self.error_feedback is not None and self.codec is None:

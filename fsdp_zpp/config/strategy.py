@@ -110,7 +110,7 @@ class Strategy:
         reason = "levels are three of the letters N, I, G"
         # Three valid letters can break only the rule about the optimizer.
         if len(self.levels) == 3 and set(self.levels) <= set(_SCOPES):
-            reason = "the optimizer letter must be at least as fine (N < I < G) as the other two"
+            reason = "the optimizer scope must be at least as fine (N < I < G) as the other two"
         raise ValueError(f"levels {self.levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}")
 
     def _check_deltas(self) -> None:

@@ -68,5 +68,7 @@ def warn_if_nothing_is_frozen(root: nn.Module, model: str, strategies: Iterable[
     """Warn once if a strategy has a codec for frozen weights, but none of the model's weights was quantized."""
     for strategy, mesh in strategies:
         if strategy.frozen is not None and mesh.rank == 0 and not any(True for _ in frozen_modules(root)):
-            logger.warning("%s: frozen=%s is NOT active: no frozen weight was worth it", model, strategy.frozen)
+            logger.warning(
+                "%s: frozen=%s is NOT active: no frozen weight can or should be quantized", model, strategy.frozen
+            )
             return

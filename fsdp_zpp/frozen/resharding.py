@@ -70,8 +70,8 @@ def wrapping_mesh(model: nn.Module, group: dist.ProcessGroup | None) -> ProcessM
     if len(meshes) > 1:
         raise ValueError(
             f"the strategies that wrap parts of this {model_name(model)} have different node sizes "
-            f"({', '.join(sorted(str(mesh.topology) for mesh in meshes))}); pass gpus_per_node= to say which one the "
-            "frozen base is to have"
+            f"({', '.join(sorted(str(mesh.topology) for mesh in meshes))}); pass gpus_per_node= to choose that of the "
+            "frozen base"
         )
     return next(iter(meshes), None)
 

@@ -109,7 +109,8 @@ class ShardingAccelerator(Accelerator):
             return super().prepare(*objects, device_placement=device_placement)
         if kinds[0] > 1 and kinds[1]:
             raise ValueError(
-                "several models and optimizers do not tell what belongs together: prepare each model apart"
+                "several models and optimizers were given, and nothing says which belong together: prepare each model "
+                "with its optimizers in a call of its own"
             )
         prepared = self._prepare_fsdp2(*objects)
         return prepared if len(prepared) > 1 else prepared[0]
@@ -185,7 +186,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
     if accelerator._models:
         raise ValueError(
             "this accelerator has prepared a model already: call use_strategy before accelerator.prepare. TRL's "
-            "trainers that have a reference model prepare it when they are made, so a strategy can't shard it"
+            "trainers that have a reference model prepare it in their constructor, so a strategy can't shard it"
         )
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
@@ -198,8 +199,8 @@ def _check_accelerator(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1 or not dist.is_initialized():
         raise ValueError(
-            "a strategy shards over several processes, and accelerate knows of one: start them with accelerate launch "
-            "or torchrun, and on CPUs pass Accelerator(cpu=True)"
+            "a strategy shards over several processes, but accelerate has only one: start several with accelerate "
+            "launch or torchrun, and on CPUs pass Accelerator(cpu=True)"
         )
     if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
         raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
@@ -208,8 +209,8 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         return
     if config.dp_replicate_enabled:
         raise ValueError(
-            f"dp_replicate_size={config.dp_replicate_size} in parallelism_config makes an HSDP mesh, and a strategy "
-            "says itself what is replicated: leave it out, and choose letters, such as Strategy('III') for HSDP, with "
+            f"dp_replicate_size={config.dp_replicate_size} in parallelism_config makes an HSDP mesh, but with a "
+            "strategy its scopes decide what is replicated: leave it out, and use Strategy('III') for HSDP, with "
             "gpus_per_node= the size of a replica"
         )
     if config.non_data_parallel_size > 1:
@@ -241,8 +242,8 @@ def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
     chosen = fsdp2_prepare_auto_wrap_policy(plugin, model)
     if chosen is None or not any(map(chosen, model.modules())):
         raise ValueError(
-            f"activation_checkpointing=True recomputes what the plugin's policy wraps, which is nothing of this "
-            f"{type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
+            f"activation_checkpointing=True recomputes the modules that the plugin's policy wraps, but it wraps none "
+            f"of this {type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
         )
 
 
@@ -298,8 +299,8 @@ def _check_has_shards(optimizers: Sequence[Optimizer], models: Sequence[nn.Modul
     shards = {id(parameter) for model in models for parameter in model.parameters()}
     if any(id(each) not in shards for each in _parameters_of(optimizers)):
         raise ValueError(
-            "the optimizer has a parameter that is no shard of the model's: a forward leaves the root unsharded, so "
-            "make the optimizer before, or after model.reshard()"
+            "the optimizer has a parameter that is not a shard of the model: a forward leaves the root unsharded, so "
+            "construct the optimizer before it, or after model.reshard()"
         )
 
 

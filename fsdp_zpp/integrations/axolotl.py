@@ -30,15 +30,15 @@ from ._requirement import require
 
 _TRAINER_INTEGRATION = "fsdp_zpp.integrations.transformers"
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-_LETTERS = "leave it out, and say in fsdp_zpp by levels= and gpus_per_node= what is sharded over which ranks"
+_LEVELS = "leave it out, and set levels and gpus_per_node in fsdp_zpp"
 _HSDP = "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a replica} is HSDP"
 _ONE_DIMENSION = "a strategy can't be combined with it: leave it out"
 _FROZEN = "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: {frozen: %s}"
 
 _ALTERNATIVES = {
     "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
-    "fsdp": "axolotl has deprecated it, and a strategy says itself what is sharded: leave it out",
-    "dp_shard_size": _LETTERS,
+    "fsdp": "axolotl has deprecated it, and the strategy decides what is sharded: leave it out",
+    "dp_shard_size": _LEVELS,
     "load_in_4bit": (_FROZEN % "nf4") + " with adapter: lora for QLoRA",
     "load_in_8bit": _FROZEN % "int8:256",
     "gptq": "a strategy can't gather what GPTQ has packed: start from the base that was quantized, with frozen: nf4",
@@ -211,7 +211,7 @@ def _check_training(config: Mapping[str, Any]) -> None:
             _refuse(
                 "unfrozen_parameters",
                 pattern,
-                "the hooks that freeze the other rows do not outlive sharding: name whole parameters",
+                "the hooks that freeze the other rows are lost when the model is sharded: name whole parameters",
             )
     kernels = [key for key in _LORA_KERNELS if config.get(key)]
     if kernels and strategy_of(config["fsdp_zpp"]).frozen is not None:

@@ -77,8 +77,8 @@ def _check_arguments(trainer: Trainer) -> None:
         )
     if trainer.args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size=True tries again after a step that has run out of memory, in the midst of which a "
-            "sharded model can't start anew: leave it out, and choose per_device_train_batch_size"
+            "auto_find_batch_size=True repeats a step that ran out of memory, but a sharded model can't restart in the "
+            "middle of a step: leave it out, and choose per_device_train_batch_size"
         )
 
 
@@ -94,7 +94,7 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
         trainer.args.load_best_model_at_end or state_dict_type == StateDictType.SHARDED_STATE_DICT
     ):
         raise ValueError(
-            "save_only_model=True saves one file of full weights, and no training goes on from that: leave it out, or "
+            "save_only_model=True saves one file of full weights, and training can't resume from it: leave it out, or "
             'pass fsdp=True, fsdp_config={"state_dict_type": "FULL_STATE_DICT"} without load_best_model_at_end'
         )
     saves = trainer.args.save_strategy != "no"

@@ -242,7 +242,10 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
     configurations = dict.fromkeys(managed.unit.strategy.local_steps for managed in trained)
     if len(configurations) > 1:
         given = " and ".join(f"local_steps={each!r}" for each in configurations)
-        raise ValueError(f"{model}: its parts were given {given}; steps are those of a whole model: give all the same")
+        raise ValueError(
+            f"{model}: its parts were given {given}, but steps are counted for the whole model; pass the same to all "
+            "parts"
+        )
     exchanged = [managed.unit for managed in units if managed.unit.fragment is not None]
     if not exchanged:
         return None

@@ -74,8 +74,9 @@ class LocalTraining:
         progress = self._all[0].progress
         if progress.made > progress.exchanged + 1:
             raise RuntimeError(
-                f"{self._model} has made two steps, and no forward of its outermost part between them, before which "
-                "nodes exchange weights (local_steps): call that part itself, not a method or a module inside of it"
+                f"{self._model} has made two optimizer steps without a forward of its outermost module between them; "
+                "nodes exchange weights (local_steps) before that forward, so call the outermost module itself, not a "
+                "method of it or a module inside it"
             )
 
     # Not traced: when exchanges are due changes with every step.

@@ -63,7 +63,7 @@ def check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[st
         if isinstance(parameter, DTensor):
             raise NotImplementedError(
                 f"{strategy.levels!r} shards over a part of the data-parallel ranks, which can't be combined with "
-                f"another parallelism, but {name} is sharded already; choose a strategy whose third letter is G"
+                f"another parallelism, but {name} is sharded already; use optimizer scope G, such as 'IGG'"
             )
 
 

@@ -129,7 +129,7 @@ def two_steps_after_one_forward() -> tuple[str, str]:
 def test_steps_without_a_forward_of_the_root_are_refused(pool: Callable[[int], Pool]) -> None:
     for kind, message in pool(2).run(two_steps_after_one_forward):
         assert kind == "RuntimeError"
-        assert "no forward of its outermost part between them" in message
+        assert "without a forward of its outermost module between them" in message
 
 
 def uneven(adapter: Adapter, overlap: int) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def test_quantizing_by_a_strategy_logs_one_line(pool: Callable[[int], Pool], ada
     assert "frozen base as int8(256), sharded inside nodes on 2 nodes x 2: 8 weights" in first[1][1]
     nothing, *_ = pool(4).run(logged, adapter, False)
     assert [line for level, line in nothing if level == "WARNING"] == [
-        "Net: frozen=int8(256) is NOT active: no frozen weight was worth it"
+        "Net: frozen=int8(256) is NOT active: no frozen weight can or should be quantized"
     ]
 
 

@@ -462,7 +462,7 @@ REFUSED: dict[str, Refusal] = {
     "full state dicts on a CPU": (_full_state_dict, ValueError, 'pass state_dict_type="sharded"'),
     "data for some ranks": (_data_for_some_ranks, ValueError, "pass data_parallel_size=4, tensor_parallel_size=1"),
     "data for some ranks of a Trainer": (_data_for_some_ranks_of_a_trainer, ValueError, 'mesh=device_mesh["data_par'),
-    "III beside tensor parallelism": (_scopes_beside_tensor_parallelism, NotImplementedError, "third letter is G"),
+    "III beside tensor parallelism": (_scopes_beside_tensor_parallelism, NotImplementedError, "use optimizer scope G"),
     "both dimensions of the mesh": (_two_dimensional_mesh, ValueError, 'as in mesh["dp"]'),
     "codec state in Fabric's state": (_codec_state_in_state, TypeError, "leave it out"),
 }

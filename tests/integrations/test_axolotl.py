@@ -142,7 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_config": {"final_state_dict_type": "SHARDED_STATE_DICT"}}, "fsdp_config.final_state_dict_type: "),
     ({"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "fsdp_config.state_dict_type: .* of the adapters alone"),
     ({"dp_replicate_size": 2}, "dp_replicate_size: 2 .*levels: III, gpus_per_node"),
-    ({"dp_shard_size": 2}, "dp_shard_size: 2 .* levels= and gpus_per_node="),
+    ({"dp_shard_size": 2}, "dp_shard_size: 2 .* set levels and gpus_per_node"),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 .* leave it out"),
     ({"adapter": "qlora", "load_in_4bit": True}, "load_in_4bit: True .*frozen: nf4} with adapter: lora"),
     ({"load_in_8bit": True}, "load_in_8bit: True .*frozen: int8:256"),

@@ -276,7 +276,7 @@ def refused(folder: str, kind: str) -> str:
     [
         ("twice", "this trainer has a strategy already"),
         ("batch", "choose per_device_train_batch_size"),
-        ("only", "no training goes on from that"),
+        ("only", "training can't resume from it"),
         ("compiled", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"),
         ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
         ("adapters", "needs accelerate 1.15 or later for checkpoints of adapters with FULL_STATE_DICT"),

@@ -117,8 +117,8 @@ def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: Any) -> N
     # torch looks for its global rank in the group of a node, under its own HYBRID_SHARD too: all nodes but one raise.
     if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
-            "LOCAL_STATE_DICT can't hold weights that are sharded within nodes, as the third letter I has them; "
-            "use SHARDED_STATE_DICT or FULL_STATE_DICT"
+            "LOCAL_STATE_DICT can't hold weights that are sharded inside nodes (optimizer scope I); use "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
 
 
@@ -132,7 +132,7 @@ def check_one_group(found: Iterable[ManagedUnit[StrategyUnit]]) -> None:
     if "I" in by_scope and len(by_scope) > 1:
         other = next(name for scope, name in by_scope.items() if scope != "I")
         raise ValueError(
-            f"{by_scope['I']} is sharded inside of nodes (the third letter of its strategy) and {other} is not, but "
-            "FSDP clips gradients and saves optimizer states of a model over one group; give all parts of a model the "
-            "third letter I, or none"
+            f"{by_scope['I']} is sharded inside nodes (optimizer scope I) and {other} is not, but FSDP clips gradients "
+            "and saves optimizer states over one group for the whole model; use optimizer scope I for all parts of a "
+            "model, or for none"
         )

@@ -138,9 +138,9 @@ class ReducingGroup(FSDPParamGroup):
     def _check_hooks(self) -> None:
         if self.own_all_reduce is not None and self._all_reduce_hook is not self.own_all_reduce:
             raise RuntimeError(
-                f"set_all_reduce_hook has replaced the hook by which the strategy reduces the gradients of "
-                f"{self._module_fqn or 'root'}, on which its third letter N relies; leave the call out, or choose a "
-                "strategy whose third letter is not N"
+                f"set_all_reduce_hook has replaced the hook with which the strategy reduces the gradients of "
+                f"{self._module_fqn or 'root'} under optimizer scope N; remove the call, or choose another optimizer "
+                "scope"
             )
         if self.completion is not None and self._all_reduce_hook is not self.completion:
             self.completion.then, self._all_reduce_hook = self._all_reduce_hook, self.completion
@@ -261,7 +261,7 @@ class ReducingGroup(FSDPParamGroup):
         if enable and self.reduction is not None:
             raise NotImplementedError(
                 f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
-                f"gradients of {self._module_fqn or 'root'} over process groups of its own; leave the call out"
+                f"gradients of {self._module_fqn or 'root'} over process groups of its own; remove the call"
             )
         torchs: Any = super()
         torchs._set_separate_reduce_scatter_group(enable, *groups)  # from torch 2.13 on

@@ -60,15 +60,15 @@ def check_strategy(strategy: object) -> None:
 def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
     if reshard_after_forward is True and strategy.parameters == "N" and strategy.optimizer != "N":
         raise ValueError(
-            f"reshard_after_forward=True contradicts {strategy.levels!r}, whose first letter keeps the parameters "
-            "unsharded until they change; leave it out, or choose a first letter I or G"
+            f"reshard_after_forward=True contradicts {strategy.levels!r}, whose parameter scope N keeps the "
+            "parameters unsharded until they change; leave it out, or choose parameter scope I or G"
         )
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return
     raise ValueError(
         f"reshard_after_forward must be a bool or None with a Strategy, got {reshard_after_forward!r}; to gather "
-        "inside of nodes in the backward, use Strategy('IGG', gpus_per_node=...), which makes its process groups once "
-        "and not for each layer"
+        "inside nodes in the backward, use Strategy('IGG', gpus_per_node=...), which makes its process groups once and "
+        "not for each layer"
     )
 
 

@@ -35,7 +35,7 @@ def split_sharding_strategy(sharding_strategy: Any, arguments: dict[str, Any]) -
     if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
         raise ValueError(
             f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
-            'Strategy("III", gpus_per_node=...) shards inside of each node and replicates across nodes'
+            'Strategy("III", gpus_per_node=...) shards inside each node and replicates across nodes'
         )
     return "FULL_SHARD"
 
@@ -78,6 +78,6 @@ def check_no_codec_state(state: Iterable[object]) -> None:
     """
     if any(isinstance(value, CodecState) for value in state):
         raise TypeError(
-            "the state holds a CodecState, of which Fabric would save that of rank 0 alone; leave it out: the strategy "
-            "saves and loads codec state together with the optimizer"
+            "the state holds a CodecState, and Fabric would save only rank 0's; leave it out: the strategy saves and "
+            "loads codec state together with the optimizer"
         )

@@ -187,7 +187,7 @@ class FSDPPrecision(LightningFSDPPrecision):
             )
         if len(optimizers) > 1:
             raise NotImplementedError(
-                f"the norm is that of all gradients of the model, but it has {len(optimizers)} optimizers; override "
+                f"the norm is over all gradients of the model, but it has {len(optimizers)} optimizers; override "
                 "configure_gradient_clipping"
             )
         root.clip_grad_norm_(clip_val)

@@ -100,8 +100,8 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
         )
     if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
         raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward=always contradicts {strategy.levels!r}, whose first letter keeps "
-            "the parameters unsharded until they change; leave it out, or choose a first letter I or G"
+            f"parallelism.fsdp_reshard_after_forward=always contradicts {strategy.levels!r}, whose parameter "
+            "scope N keeps the parameters unsharded until they change; leave it out, or choose parameter scope I or G"
         )
     if strategy.frozen is not None:
         raise ValueError(

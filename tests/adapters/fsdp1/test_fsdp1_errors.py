@@ -69,4 +69,4 @@ def third_letters_mixed(others: str) -> str:
 @pytest.mark.parametrize("others", ["GGG", "NNN"])
 def test_all_units_must_shard_over_one_group(pool: Callable[[int], Pool], others: str) -> None:
     for said in pool(4).run(third_letters_mixed, others):
-        assert "blocks.0 is sharded inside of nodes" in said
+        assert "blocks.0 is sharded inside nodes" in said
