@@ -22,10 +22,10 @@ from fsdp_zpp.runtime.validation import launched_node_size
 
 
 class QuantizedReduceState:
-    """State of :func:`quantized_reduce_hook`: ZeRO++'s qgZ on a model with one of torch's own strategies.
+    """State of ``quantized_reduce_hook``: ZeRO++'s qgZ on a model with one of torch's own strategies.
 
     Constructing one is collective over ``process_group``. With error feedback, its ``state_dict`` belongs in
-    checkpoints; :class:`fsdp_zpp.CodecState` is the same for models with a strategy.
+    checkpoints; ``fsdp_zpp.CodecState`` is the same for models with a strategy.
 
     Args:
         codec: Codec of the inter-node hop; None for full precision in two hops.
@@ -36,7 +36,7 @@ class QuantizedReduceState:
 
     Raises:
         RuntimeError: If torch.distributed is not initialized.
-        TypeError: If a codec is not a :class:`Codec`, or ``error_feedback`` is not a :class:`LoCo`.
+        TypeError: If a codec is not a ``Codec``, or ``error_feedback`` is not a ``LoCo``.
         ValueError: If the group can't be laid out on nodes of ``gpus_per_node``, if ranks pass different arguments, or
             if ``error_feedback`` has no codec whose errors it could feed back.
 
@@ -108,7 +108,7 @@ class QuantizedReduceState:
         return self._reduce.error_nbytes(numel)
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
-        """Reduce a unit's gradient, as :func:`quantized_reduce_hook` describes.
+        """Reduce a unit's gradient, as ``quantized_reduce_hook`` describes.
 
         Raises:
             RuntimeError: If errors are fed back, but this is not the state of one unit.
@@ -123,11 +123,11 @@ class QuantizedReduceState:
         self._reduce(gradient, out)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors; see :class:`fsdp_zpp.CodecState`. There are none before ``register_comm_hook``."""
+        """This rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
         return RankState(self._units, [self.mesh]).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; call it after ``register_comm_hook``.
+        """Continue from what ``state_dict`` returned; call it after ``register_comm_hook``.
 
         Raises:
             ValueError: If the errors were saved under another configuration.
@@ -136,7 +136,7 @@ class QuantizedReduceState:
 
 
 def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:
-    """Reduce an FSDP unit's gradient in two quantized hops; see :class:`QuantizedReduceState`.
+    """Reduce an FSDP unit's gradient in two quantized hops; see ``QuantizedReduceState``.
 
     Args:
         state: The hook's state.
@@ -145,7 +145,7 @@ def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Te
             does not shard.
 
     Raises:
-        TypeError: If ``state`` is not a :class:`QuantizedReduceState`.
+        TypeError: If ``state`` is not a ``QuantizedReduceState``.
         ValueError: If FSDP does not shard the unit, but the state has several ranks.
     """
     if not isinstance(state, QuantizedReduceState):

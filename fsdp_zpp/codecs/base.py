@@ -63,14 +63,14 @@ class Codec(ABC):
 
         Args:
             payload: uint8 of shape [peers, rows * cols, nbytes(numel)].
-            out: Flat output as for :meth:`decode`: the fp32 sums times ``scale``, rounded once.
+            out: Flat output as for ``decode``: the fp32 sums times ``scale``, rounded once.
             rows: Rows of the grid of chunks in each peer's payload.
             cols: Columns of the grid.
             scale: Factor on the sums.
         """
 
     def decode_sum_encode(self, payload: Tensor, numel: int, codec: Codec, scale: float) -> Tensor:
-        """Decode and sum as :meth:`decode_sum` does, then encode the fp32 sums with another codec, in the same order.
+        """Decode and sum as ``decode_sum`` does, then encode the fp32 sums with another codec, in the same order.
 
         Args:
             payload: uint8 of shape [peers, chunks, nbytes(numel)].
@@ -85,7 +85,7 @@ class Codec(ABC):
         return codec.encode(self.sums(payload, numel, scale), 1, chunks)
 
     def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
-        """The fp32 sums of :meth:`decode_sum`, in the same order, flat: [chunks * numel]."""
+        """The fp32 sums of ``decode_sum``, in the same order, flat: [chunks * numel]."""
         chunks = payload.shape[1]
         sums = torch.empty(chunks * numel, dtype=torch.float32, device=payload.device)
         self.decode_sum(payload, sums, 1, chunks, scale)

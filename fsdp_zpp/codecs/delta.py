@@ -35,7 +35,7 @@ class Int4Delta(Codec):
 
     Raises:
         ValueError: If ``block`` is not a power of two in that range.
-        TypeError: If ``block`` is not an int, or ``whole`` is not an :class:`Int8`.
+        TypeError: If ``block`` is not an int, or ``whole`` is not an ``Int8``.
     """
 
     block: int = 256
@@ -80,7 +80,7 @@ class Int4Delta(Codec):
         return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int) -> Tensor:
-        """Add every rank's :meth:`encode_delta` to ``base``.
+        """Add every rank's ``encode_delta`` to ``base``.
 
         Args:
             base: The parts of all ranks, uint8 [rows, nbytes(numel)].

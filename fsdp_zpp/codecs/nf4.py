@@ -27,7 +27,7 @@ class NF4(Codec):
     """16 levels from -1 to 1, dense around 0, times the absmax of a block; 0.5 + 4 / block bytes per value.
 
     For frozen weights. A block with a NaN or an infinity decodes to NaN. Codes and scales lie where those of
-    :class:`Int4` do.
+    ``Int4`` do.
 
     Args:
         block: Number of values that share one fp32 scale, a power of two from 64 to 4096.

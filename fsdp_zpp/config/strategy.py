@@ -72,7 +72,7 @@ class Strategy:
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
             error feedback has no gradient codec to correct, or an argument has no effect with local steps.
-        TypeError: If a codec is not a :class:`Codec`, or another argument has the wrong type.
+        TypeError: If a codec is not a ``Codec``, or another argument has the wrong type.
 
     Example:
         >>> strategy = Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
@@ -251,7 +251,7 @@ class Strategy:
         gpu_memory: float | None = None,
         **options: Any,
     ) -> Strategy:
-        """The strategy that :func:`fsdp_zpp.plan` predicts to be the fastest of those that fit.
+        """The strategy that ``fsdp_zpp.plan`` predicts to be the fastest of those that fit.
 
         If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
 
@@ -262,7 +262,7 @@ class Strategy:
             inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
             intra_gbps: Gbit/s of one GPU to the others of its node. None measures it, too.
             gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-            **options: The other options of :func:`fsdp_zpp.plan`: codecs, ``micro_batches``, ``activations``, ...
+            **options: The other options of ``fsdp_zpp.plan``: codecs, ``micro_batches``, ``activations``, ...
 
         Raises:
             ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is
@@ -300,7 +300,7 @@ class Strategy:
         return strategy
 
     def to_dict(self) -> dict[str, Any]:
-        """The strategy as :meth:`from_dict` reads it, every argument, in strings, numbers, None and dicts.
+        """The strategy as ``from_dict`` reads it, every argument, in strings, numbers, None and dicts.
 
         Raises:
             TypeError: If a codec is not one of this library; the error names the key.

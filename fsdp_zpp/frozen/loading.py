@@ -41,7 +41,7 @@ def load_frozen_params(
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
 ) -> FrozenReport:
-    """Put the base that :func:`save_frozen_params` wrote into ``model``, without quantizing again. Collective.
+    """Put the base that ``save_frozen_params`` wrote into ``model``, without quantizing again. Collective.
 
     Each rank reads the slices that it keeps. Call it before you wrap the model. The files must have every frozen
     parameter and persistent buffer of ``model``, and ``model`` must have every tensor in the files.
@@ -50,8 +50,10 @@ def load_frozen_params(
         model: The same architecture, its base frozen, with any values or on the meta device, with adapters or without.
             What was trainable when the base was saved is not in the files, and must be trainable here, too.
         path: The folder.
-        placement, gpus_per_node, process_group, device: As for :func:`quantize_frozen_params`. They need not be those
-            that the base was saved with.
+        placement: As for ``quantize_frozen_params``. None of these four need be what the base was saved with.
+        gpus_per_node: As for ``quantize_frozen_params``.
+        process_group: As for ``quantize_frozen_params``.
+        device: As for ``quantize_frozen_params``.
 
     Returns:
         What is quantized now, and what stays as it is.

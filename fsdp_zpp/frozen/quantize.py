@@ -47,7 +47,7 @@ def quantize_frozen_params(
 
     The weights of nn.Linear and nn.Embedding are quantized, and the stacks of matrices that hold the experts of an MoE
     layer, tied ones once; ``module.weight`` then stands for the dequantized weight. They are not parameters any more:
-    FSDP does not gather them, they are not in ``model.state_dict()`` (:func:`save_frozen_params` saves them), and no
+    FSDP does not gather them, they are not in ``model.state_dict()`` (``save_frozen_params`` saves them), and no
     gradient is ever allocated for them. A second call quantizes what was frozen since the first.
 
     Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. You may also call it on a model that is
@@ -63,7 +63,7 @@ def quantize_frozen_params(
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: As in :class:`Strategy`. Default: that of the strategy that wraps the model, before or after.
+        gpus_per_node: As in ``Strategy``. Default: that of the strategy that wraps the model, before or after.
         process_group: The data-parallel ranks. Default: all ranks, or this process alone if there is no process group.
         checkpoint: Where to read the weights: a safetensors file, an index of several, a folder with either, or a
             function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must

@@ -18,7 +18,7 @@ _WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes", "G": "sh
 
 @dataclass(frozen=True)
 class FrozenReport:
-    """What :func:`quantize_frozen_params` did.
+    """What ``quantize_frozen_params`` did.
 
     Attributes:
         model: The name of the model's class.

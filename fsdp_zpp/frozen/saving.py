@@ -27,7 +27,7 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
     """Write the quantized base of ``model``, codes and scales, to safetensors files in a folder. Collective.
 
     Rank 0 gathers and writes one weight at a time. It also writes frozen parameters that are not quantized and
-    persistent buffers, but neither trainable parameters nor adapters. :func:`load_frozen_params` reads the files on any
+    persistent buffers, but neither trainable parameters nor adapters. ``load_frozen_params`` reads the files on any
     number of ranks, without quantizing again. The model in memory does not change. A base that is already in the folder
     is replaced only when the new one is completely on disk; until then the disk must have space for both.
 

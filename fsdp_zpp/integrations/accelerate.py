@@ -67,7 +67,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
 
     Raises:
         ImportError: If layers are to be compiled, and accelerate is too old for that.
-        TypeError: If ``strategy`` is not a :class:`Strategy`.
+        TypeError: If ``strategy`` is not a ``Strategy``.
         ValueError: If the accelerator has prepared a model, runs in one process, or was configured for what a strategy
             can't honour; says what to do instead.
     """

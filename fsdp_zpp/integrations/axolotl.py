@@ -72,7 +72,7 @@ class StrategyArgs(BaseModel):
     """What the plugin adds to axolotl's configuration.
 
     Attributes:
-        fsdp_zpp: The strategy: a preset's name, or a mapping as :meth:`Strategy.from_dict` reads it.
+        fsdp_zpp: The strategy: a preset's name, or a mapping as ``Strategy.from_dict`` reads it.
     """
 
     fsdp_zpp: str | dict[str, Any] | None = Field(

@@ -56,7 +56,7 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
 
     Raises:
         ImportError: If accelerate is too old for what the trainer was configured for.
-        TypeError: If ``strategy`` is not a :class:`Strategy`.
+        TypeError: If ``strategy`` is not a ``Strategy``.
         ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
     """
     _check_arguments(trainer)

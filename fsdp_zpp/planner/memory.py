@@ -33,7 +33,7 @@ class Memory:
         outer: With local steps, the agreed weights and the outer optimizer's momentum; see exchange.py.
         gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
         errors: The errors that error feedback keeps.
-        working: The units in flight; see :func:`working_memory`. With local steps, an exchange, too.
+        working: The units in flight; see ``working_memory``. With local steps, an exchange, too.
         activations: As given.
         reserve: As given.
     """

@@ -66,11 +66,11 @@ def plan(
         gpu_memory: GiB of a GPU (80 for an A100-80GB); None sets no limit.
         activations: GiB of activations on a GPU.
         reserve: GiB of a GPU that no tensor can use.
-        weights: As in :class:`Strategy`.
-        gradients: As in :class:`Strategy`.
-        intra_gradients: As in :class:`Strategy`.
-        error_feedback: As in :class:`Strategy`.
-        frozen: As in :class:`Strategy`.
+        weights: As in ``Strategy``.
+        gradients: As in ``Strategy``.
+        intra_gradients: As in ``Strategy``.
+        error_feedback: As in ``Strategy``.
+        frozen: As in ``Strategy``.
         local_steps: Adds strategies with these local steps, for each of the letters that can have them. They change
             the mathematics, so the choice is one of them only where it saves time.
         compute: Dtype of forward and backward.

@@ -18,7 +18,7 @@ from .model_size import ModelSize
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of :func:`plan`.
+    """The result of ``plan``.
 
     Attributes:
         size: The size of the model.

@@ -40,7 +40,7 @@ def invalidate(model: nn.Module) -> None:
     a hook, say), call this before the forward reaches the unit that was written to.
 
     Args:
-        model: A model wrapped with a :class:`Strategy`, or a part of one.
+        model: A model wrapped with a ``Strategy``, or a part of one.
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
@@ -57,8 +57,8 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
     encoded. An all-gather of a payload of b bytes over n ranks counts as b * (n - 1), an all-to-all as b * (n - 1) / n.
 
     Args:
-        model: A model, or a part of one, that is wrapped with a :class:`Strategy`, has a
-            :func:`quantized_reduce_hook`, or has a quantized frozen base.
+        model: A model, or a part of one, that is wrapped with a ``Strategy``, has a
+            ``quantized_reduce_hook``, or has a quantized frozen base.
 
     Returns:
         ``{"gather": {"inter": ..., "intra": ...}, "reduce": {"inter": ..., "intra": ...}}``, in bytes.

@@ -97,11 +97,11 @@ class CodecState:
 
     With local steps, weights and optimizer states in torch's own checkpoints come from an arbitrary node. On the same
     layout this state replaces them, before the next forward. For other layouts, save weights under
-    :func:`agreed_weights`.
+    ``agreed_weights``.
 
     Args:
-        model: A model wrapped with one or more instances of :class:`Strategy`, or with a
-            :func:`quantized_reduce_hook`. Units without codec state save nothing.
+        model: A model wrapped with one or more instances of ``Strategy``, or with a
+            ``quantized_reduce_hook``. Units without codec state save nothing.
         optimizers: With local steps, the optimizer of the model, or all of them; otherwise not needed.
 
     Raises:
@@ -132,7 +132,7 @@ class CodecState:
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
             ValueError: If it was saved for other units, or under another configuration of error feedback.

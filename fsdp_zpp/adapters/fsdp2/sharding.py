@@ -75,7 +75,7 @@ def fully_shard(
         ``module``, whose class is now torch's ``FSDPModule``.
 
     Raises:
-        TypeError: If ``strategy`` is not a :class:`Strategy`, or a parameter has a dtype that none can shard.
+        TypeError: If ``strategy`` is not a ``Strategy``, or a parameter has a dtype that none can shard.
         ValueError: If the mesh or another argument does not fit a strategy.
         NotImplementedError: If the strategy can't be combined with another parallelism that has sharded the module.
 

@@ -77,11 +77,11 @@ class CodecStateInCheckpoints(ParallelStrategy):
 
 
 class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
-    """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a :class:`fsdp_zpp.Strategy`.
+    """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
-        sharding_strategy: A :class:`fsdp_zpp.Strategy`, or what Lightning takes.
-        **arguments: As Lightning's. With a :class:`fsdp_zpp.Strategy`, ``device_mesh`` must be one-dimensional.
+        sharding_strategy: A ``fsdp_zpp.Strategy``, or what Lightning takes.
+        **arguments: As Lightning's. With a ``fsdp_zpp.Strategy``, ``device_mesh`` must be one-dimensional.
 
     Raises:
         TypeError: If ``sharding_strategy`` is the class Strategy itself.
@@ -124,11 +124,11 @@ class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
 
 
 class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrategy):
-    """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by :func:`fsdp_zpp.fully_shard`.
+    """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
     all ranks, and ``tensor_parallel_size=1``. With it, pass ``mesh=self.device_mesh["data_parallel"]`` to
-    :func:`fsdp_zpp.fully_shard`.
+    ``fsdp_zpp.fully_shard``.
 
     Example:
         >>> trainer = Trainer(strategy=ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1), ...)

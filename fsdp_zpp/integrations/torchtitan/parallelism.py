@@ -51,7 +51,7 @@ class StrategyParallelism(ParallelismConfig):
     """torchtitan's parallelism section with a strategy.
 
     Raises:
-        TypeError: If ``strategy`` is neither a :class:`Strategy` nor None.
+        TypeError: If ``strategy`` is neither a ``Strategy`` nor None.
     """
 
     strategy: Annotated[Strategy | None, _FLAG] = None

@@ -36,7 +36,7 @@ def parallelize_llama(
         model: The model.
         parallel_dims: Has the mesh of all ranks.
         training: Has the dtypes.
-        parallelism: A :class:`StrategyParallelism`. Without a strategy, torchtitan's own function is called.
+        parallelism: A ``StrategyParallelism``. Without a strategy, torchtitan's own function is called.
         compile_config: As torchtitan's.
         ac_config: As torchtitan's.
         dump_folder: As torchtitan's.

@@ -24,10 +24,10 @@ CODECS = "codecs"
 
 
 class StrategyTrainer(Trainer):
-    """torchtitan's trainer for a model that :func:`.sharding.parallelize_llama` shards.
+    """torchtitan's trainer for a model that ``sharding.parallelize_llama`` shards.
 
     Args:
-        config: As torchtitan's, with a :class:`StrategyParallelism`.
+        config: As torchtitan's, with a ``StrategyParallelism``.
 
     Raises:
         ValueError: If something else can't be combined with the strategy; says what to do instead.
