@@ -1,4 +1,4 @@
-"""Tables of benchmarks' READMEs are what their results say, and each result says how it was made."""
+"""Tables and figures of the pages of results are what the results say, and each result says how it was made."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import sys
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness.benchmarks import BENCHMARKS, load
 
+PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
+"""The pages of docs/results that show a folder's results."""
 FOLDERS = ("step", "kernels", "scale")
+"""Those whose results are one file each; of those of loss, test_benchmark_loss.py says what they have."""
+DOCS = BENCHMARKS.parent / "docs"
 RESULTS = [path for folder in FOLDERS for path in sorted((BENCHMARKS / folder / "results").glob("*.json"))]
 REQUIRED = {"date", "machine", "versions", "commit", "command"}
 manifest = load("common", "manifest")
-readme_tables = load("common", "readme_tables")
+result_pages = load("common", "result_pages")
 result_files = load("common", "result_files")
 
 
@@ -28,40 +33,107 @@ def report(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def page(name: str) -> str:
+    """A page of results."""
+    return (DOCS / "results" / f"{name}.md").read_text()
+
+
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in BENCHMARKS.glob("*/report.py")))
-def test_readme_shows_what_the_results_say(folder: str) -> None:
+def test_pages_and_figures_show_what_the_results_say(folder: str) -> None:
     checked = report(BENCHMARKS / folder, "--check")
     assert checked.returncode == 0, checked.stderr
 
 
-def test_a_figure_that_differs_is_found_and_mended(tmp_path: Path) -> None:
-    for folder in ("common", "scale"):
-        shutil.copytree(BENCHMARKS / folder, tmp_path / folder)
-    readme, result = tmp_path / "scale/README.md", tmp_path / "scale/results/cpu.json"
+def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
+    for folder in ("common", "step"):
+        shutil.copytree(BENCHMARKS / folder, tmp_path / "benchmarks" / folder)
+    shutil.copytree(DOCS / "results", tmp_path / "docs/results")
+    shutil.copytree(DOCS / "figures", tmp_path / "docs/figures")
+    readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
+    shutil.copy(DOCS.parent / "README.md", readme)
+    result = tmp_path / "benchmarks/step/results/1.35B-2x2-eager.json"
     found = json.loads(result.read_text())
-    found["rows"][0]["wrapping_ms"] += 1000
+    found["rows"][2]["step_ms"] += 100
     result.write_text(json.dumps(found))
-    before = readme.read_text()
-    checked = report(tmp_path / "scale", "--check")
+    shown = [tmp_path / "docs/results/step-time.md", readme, chart]
+    before = [path.read_text() for path in shown]
+    checked = report(tmp_path / "benchmarks/step", "--check")
     assert checked.returncode != 0
-    assert "growth" in checked.stderr
-    assert readme.read_text() == before
-    assert report(tmp_path / "scale").returncode == 0
-    assert readme.read_text() != before
-    assert report(tmp_path / "scale", "--check").returncode == 0
+    assert all(what in checked.stderr for what in ("step-time.md: eager", "README.md: headline", "step-time.svg"))
+    assert "memory.svg" not in checked.stderr
+    assert [path.read_text() for path in shown] == before
+    assert report(tmp_path / "benchmarks/step").returncode == 0
+    assert all(path.read_text() != text for path, text in zip(shown, before, strict=True))
+    assert report(tmp_path / "benchmarks/step", "--check").returncode == 0
 
 
 def test_a_table_without_a_place_is_an_error() -> None:
     text = "<!-- table: one -->\nold\n<!-- end -->\nprose\n"
-    assert readme_tables.with_tables(text, {"one": "new"}) == text.replace("old", "new")
+    assert result_pages.with_tables(text, {"one": "new"}) == text.replace("old", "new")
     with pytest.raises(ValueError, match=r"places for the tables \['one'\], and there are \['one', 'two'\]"):
-        readme_tables.with_tables(text, {"one": "new", "two": "new"})
+        result_pages.with_tables(text, {"one": "new", "two": "new"})
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_readme_names_every_result(folder: str) -> None:
-    linked = set(re.findall(r"\(results/([^)]+)\)", (BENCHMARKS / folder / "README.md").read_text()))
-    assert linked == {path.name for path in (BENCHMARKS / folder / "results").iterdir()}
+@pytest.mark.parametrize("folder", PAGES)
+def test_pages_name_every_result(folder: str) -> None:
+    text = "".join(map(page, PAGES[folder]))
+    results = [
+        path.relative_to(BENCHMARKS / folder / "results") for path in (BENCHMARKS / folder / "results").iterdir()
+    ]
+    assert results
+    assert not [path for path in results if f"`{path}`" not in text and f"`{path}/`" not in text]
+
+
+@pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
+def test_tables_can_be_read(name: str) -> None:
+    for table in result_pages.MARKED.finditer(page(name)):
+        columns = {line.count("|") - 1 for line in table.group().splitlines() if line.startswith("|")}
+        assert len(columns) == 1
+        assert columns.pop() <= 8, table["name"]
+
+
+@pytest.mark.parametrize("name", PAGES["step"])
+def test_step_times_in_prose_are_in_tables(name: str) -> None:
+    """Those of 200 ms and more; what is less is often a difference. But for what is said to be in no result file."""
+    tables = "".join(table.group() for table in result_pages.MARKED.finditer(page("step-time") + page("lora")))
+    prose = re.sub(r"[^.]*in no result file", "", result_pages.MARKED.sub("", page(name)))
+    said = {
+        float(figure) for pair in re.findall(r"(?:([\d.]+) and )?([\d.]+) ms\b", prose) for figure in pair if figure
+    }
+    assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
+
+
+def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
+    charts = load("common", "charts")
+
+    @charts.drawn
+    def chart(height: float) -> Any:
+        figure = charts.Figure()
+        axes = figure.subplots()
+        axes.bar_label(axes.bar(["one"], height), [f"{height:.0f}"])
+        axes.grid()
+        return figure
+
+    first = chart(1.0)
+    assert charts.same(first, chart(1.0))
+    assert not charts.same(first, chart(1.1))  # the same texts, another bar
+    other_version = first.replace("<dc:title>Matplotlib v", "<dc:title>Matplotlib v9")
+    assert charts.same(other_version, chart(1.1))
+    assert not charts.same(other_version, chart(2.0))
+    drawing = re.sub(r"<style>.*?</style>", "", first, flags=re.DOTALL)
+    assert "prefers-color-scheme: dark" in first
+    assert "var(--ink)" in drawing
+    assert not {charts.INK, charts.FAINT, charts.GRID} & set(re.findall(r"#[0-9a-f]{6}", drawing))
+
+
+def test_the_speedups_of_the_first_page_are_no_better_than_all_measurements_allow() -> None:
+    headline = load("step", "headline")
+    rows = [{"strategy": name, "step_ms": 100.0, "peak_gib": 1.0} for name in headline.LABELS]
+    rows += [{"strategy": "full_shard", "step_ms": 80.0, "peak_gib": 2.0}]
+    rows += [{"strategy": "zeropp-delta", "step_ms": 40.0, "peak_gib": 1.0}]
+    lines = headline.table(rows).splitlines()
+    assert lines[2] == "| FSDP, FULL_SHARD | 100, again 80 | 1.0x | 2.0 |"
+    assert "| 100, again 40 | 0.8x to 2.5x | 1.0 |" in lines[-2]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parts[-3]}/{path.stem}")

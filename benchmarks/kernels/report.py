@@ -1,4 +1,4 @@
-"""Tables of kernels in README.md, from results/.
+"""Tables of kernels, from results/: docs/results/kernels.md.
 
 python benchmarks/kernels/report.py [--check]
 """
@@ -12,8 +12,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import readme_tables
 import result_files
+import result_pages
+from result_pages import RESULTS_PAGES, markdown
 
 FOLDER = Path(__file__).parent
 OWN, BLOCKS, DEEPSPEED, COUNTERS = "block-256", "blocks", "deepspeed-block-256", "nsight-block-256"
@@ -44,7 +45,7 @@ def by_size(rows: list[Row], copies: Mapping[Any, float], others: Mapping[str, M
         [name, *(of.get(mib, "") for mib in mibs), *(texts.get(name, "") for texts in others.values())]
         for name, of in {"device copy": of_copies, **rates}.items()
     ]
-    return readme_tables.markdown(["TB/s (of a copy)", *(f"{mib} MiB" for mib in mibs), *others], lines)
+    return markdown(["TB/s (of a copy)", *(f"{mib} MiB" for mib in mibs), *others], lines)
 
 
 def by_block(rows: list[Row]) -> str:
@@ -54,7 +55,7 @@ def by_block(rows: list[Row]) -> str:
     for row in rows:
         shares.setdefault(row["kernel"], {})[row["block"]] = f"{row['of_a_copy']:.2f}"
     lines = ([name, *(of.get(block, "") for block in blocks)] for name, of in shares.items())
-    return readme_tables.markdown(["of a copy, in blocks of", *map(str, blocks)], lines)
+    return markdown(["of a copy, in blocks of", *map(str, blocks)], lines)
 
 
 def counters(rows: list[Row]) -> str:
@@ -67,7 +68,7 @@ def counters(rows: list[Row]) -> str:
         "at a copy's speed, us": ("us_at_a_copys_speed", "{}"),
     }
     lines = ([row["kernel"], *(form.format(row[key]) for key, form in columns.values())] for row in rows)
-    return readme_tables.markdown(["kernel", *columns], lines)
+    return markdown(["kernel", *columns], lines)
 
 
 def deepspeeds(result: result_files.Result) -> dict[str, str]:
@@ -78,7 +79,7 @@ def deepspeeds(result: result_files.Result) -> dict[str, str]:
 
 
 def tables() -> dict[str, str]:
-    """All tables of README.md by name, each with the files that it is from."""
+    """All tables of the page by name, each with the files that it is from."""
     results = result_files.read(FOLDER / "results")
     others = {f"DeepSpeed's, {DEEPSPEED_MIB} MiB": deepspeeds(results[DEEPSPEED])}
     own = results[OWN]
@@ -87,8 +88,9 @@ def tables() -> dict[str, str]:
         "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
         "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
     }
-    return {name: f"{table}\n\n{readme_tables.provenance(results, runs)}" for name, (table, runs) in made.items()}
+    where = "benchmarks/kernels/results"
+    return {name: f"{table}\n\n{result_pages.provenance(where, results, runs)}" for name, (table, runs) in made.items()}
 
 
 if __name__ == "__main__":
-    readme_tables.main(__doc__, FOLDER / "README.md", tables())
+    result_pages.main(__doc__, {RESULTS_PAGES / "kernels.md": tables()}, {})

@@ -1,14 +1,15 @@
-"""Figures: losses of a comparison, and of the convergence study the losses and how far they are above the reference."""
+"""Figures: losses of comparisons, and of the convergence study the losses and how far they are above the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import charts
 import numpy as np
+from charts import INK, PEER, SERIES, Figure
 from gaps import FAMILIES, REFERENCE, Runs
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # without pyplot there is no window and no global figure: Agg draws the PNG
 from records import Record
 
 _WARM = 0.15
@@ -16,7 +17,7 @@ _WARM = 0.15
 
 
 def draw_losses(runs: Sequence[Record], path: Path) -> None:
-    """Draw training and validation losses of a comparison, the reference, which comes first, broad and grey."""
+    """Draw training and validation losses of a comparison as a PNG; the reference comes first, broad and grey."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for index, run in enumerate(runs):
@@ -32,30 +33,69 @@ def draw_losses(runs: Sequence[Record], path: Path) -> None:
     _save(figure, path, dpi=150)
 
 
+@charts.drawn
+def seeds_compared(results: Sequence[Record]) -> Figure:
+    """FULL_SHARD and one strategy: the losses of the first seed, and for all seeds how far validation losses differ."""
+    figure = Figure(figsize=(4.6, 5.4), layout="constrained")
+    losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(1.5, 1))
+    for run, color, width in zip(results[0]["rows"], (PEER, SERIES[0]), (3.5, 1.2), strict=True):
+        # In a run's legend the line that is easier to see stands for both.
+        losses.plot(range(1, len(run["losses"]) + 1), run["losses"], color=color, lw=width / 2, alpha=0.45)
+        done, validation = zip(*run["validation"], strict=True)
+        losses.plot(done, validation, "o-", color=color, lw=width, ms=width + 2, label=run["label"])
+    losses.set(title="training and validation loss, seed 0", ylabel="nats per token")
+    losses.legend()
+    for index, result in enumerate(results):
+        reference, run = (np.array(row["validation"]) for row in result["rows"])
+        gap = 100 * (run[:, 1] / reference[:, 1] - 1)
+        differences.plot(run[:, 0], gap, "o-", ms=3.5, lw=1.2, color=SERIES[index], label=f"seed {index}")
+    differences.axhline(0, color=INK, lw=1)
+    label = results[0]["rows"][1]["label"]
+    differences.set(title=f"validation loss of {label} above full_shard", xlabel="optimizer step", ylabel="%")
+    differences.legend(ncols=len(results))
+    for axes in (losses, differences):
+        axes.grid()
+    return figure
+
+
 def draw_gaps(runs: Runs, path: Path, prefix: str = "") -> None:
-    """Draw a column of two panels for every family: losses, and gaps to the reference with the same seed.
+    """Draw the convergence study as a PNG.
 
     Args:
         runs: What is drawn.
         path: Of the PNG.
         prefix: ``w8:`` for int8 weights.
     """
+    with charts.style():
+        _save(_gaps(runs, prefix), path, dpi=120)
+
+
+def gaps_svg(runs: Runs, prefix: str = "") -> str:
+    """The same as SVG."""
+    return charts.drawn(_gaps)(runs, prefix)
+
+
+def _gaps(runs: Runs, prefix: str) -> Figure:
+    """A row of two panels for every family: losses, and gaps to the reference with the same seed."""
     families = {prefix + family: what for family, what in FAMILIES.items() if runs.members(prefix + family)}
     reference = prefix + REFERENCE
-    figure = Figure(figsize=(5.2 * len(families), 8), layout="constrained")
-    columns = figure.subplots(2, len(families), squeeze=False, sharex=True).T
-    for (family, title), (losses, gaps) in zip(families.items(), columns, strict=True):
+    figure = Figure(figsize=(7.6, 3.4 * len(families)), layout="constrained")
+    rows = figure.subplots(len(families), 2, squeeze=False, sharex=True)
+    for (family, title), (losses, gaps) in zip(families.items(), rows, strict=True):
         for index, name in enumerate([reference, *runs.members(family)]):
-            color = "black" if name == reference else f"C{index - 1}"
+            color = INK if name == reference else SERIES[index - 1]
             _band(losses, runs, name, runs.seeds(name), color, lambda name, seed: _curve(runs, name, seed)[1])
             _band(gaps, runs, name, runs.seeds(name, reference), color, _gap_to(runs, reference))
-        losses.set(title=title, ylabel="validation loss, nats a byte")
-        gaps.set(xlabel="tokens, millions", ylabel=f"above {reference}, %")
-        losses.legend(fontsize="small")
+        losses.set_title(title, loc="left")
+        losses.set(ylabel="validation loss, nats a byte")
+        gaps.set(ylabel=f"above {reference}, %")
+        losses.legend()
         for axes in (losses, gaps):
-            axes.grid(alpha=0.3)
-    figure.suptitle("Mean over seeds; bands from the lowest to the highest")
-    _save(figure, path, dpi=120)
+            axes.grid()
+            axes.tick_params(labelbottom=True)
+    for axes in rows[-1]:
+        axes.set(xlabel="tokens, millions")
+    return figure
 
 
 def _save(figure: Figure, path: Path, dpi: int) -> None:
@@ -78,7 +118,7 @@ def _band(
     curves = np.stack([values(name, seed) for seed in seeds])
     shown = tokens >= _WARM * tokens[-1]
     tokens, curves = tokens[shown] / 1e6, curves[:, shown]
-    axes.plot(tokens, curves.mean(axis=0), color=color, lw=1.4, label=f"{name} (seeds: {len(seeds)})")
+    axes.plot(tokens, curves.mean(axis=0), color=color, lw=1.4, label=f"{name} ({len(seeds)} seeds)")
     axes.fill_between(tokens, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.15, lw=0)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from readme_tables import markdown
 from records import Record
+from result_pages import markdown
 
 REFERENCE = "full_shard"
 FAMILIES = {

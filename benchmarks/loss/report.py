@@ -1,4 +1,4 @@
-"""Tables of losses in README.md, and the figures, from results/.
+"""Tables and figures of losses, from results/: docs/results/loss.md.
 
 python benchmarks/loss/report.py [--check]
 """
@@ -14,12 +14,13 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import gaps
-import readme_tables
+import result_pages
 import tables
 from records import Record, read
+from result_pages import RESULTS_PAGES, Figures
 
 FOLDER = Path(__file__).parent
-RESULTS, FIGURES = FOLDER / "results", FOLDER / "figures"
+RESULTS = FOLDER / "results"
 ON_2X1, ON_2X2 = "convergence-2x1-h200/*", "convergence-2x2-h200/*"
 
 
@@ -48,8 +49,9 @@ def seeds(name: str) -> tuple[str, ...]:
 
 TABLES = {
     "zeropp on CPUs": Table(tables.by_seed, seeds("compare-cpu-zeropp")),
-    "zeropp on GPUs": Table(partial(tables.by_seed, timed=True), seeds("compare-h200-zeropp")),
-    "no codec on GPUs": Table(partial(tables.by_seed, timed=True), seeds("compare-h200-GGG")),
+    "zeropp on GPUs": Table(tables.by_seed, seeds("compare-h200-zeropp")),
+    "no codec on GPUs": Table(tables.by_seed, seeds("compare-h200-GGG")),
+    "times on GPUs": Table(tables.times, (*seeds("compare-h200-zeropp"), *seeds("compare-h200-GGG"))),
     "strategies on CPUs": Table(
         tables.by_strategy,
         tuple(f"compare-cpu-{name}-seed0" for name in ("zeropp", "loco", "int4delta", "fsdp2")),
@@ -60,7 +62,7 @@ TABLES = {
     "gradients on 2 x 2": Table(lambda records: gaps.table(gaps.Runs(records)), (ON_2X2,)),
     "straddling": Table(lambda records: tables.straddling(*records), ("straddling-cpu",)),
 }
-"""By their names in README.md."""
+"""By their names on the page."""
 
 
 def find(*paths: str) -> dict[str, Record]:
@@ -69,19 +71,25 @@ def find(*paths: str) -> dict[str, Record]:
     return {file.relative_to(RESULTS).with_suffix("").as_posix(): read(file) for file in files}
 
 
-def draw() -> None:
-    """Draw all figures."""
-    from figures import draw_gaps, draw_losses  # tables need no matplotlib
+def draw(kind: str, *given: str) -> str:
+    """A figure's SVG: of the losses of a comparison's seeds, or of gaps."""
+    import figures  # tables need no matplotlib
 
-    for name, result in find("compare-cpu-zeropp-seed0", "compare-h200-zeropp-seed0").items():
-        draw_losses(result["rows"], FIGURES / f"{name}.png")
-    on_2x1, on_2x2 = (gaps.Runs(list(find(paths).values())) for paths in (ON_2X1, ON_2X2))
-    draw_gaps(on_2x1, FIGURES / "convergence-2x1-h200.png")
-    draw_gaps(on_2x1, FIGURES / "convergence-2x1-h200-int8-weights.png", "w8:")
-    draw_gaps(on_2x2, FIGURES / "convergence-2x2-h200.png")
+    if kind == "losses":
+        return figures.seeds_compared(list(find(*seeds(*given)).values()))
+    results, *prefix = given
+    return figures.gaps_svg(gaps.Runs(list(find(results).values())), *prefix)
+
+
+FIGURES: Figures = {
+    "loss.svg": partial(draw, "losses", "compare-h200-zeropp"),
+    "loss-cpu.svg": partial(draw, "losses", "compare-cpu-zeropp"),
+    "coarse-gradients.svg": partial(draw, "gaps", ON_2X1),
+    "coarse-gradients-int8-weights.svg": partial(draw, "gaps", ON_2X1, "w8:"),
+    "coarse-gradients-2x2.svg": partial(draw, "gaps", ON_2X2),
+}
 
 
 if __name__ == "__main__":
-    readme_tables.main(__doc__, FOLDER / "README.md", {name: table.markdown() for name, table in TABLES.items()})
-    if "--check" not in sys.argv:
-        draw()
+    made = {name: table.markdown() for name, table in TABLES.items()}
+    result_pages.main(__doc__, {RESULTS_PAGES / "loss.md": made}, FIGURES)

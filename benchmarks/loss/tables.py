@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from readme_tables import markdown
 from records import Record
+from result_pages import markdown
 
 
 def in_columns(table: str) -> str:
@@ -30,23 +30,28 @@ def comparison(runs: Sequence[Record]) -> str:
     return markdown(head + (["peak memory"] if reference["peak_memory"] else []), rows)
 
 
-def by_seed(results: Sequence[Record], timed: bool = False) -> str:
+def by_seed(results: Sequence[Record]) -> str:
     """A row for each result, of one strategy against FULL_SHARD with one seed.
 
     Args:
         results: As ``compare`` writes them, each with two runs.
-        timed: Whether times of steps are shown, too.
     """
-    label = results[0]["rows"][1]["label"]
-    head = ["seed", "full_shard", label, "difference", "sent between nodes"]
-    head += [f"step, {name}" for name in ("full_shard", label) if timed]
+    head = ["seed", "full_shard", results[0]["rows"][1]["label"], "difference", "sent between nodes"]
     rows = []
     for result in results:
         reference, run = result["rows"]
         row = [str(result["arguments"]["seed"]), f"{final(reference):.4f}", f"{final(run):.4f}"]
-        row += [difference(run, reference), megabytes(run, reference, "inter")]
-        rows.append(row + [milliseconds(each) for each in (reference, run) if timed])
+        rows.append([*row, difference(run, reference), megabytes(run, reference, "inter")])
     return markdown(head, rows)
+
+
+def times(results: Sequence[Record]) -> str:
+    """The time of a step in each result, of one strategy against FULL_SHARD with one seed."""
+    rows = []
+    for result in results:
+        reference, run = result["rows"]
+        rows.append([run["label"], str(result["arguments"]["seed"]), milliseconds(reference), milliseconds(run)])
+    return markdown(["strategy", "seed", "step, full_shard", "step, strategy"], rows)
 
 
 def by_strategy(results: Sequence[Record]) -> str:
@@ -70,7 +75,7 @@ def straddling(result: Record) -> str:
 
 
 def provenance(results: Mapping[str, Record]) -> str:
-    """Where a table's figures are, and when and how they were made; results that agree share a sentence.
+    """Where a table's figures are, and when and how they were made; those that agree are named together.
 
     Args:
         results: By path in ``results/``, without ``.json``; of a folder with many, the folder is named.
@@ -79,12 +84,12 @@ def provenance(results: Mapping[str, Record]) -> str:
     for name, result in results.items():
         names = origins.setdefault(origin(result["manifest"]), [])
         folder, _, file = name.rpartition("/")
-        names.append(f"[{folder}](results/{folder})" if folder else f"[{file}](results/{file}.json)")
-    sentences = []
+        names.append(f"`{folder}/`" if folder else f"`{file}.json`")
+    groups = []
     for made, names in origins.items():
-        runs = f" ({len(names)} runs)" if len(set(names)) < len(names) else ""
-        sentences.append(f"From {', '.join(dict.fromkeys(names))}{runs}: {made}.")
-    return "\n".join(sentences)
+        runs = f"{len(names)} runs, " if len(set(names)) < len(names) else ""
+        groups.append(f"{', '.join(dict.fromkeys(names))} ({runs}{made})")
+    return f"From `benchmarks/loss/results`: {'; '.join(groups)}."
 
 
 def origin(manifest: Record) -> str:

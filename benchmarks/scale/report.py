@@ -1,4 +1,4 @@
-"""Tables of what a step costs a rank's CPU as the world grows, in README.md from results/.
+"""Tables of what a step costs a rank's CPU, from results/: docs/results/scale.md.
 
 python benchmarks/scale/report.py [--check]
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import readme_tables
 import result_files
+import result_pages
+from result_pages import RESULTS_PAGES, markdown
 
 FOLDER = Path(__file__).parent
 Row = dict[str, Any]
@@ -66,35 +68,34 @@ def cells(row: Row, blocks: int) -> list[str]:
 
 def every_case(rows: list[Row], blocks: int) -> str:
     """A line a case."""
-    return readme_tables.markdown(HEADINGS, [cells(row, blocks) for row in rows])
+    return markdown(HEADINGS, [cells(row, blocks) for row in rows])
 
 
-def growth(rows: list[Row], blocks: int) -> str:
-    """A line a strategy, with what differs between worlds side by side and what does not but once."""
-    worlds = " / ".join(f"{world:,}" for world in dict.fromkeys(row["world"] for row in rows))
-    headings = [
-        "adapter",
-        "strategy",
-        "collectives a unit and step",
-        "function calls around them and codecs, a unit",
-        "groups of a rank",
-        f"their CPU time, ms a unit (fastest step), at {worlds} ranks",
-        "codecs, ms a unit",
-        "wrapping, ms",
-    ]
+def by_case(rows: list[Row]) -> list[tuple[list[str], list[Row]]]:
+    """The rows of each adapter and strategy, one for each world."""
+    cases = groupby(rows, lambda row: (row["adapter"], row["strategy"]))
+    return [(list(case), list(found)) for case, found in cases]
+
+
+def counts(rows: list[Row], blocks: int) -> str:
+    """What is counted, a line a strategy; where worlds differ, all of them."""
+    headings = ["adapter", "strategy", "collectives a unit and step", "function calls a unit", "groups of a rank"]
     lines = []
-    for case, group in groupby(rows, lambda row: (row["adapter"], row["strategy"])):
-        found = list(group)
+    for case, found in by_case(rows):
         columns = (
             [collectives(row, blocks) for row in found],
             [f"{row['calls_around_a_unit']:.0f}" for row in found],
             [str(row["groups_of_this_rank"]) for row in found],
-            [time_around(row) for row in found],
-            [f"{row['ms_a_unit']['codecs']:.2f}" for row in found],
-            [f"{row['wrapping_ms']:.0f}" for row in found],
         )
         lines.append([*case, *(texts[0] if len(set(texts)) == 1 else " / ".join(texts) for texts in columns)])
-    return readme_tables.markdown(headings, lines)
+    return markdown(headings, lines)
+
+
+def growth(rows: list[Row], text: Callable[[Row], str]) -> str:
+    """One measurement, a line a strategy and a column a world."""
+    worlds = dict.fromkeys(row["world"] for row in rows)
+    lines = [[*case, *(text(row) for row in found)] for case, found in by_case(rows)]
+    return markdown(["adapter", "strategy", *(f"{world:,} ranks" for world in worlds)], lines)
 
 
 def beside_hsdp(rows: list[Row]) -> str:
@@ -109,19 +110,24 @@ def beside_hsdp(rows: list[Row]) -> str:
         if not name.startswith("computation"):
             spread = f"{statistics.median(parts):.2f} ({min(parts):.2f} to {max(parts):.2f})"
             lines.append([name, f"{statistics.median(around):.0f}", spread])
-    return readme_tables.markdown(["contender", "us a unit and step", "of FSDP2's HSDP (range of sets)"], lines)
+    return markdown(["contender", "us a unit and step", "of FSDP2's HSDP (range of sets)"], lines)
 
 
 def tables() -> dict[str, str]:
-    """All tables of README.md by name."""
+    """All tables of the page by name, each with the files that it is from."""
     results = result_files.read(FOLDER / "results")
-    made = growth(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
-    beside = beside_hsdp(results["beside-hsdp"]["rows"])
-    return {
-        "growth": f"{made}\n\n{readme_tables.provenance(results, ['cpu'])}",
-        "beside HSDP": f"{beside}\n\n{readme_tables.provenance(results, ['beside-hsdp'])}",
+    rows = results["cpu"]["rows"]
+    made = {
+        "counts": (counts(rows, results["cpu"]["arguments"]["blocks"]), "cpu"),
+        "time around": (growth(rows, time_around), "cpu"),
+        "codecs": (growth(rows, lambda row: f"{row['ms_a_unit']['codecs']:.2f}"), "cpu"),
+        "wrapping": (growth(rows, lambda row: f"{row['wrapping_ms']:.0f}"), "cpu"),
+        "beside HSDP": (beside_hsdp(results["beside-hsdp"]["rows"]), "beside-hsdp"),
+        "beside HSDP first": (beside_hsdp(results["beside-hsdp-first"]["rows"]), "beside-hsdp-first"),
     }
+    where = "benchmarks/scale/results"
+    return {name: f"{table}\n\n{result_pages.provenance(where, results, [run])}" for name, (table, run) in made.items()}
 
 
 if __name__ == "__main__":
-    readme_tables.main(__doc__, FOLDER / "README.md", tables())
+    result_pages.main(__doc__, {RESULTS_PAGES / "scale.md": tables()}, {})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from readme_tables import markdown
+from result_pages import markdown
 
 Row = dict[str, Any]
 
@@ -88,13 +88,13 @@ def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
 
 STEP = Column("step, ms (fastest to slowest)", _step)
 PEAK = Column("peak, GiB", _peak)
-PAIRED = Column("time over the first's, median of rounds (quartiles)", _paired)
-EXPOSED = Column("communication not hidden, ms (share)", _exposed)
-HOST = measured("CPU done after, ms", "host_ms", "{:.0f}")
+PAIRED = Column("of the first row's time (quartiles)", _paired)
+EXPOSED = Column("exposed communication, ms (share)", _exposed)
+HOST = measured("CPU finished after, ms", "host_ms", "{:.0f}")
 GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
 UTILIZATION = measured("of the GPUs' peak FLOP/s", "utilization", "{:.1%}")
 BETWEEN_NODES = sent("sent between nodes, MiB", "inter")
-AGAINST_FULL_SHARD = times_as_fast("full_shard", "against FULL_SHARD")
+AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
 
 
 def summary(rows: list[Row]) -> str:
@@ -102,7 +102,7 @@ def summary(rows: list[Row]) -> str:
     columns = [
         Column("strategy", lambda row, _: row["strategy"]),
         STEP,
-        times_as_fast(rows[0]["strategy"], "against the first"),
+        times_as_fast(rows[0]["strategy"], "speedup over the first"),
         PEAK,
         measured("tokens/s", "tokens_per_s", "{:.0f}"),
         PAIRED,

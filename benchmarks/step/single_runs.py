@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from readme_tables import markdown
+from labels import label
+from result_pages import markdown
 
 Row = dict[str, Any]
 
@@ -15,14 +16,15 @@ def rate(row: Row) -> str:
     return f"{row['ms']:.2f} ({row['gb_per_s']:.2f})"
 
 
-def hops(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Runs of hops.py side by side, each under its label."""
-    lines: dict[tuple[str, str, float], list[str]] = {}
+def hops(runs: Mapping[str, Mapping[str, Any]], hop: str) -> str:
+    """Runs of hops.py over one hop side by side, each under its label."""
+    lines: dict[tuple[str, float], list[str]] = {}
     for result in runs.values():
         for row in result["rows"]:
-            lines.setdefault((row["hop"], row["collective"], row["mib"]), []).append(rate(row))
-    headings = ["hop", "collective", "sent by a rank, MiB", *(f"{label}: ms (GB/s)" for label in runs)]
-    return markdown(headings, ([hop, name, f"{mib:g}", *cells] for (hop, name, mib), cells in lines.items()))
+            if row["hop"] == hop:
+                lines.setdefault((row["collective"], row["mib"]), []).append(rate(row))
+    headings = ["collective", "sent by a rank, MiB", *(f"{size}: ms (GB/s)" for size in runs)]
+    return markdown(headings, ([name, f"{mib:g}", *cells] for (name, mib), cells in lines.items()))
 
 
 def hop_settings(rows: list[Row]) -> str:
@@ -41,22 +43,31 @@ def cpu(rows: list[Row]) -> str:
         "forward": "forward_ms",
         "backward": "backward_ms",
         "optimizer": "optimizer_ms",
-        "then waits for the GPU": "waits_for_gpu_ms",
-        "together, ms": "together_ms",
-        "first hops, till the first layer": "first_hops_ms",
+        "waits for the GPU": "waits_for_gpu_ms",
+        "together": "together_ms",
     }
-    lines = []
-    for row in rows:
-        figures = ["" if row[key] is None else f"{row[key]:.4g}" for key in columns.values()]
-        lines.append([row["strategy"], *figures, ", ".join(f"{ms:.2f}" for ms in row["python_loop_ms"])])
-    return markdown(["strategy", *columns, "a loop of Python, before and after"], lines)
+    lines = ([label(row["strategy"]), *(f"{row[key]:.4g}" for key in columns.values())] for row in rows)
+    return markdown(["rank 0's CPU, ms", *columns], lines)
+
+
+def cpu_conditions(rows: list[Row]) -> str:
+    """What comes before the first layer, and how fast that CPU was just then."""
+    lines = [
+        [
+            label(row["strategy"]),
+            "" if row["first_hops_ms"] is None else f"{row['first_hops_ms']:.1f}",
+            *(f"{ms:.2f}" for ms in row["python_loop_ms"]),
+        ]
+        for row in rows
+    ]
+    return markdown(["strategy", "first hops, ms", "Python loop before, ms", "after, ms"], lines)
 
 
 def kernels(rows: list[Row]) -> str:
     """What of a step rank 0's GPU spends where."""
     lines = [
         [
-            row["strategy"],
+            label(row["strategy"]),
             f"{row['all_gathers_between_nodes_ms']} ({row['one_all_gather_ms']:g})",
             f"{row['all_to_alls_between_nodes_ms']} ({row['one_all_to_all_ms']:g})",
             f"{row['other_kernels_ms']}",
@@ -72,20 +83,37 @@ def kernels(rows: list[Row]) -> str:
     return markdown([*headings, "other kernels, ms", "a step, ms"], lines)
 
 
-def planned(rows: list[Row]) -> str:
-    """Planned beside measured, in the order of the planned times."""
+def planned_times(rows: list[Row]) -> str:
+    """Planned beside measured times, in the order of the planned ones."""
     order = [row["levels"] for row in sorted(rows, key=lambda row: row["step_ms"])]
     lines = [
         [
             row["levels"],
             f"{row['planned_communication_ms']:.0f}",
             f"{row['step_ms']:.0f}",
-            f"{place}, {order.index(row['levels']) + 1}",
+            f"{place}",
+            f"{order.index(row['levels']) + 1}",
+        ]
+        for place, row in enumerate(in_planned_order(rows), start=1)
+    ]
+    headings = ["scopes", "communication planned, ms", "step measured, ms", "rank planned", "rank measured"]
+    return markdown(headings, lines)
+
+
+def planned_memory(rows: list[Row]) -> str:
+    """Planned beside measured memory of the model's states, in the same order."""
+    lines = [
+        [
+            row["levels"],
             f"{row['planned_states_gib']:.2f}",
             f"{row['states_gib']:.2f}",
             f"{row['states_gib'] / row['planned_states_gib'] - 1:+.1%}",
         ]
-        for place, row in enumerate(sorted(rows, key=lambda row: row["planned_communication_ms"]), start=1)
+        for row in in_planned_order(rows)
     ]
-    headings = ["levels", "communication planned, ms", "step measured, ms", "place planned, measured"]
-    return markdown([*headings, "states planned, GiB", "measured, GiB", "off by"], lines)
+    return markdown(["scopes", "states planned, GiB", "measured, GiB", "off by"], lines)
+
+
+def in_planned_order(rows: list[Row]) -> list[Row]:
+    """From the least planned communication to the most."""
+    return sorted(rows, key=lambda row: row["planned_communication_ms"])

@@ -1,0 +1,89 @@
+"""Pages of results: Markdown that shows tables between markers, and figures, both generated from results.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``report.py`` of a folder says what each table
+shows, and how each figure is drawn; without options it writes them all, and with ``--check`` it tells whether a page or
+a figure differs from the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS_PAGES, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
+MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n.*?<!-- end -->\n", re.DOTALL)
+Tables = Mapping[str, str]
+"""Tables of a page, with what stands under each, by their names."""
+Figures = Mapping[str, Callable[[], str]]
+"""What draws each figure, by the name of its file in docs/figures."""
+
+
+def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table as Markdown."""
+    headings = list(headings)
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+
+
+def provenance(folder: str, results: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> str:
+    """A line that names the files of some results in ``folder``, with when and from which commit each was made."""
+    made_by = []
+    for name in dict.fromkeys(names):
+        made = results[name]["manifest"]
+        commit = made["commit"][:7] if made["commit"] else "no commit"
+        made_by.append(f"`{name}.json` ({made['date'][:10]}, {commit})")
+    return f"From `{folder}`: {', '.join(made_by)}."
+
+
+def with_tables(text: str, tables: Tables, page: str = "the page") -> str:
+    """A page's text with the present tables; ``page`` is what an error calls it.
+
+    Raises:
+        ValueError: If a table has no place in the text, or a place has no table.
+    """
+    places = [match["name"] for match in MARKED.finditer(text)]
+    if sorted(places) != sorted(tables):
+        raise ValueError(f"{page} has places for the tables {sorted(places)}, and there are {sorted(tables)}")
+    return MARKED.sub(lambda match: f"<!-- table: {match['name']} -->\n{tables[match['name']]}\n<!-- end -->\n", text)
+
+
+def different_tables(page: Path, tables: Tables) -> list[str]:
+    """The tables that a page shows otherwise than the results say."""
+    old, new = page.read_text(), with_tables(page.read_text(), tables, str(page))
+    shown = {match["name"]: match.group() for match in MARKED.finditer(old)}
+    return [match["name"] for match in MARKED.finditer(new) if match.group() != shown[match["name"]]]
+
+
+def different_figures(figures: Figures) -> list[str]:
+    """The figures that differ from what is drawn of the results now."""
+    from charts import same
+
+    files = {name: FIGURES / name for name in figures}
+    return [name for name, file in files.items() if not file.exists() or not same(file.read_text(), figures[name]())]
+
+
+def main(description: str | None, pages: Mapping[Path, Tables], figures: Figures) -> None:
+    """The command line of a folder's report.py. Without matplotlib it leaves figures alone."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs from the results")
+    check = parser.parse_args().check
+    if figures and not find_spec("matplotlib"):
+        print("no figures without matplotlib")
+        figures = {}
+    if check:
+        found = [f"{page}: {table}" for page, tables in pages.items() for table in different_tables(page, tables)]
+        found += [f"{FIGURES / name}" for name in different_figures(figures)]
+        if found:
+            raise SystemExit("\n".join(["what differs from the results; run report.py without --check:", *found]))
+        return
+    texts = {page: with_tables(page.read_text(), tables, str(page)) for page, tables in pages.items()}
+    for page, text in texts.items():
+        page.write_text(text)
+    for name, draw in figures.items():
+        FIGURES.mkdir(parents=True, exist_ok=True)
+        (FIGURES / name).write_text(draw())

@@ -1,0 +1,64 @@
+"""The figures of steps on pages: step times beside peak memory, and peak memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from charts import FAINT, MEMORY, OURS, PEER, Figure, drawn
+from columns import Row
+from headline import LABELS, Entry
+from labels import label
+from matplotlib.axes import Axes
+
+_WIDTH = 4.4
+"""Inches; text of 10 points is still legible when the figure is scaled to a phone's 360 pixels."""
+
+
+@drawn
+def step_time(entries: list[Entry]) -> Figure:
+    """A bar for each strategy's step, from the fastest to the slowest a thin line, and one for its peak memory."""
+    figure = Figure(figsize=(_WIDTH, 0.6 + 0.46 * len(entries)), layout="constrained")
+    times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.75, 1))
+    for place, entry in enumerate(entries):
+        _name(times, place, LABELS[entry.name].replace("`", "").replace("Strategy.", "").replace(" 0.19.8", ""))
+        _bar(times, place, entry.times[0], entry.said, OURS if entry.is_ours else PEER)
+        fastest, slowest = min(row["fastest_ms"] for row in entry.rows), max(row["slowest_ms"] for row in entry.rows)
+        times.plot([fastest, slowest], [place + 0.35] * 2, color=FAINT, lw=1)
+        _bar(memory, place, entry.peak_gib, f"{entry.peak_gib:.1f}", MEMORY)
+    _frame(times, "step, ms", len(entries))
+    _frame(memory, "peak memory, GiB", len(entries))
+    times.set_xlim(0, 1.5 * max(max(entry.times) for entry in entries))
+    return figure
+
+
+@drawn
+def memory(runs: Mapping[str, list[Row]]) -> Figure:
+    """Peak memory of each strategy, a panel for each run."""
+    counts = [len(rows) for rows in runs.values()]
+    figure = Figure(figsize=(_WIDTH, 0.8 * len(runs) + 0.44 * sum(counts)), layout="constrained")
+    panels = figure.subplots(len(runs), 1, height_ratios=counts, sharex=True)
+    for axes, (title, rows) in zip(panels, runs.items(), strict=True):
+        for place, row in enumerate(sorted(rows, key=lambda row: -row["peak_gib"])):
+            ours = "zeropp" in row["strategy"] and "deepspeed" not in row["strategy"]
+            _name(axes, place, label(row["strategy"]))
+            _bar(axes, place, row["peak_gib"], f"{row['peak_gib']:.1f}", OURS if ours else PEER)
+        _frame(axes, "peak memory, GiB" if axes is panels[-1] else "", len(rows))
+        axes.set_title(title, loc="left", weight="bold")
+        axes.margins(x=0.12)
+    return figure
+
+
+def _bar(axes: Axes, place: int, length: float, text: str, color: str) -> None:
+    bars = axes.barh(place + 0.13, length, height=0.36, color=color)
+    axes.bar_label(bars, [text], padding=4, fontsize=9)
+
+
+def _name(axes: Axes, place: int, text: str) -> None:
+    """What a bar is of, above it, where it has the whole width."""
+    axes.text(0, place - 0.12, f" {text}", ha="left", va="bottom", fontsize=9.5)
+
+
+def _frame(axes: Axes, what: str, bars: int) -> None:
+    axes.set(xlabel=what, yticks=[], ylim=(bars - 0.4, -0.55))
+    axes.spines["left"].set_visible(False)
+    axes.locator_params(axis="x", nbins=4)
