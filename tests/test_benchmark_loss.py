@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from harness.benchmarks import BENCHMARKS
+from harness.benchmarks import BENCHMARKS, sample_text
 from harness.launch import launch
 
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
@@ -73,13 +72,8 @@ def test_what_compares_nothing_is_refused(options: str, message: str) -> None:
 
 
 def test_convergence_trains_what_is_not_there_yet(tmp_path: Path) -> None:
-    # Always the same, since what was read once stays in the temporary folder; of 200 files a few are held out.
-    text = Path(tempfile.gettempdir(), "fsdp_zpp-test-text")
-    text.mkdir(exist_ok=True)
-    for number in range(200):
-        (text / f"{number}.txt").write_text(f"{number} and {number} makes {2 * number}.\n" * 9)
     settings = "--device cpu --tokens 1e3 --batch 1 --sequence 64 --hidden 32 --intermediate 64 --layers 1 --heads 2"
-    options = [*settings.split(), "--text", str(text), "--validation-tokens", "1e3", "--seeds", "0"]
+    options = [*settings.split(), "--text", str(sample_text()), "--validation-tokens", "1e3", "--seeds", "0"]
     for configurations in ("full_shard,int2", "full_shard,int2,w8:int4+loco"):
         done = run("convergence", "--worker", *options, "--output", tmp_path, "--configs", configurations)
         assert done.returncode == 0, done.stdout + done.stderr

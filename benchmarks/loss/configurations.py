@@ -1,13 +1,15 @@
-"""What the convergence study compares, by name (gaps.py says how names are made), the most important first."""
+"""What the studies compare, by name: the convergence study (gaps.py says how its names are made), and local steps."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from experimental_codecs import Hadamard, Int2, StochasticInt4
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Int4, Int8, LoCo, Strategy
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy
 
 Sharding = Strategy | ShardingStrategy
 
@@ -45,14 +47,60 @@ NAMES = (
     "w8:int4x2 w8:int4x2+loco w8:int2 w8:int2+loco w8:int4x2+loco-beta0 w8:int2+loco-beta0 w8:int4x2+hadamard "
     "w8:int2+hadamard w8:int4+loco-both w8:int4+loco-int8state w8:int4+stochastic int4c int4c+loco"
 ).split()
-"""All names, in the order in which they are trained."""
+"""All names of the convergence study, in the order in which they are trained, the most important first."""
+
+LOCAL_NAMES = (
+    "full_shard local32:int4+loco local32:int4 local32:none local32:int8 local8:int4+loco local128:int4+loco "
+    "local8:int4 local128:int4 local8:none local128:none local32:int4+loco:at-once local32:int4+loco:overlap1 "
+    "local32:int4+loco:overlap1:mix0.5 local32:int4+loco:outer1:momentum0 local8:int8 local128:int8"
+).split()
+"""Names of the study of local steps: ``every=32`` with int4 and error feedback, and that with one thing changed.
+
+``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all fragments in the same step),
+``overlapSTEPS``, ``mixSHARE``, ``outerLR`` or ``momentumVALUE``; what a name does not say is LocalSteps' default.
+"""
+_EXCHANGED = {"none": None, "int8": Int8(128), "int4": Int4(128)}
+_CHANGES: dict[str, tuple[str, Callable[[str], float]]] = {
+    "overlap": ("overlap", int),
+    "mix": ("mix", float),
+    "outer": ("outer_lr", float),
+    "momentum": ("outer_momentum", float),
+}
 
 
 def sharding(name: str, gpus_per_node: int) -> Sharding:
     """What FullyShardedDataParallel is given for the configuration of that name."""
     if name == "full_shard":
         return ShardingStrategy.FULL_SHARD
+    if name.startswith("local"):
+        return Strategy("III", local_steps=local_steps(name), gpus_per_node=gpus_per_node)
     prefix, _, gradients = name.rpartition(":")
     weights = Int8(256) if prefix == "w8" else None
     encoded = {} if gradients in ("full_shard", "IGG") else _GRADIENTS[gradients]
     return Strategy("IGG", weights=weights, gpus_per_node=gpus_per_node, **encoded)
+
+
+def local_steps(name: str) -> LocalSteps:
+    """What a name like those in ``LOCAL_NAMES`` says.
+
+    Raises:
+        ValueError: If it is none, or LocalSteps doesn't take what it says.
+    """
+    parts = re.fullmatch(r"local(\d+):(none|int8|int4)(\+loco)?((?::(?:at-once|[a-z]+[\d.]+))*)", name)
+    if parts is None:
+        raise ValueError(f"{name!r} is unknown; local steps are named like {LOCAL_NAMES[1]}:overlap1:mix0.5")
+    every, codec, feedback, changes = parts.groups()
+    options: dict[str, Any] = {}
+    for change in changes.split(":")[1:]:
+        word = change.rstrip("0123456789.")
+        if change == "at-once":
+            options["spread"] = False
+        elif word in _CHANGES:
+            option, number = _CHANGES[word]
+            options[option] = number(change.removeprefix(word))
+        else:
+            raise ValueError(f"{name!r} changes {word!r}; what can be changed is at-once, {', '.join(_CHANGES)}")
+    if options.get("outer_momentum") == 0:
+        options["nesterov"] = False
+    loco = LoCo(beta=0.8) if feedback else None
+    return LocalSteps(every=int(every), codec=_EXCHANGED[codec], error_feedback=loco, **options)

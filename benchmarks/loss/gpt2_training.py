@@ -1,4 +1,4 @@
-"""One training of the convergence study: a small GPT-2 on bytes, under one sharding strategy and one seed."""
+"""One training of a study: a small GPT-2 on bytes, under one sharding strategy and one seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from fsdp_zpp import Strategy, agreed_weights, exchange_weights
 
 # For an attention that it does not know, transformers makes no mask: with its own "sdpa" it looks, in every forward,
 # whether the positions are those of packed sequences, for which the host waits for the GPU. None is plain causal.
@@ -79,6 +82,10 @@ class Settings:
 def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     """Train once. Collective.
 
+    With local steps nodes hold weights of their own, and what is validated is the one model that nodes agree on: in the
+    middle of training that of their last exchanges, each unit's up to ``every`` steps ago (at the start, when all nodes
+    hold the same, the model itself), and at the end the model after all units were exchanged once more.
+
     Args:
         settings: The model, the data and the schedule.
         strategy: How the model is sharded.
@@ -87,13 +94,15 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
         device: Of this rank.
 
     Returns:
-        The losses on all ranks' data, against the tokens trained on, and the time.
+        The losses on all ranks' data, against the tokens trained on, and the time. With local steps, also the loss just
+        before units were exchanged once more.
     """
     began = time.perf_counter()
     network, parameters = build(settings, seed, device)
     model = shard(network, strategy, device)
     # From here on random numbers are for rounding, whose errors must not be the same on all ranks.
     torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())
+    has_local_steps = isinstance(strategy, Strategy) and strategy.local_steps is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = LambdaLR(optimizer, learning_rate(settings))
     order = data_order(settings, seed, corpus.training)
@@ -101,7 +110,8 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
     losses = torch.zeros(settings.steps, device=device)
     for step in range(settings.steps):
         if step % settings.validate_every == 0:
-            validation.append((step, validate(settings, model, corpus.held_out)))
+            with agreed(model, has_local_steps and step > 0):
+                validation.append((step, validate(settings, model, corpus.held_out)))
         loss = cross_entropy(model, windows(corpus.training, order[step], settings.sequence))
         loss.backward()
         losses[step] = loss.detach()
@@ -109,11 +119,18 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    validation.append((settings.steps, validate(settings, model, corpus.held_out)))
+    before_last_exchange = None
+    if has_local_steps:
+        with agreed(model, True):
+            before_last_exchange = validate(settings, model, corpus.held_out).item()
+        exchange_weights(model)
+    with agreed(model, has_local_steps):
+        validation.append((settings.steps, validate(settings, model, corpus.held_out)))
     dist.all_reduce(losses)
     result = {
         "parameters": parameters,
         "validation": [(step * settings.tokens_a_step, loss.item()) for step, loss in validation],
+        "before_last_exchange": before_last_exchange,
         "training": [part.mean().item() for part in (losses / dist.get_world_size()).split(settings.validate_every)],
         "seconds": time.perf_counter() - began,
     }
@@ -161,6 +178,11 @@ def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> F
         device_id=device,
         use_orig_params=True,
     )
+
+
+def agreed(model: FullyShardedDataParallel, is_local: bool) -> AbstractContextManager[None]:
+    """A context in which the model is the one that nodes agree on, if they have weights of their own."""
+    return agreed_weights(model) if is_local else nullcontext()
 
 
 def learning_rate(settings: Settings) -> Callable[[int], float]:

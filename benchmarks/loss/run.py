@@ -1,7 +1,8 @@
-"""Measures what sharding strategies and their codecs do to the loss. Three studies, each with its own ``--help``:
+"""Measures what sharding strategies and their codecs do to the loss. Four studies, each with its own ``--help``:
 
     torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --gpus-per-node 2    # which is ./run train
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 1 --batch 64 --seeds 0,1,2
+    python benchmarks/loss/run.py local-steps --nodes 2 --gpus-per-node 1 --seeds 0,1,2
     python benchmarks/loss/run.py straddling
 
 A run leaves one file of JSON with its figures and its manifest in ``runs/``; those in ``results/`` are what README.md
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))  # compare.py train
 STUDIES = {
     "compare": "examples/train.py under strategies and under torch's FULL_SHARD, with the same seed and data",
     "convergence": "a small GPT-2 under many ways to encode gradients and weights, with and without error feedback",
+    "local-steps": "the same GPT-2 on nodes that train on their own and exchange weights every few steps",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",
 }
 
@@ -31,7 +33,7 @@ def main() -> None:
     parser.add_argument("study", choices=STUDIES, help="; ".join(f"{name}: {what}" for name, what in STUDIES.items()))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the study")
     arguments = parser.parse_args()
-    importlib.import_module(arguments.study).main(arguments.options)
+    importlib.import_module(arguments.study.replace("-", "_")).main(arguments.options)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -26,3 +27,12 @@ def load(folder: str, name: str) -> ModuleType:
             file = getattr(sys.modules[added], "__file__", None)
             if file and BENCHMARKS in Path(file).parents:
                 del sys.modules[added]
+
+
+def sample_text() -> Path:
+    """A folder of text to train on; always the same, since what was read once stays in the temporary folder."""
+    folder = Path(tempfile.gettempdir(), "fsdp_zpp-test-text")
+    folder.mkdir(exist_ok=True)
+    for number in range(200):  # of which a few are held out
+        (folder / f"{number}.txt").write_text(f"{number} and {number} makes {2 * number}.\n" * 9)
+    return folder

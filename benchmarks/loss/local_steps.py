@@ -1,0 +1,99 @@
+"""Validation loss of nodes that train on their own and exchange weights every few steps, beside synchronous training.
+
+    python benchmarks/loss/run.py local-steps --nodes 2 --gpus 1 --seeds 0 --configs full_shard,local32:int4+loco \\
+        --lr 5e-4,1e-3,2e-3                                           # which learning rate suits
+    python benchmarks/loss/run.py local-steps --nodes 2 --gpus 1 --configs full_shard@2e-3,local32:int4+loco@1e-3
+
+All see the same tokens, in the same steps, from the same weights. The learning rate must be tuned for each, since local
+steps train on the batch of a node: a configuration (configurations.py) is trained with all of ``--lr``, or with the one
+after an ``@``. What is validated is the one model that nodes agree on (gpt2_training.py). jobs.py says how runs are
+made; each finished run is a file in ``--output``, for any number of nodes. At the end come tables and a figure of all
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from configurations import LOCAL_NAMES, local_steps
+from corpus import load_corpus
+from gaps import REFERENCE
+from gpt2_training import Settings
+from jobs import Run, add_options, carry_out, settings_of
+from local_figures import draw_every
+from local_gaps import by_nodes, comparable, learning_rates, rate_of, table
+from records import read_all
+from tables import in_columns
+
+BATCH = 128
+"""Sequences of a step, on all nodes together."""
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", default=",".join(LOCAL_NAMES), help="NAME[@LR], in this order; default: all")
+    parser.add_argument("--lr", default="1e-3", help="learning rates of configurations that name none")
+    add_options(parser, Path("runs/local-steps"))
+    # 768 steps, which all of 8, 32 and 128 divide.
+    parser.set_defaults(gpus_per_node=1, batch=None, tokens=768 * BATCH * 512, validate_every=128)
+    arguments = parser.parse_args(given)
+    if arguments.batch is None:
+        arguments.batch = max(1, BATCH // (arguments.nodes * arguments.gpus_per_node))
+    try:
+        arguments.configs = configurations(arguments.configs, [float(lr) for lr in arguments.lr.split(",")])
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def configurations(given: str, rates: list[float]) -> list[tuple[str, float]]:
+    """The configurations to train, each with its learning rate.
+
+    Args:
+        given: Names with commas between them, a learning rate after an ``@`` where one is named.
+        rates: Of the names without.
+
+    Raises:
+        ValueError: If one is unknown.
+    """
+    found = []
+    for each in given.split(","):
+        name, _, rate = each.partition("@")
+        if name != REFERENCE:
+            local_steps(name)
+        found += [(name, float(lr)) for lr in ([rate] if rate else rates)]
+    return found
+
+
+def label(name: str, settings: Settings) -> str:
+    """What sets a run apart, but for its seed."""
+    return f"{settings.nodes}x{settings.gpus_per_node}-{name}-lr{rate_of(settings.lr)}"
+
+
+def report(folder: Path, settings: Settings) -> None:
+    """Print the tables, and draw the figure, of runs with these settings."""
+    wanted = comparable(asdict(settings))
+    records = [record for record in read_all(folder) if comparable(record["arguments"]) == wanted]
+    if not records:
+        return
+    print(f"\n{in_columns(table(records))}")
+    if any(len(tried) > 1 for tuned in by_nodes(records).values() for tried in tuned.tried.values()):
+        print(f"\n{in_columns(learning_rates(records))}")
+    draw_every(by_nodes(records), folder / "local-steps.png")
+
+
+def main(given: list[str]) -> None:
+    """Train and report, or be one rank of a job."""
+    arguments = parse(given)
+    corpus = load_corpus(arguments.text)
+    named = [(name, settings_of(arguments, corpus, lr=lr)) for name, lr in arguments.configs]
+    runs = [Run(name, seed, settings, label(name, settings)) for name, settings in named for seed in arguments.seeds]
+    well = carry_out(arguments, runs, corpus)
+    if arguments.worker:
+        return
+    report(arguments.output, runs[0].settings)
+    sys.exit(0 if well else 1)
