@@ -26,8 +26,8 @@ from .blockwise import Int4, Int8
 class Int4Delta(Codec):
     """Codec of weights that sends changes between nodes in 4 bits: half the bytes of ``Int8`` at nearly its error.
 
-    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``). The top of delta.py
-    explains how it works.
+    For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
+    encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
 
     Args:
         block: Number of deltas that share a scale, a power of two from 32 to 4096.

@@ -55,8 +55,8 @@ class Strategy:
             secondary shard of the weights inside each node (ZeRO++'s hpZ).
         weights: Codec of the weight all-gather (ZeRO++'s qwZ). Weights are quantized once, from the
             full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the inter-node
-            hop carries only the changes, in 4 bits. On a single node, weights and gradients are sent in full
-            precision: see [Note: One node] in resolve.py.
+            hop carries only the changes, in 4 bits. On a single node, which has no slow hop, weights
+            and gradients are sent in full precision.
         gradients: Codec of the gradient reduction between nodes (ZeRO++'s qgZ).
         intra_gradients: Codec of the gradient reduction inside a node; active on a single node, too. ``"auto"`` is
             finer than ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several
@@ -284,7 +284,7 @@ class Strategy:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any] | str) -> Strategy:
-        """The strategy of a configuration file in YAML or JSON; the top of mapping.py shows the form.
+        """The strategy of a configuration file in YAML or JSON, as in ``{"preset": "zeropp", "gpus_per_node": 8}``.
 
         Args:
             mapping: The arguments of a strategy, with codecs by name (``"int8:256"``); ``preset``, if given, is the

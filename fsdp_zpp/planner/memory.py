@@ -30,10 +30,10 @@ class Memory:
             and a quantized base, of which each node keeps a copy under G, too, from the first gather on.
         shard: The shard that the optimizer updates, and that of frozen weights that are not quantized.
         optimizer: The optimizer state.
-        outer: With local steps, the agreed weights and the outer optimizer's momentum; see exchange.py.
+        outer: With local steps, the agreed weights and the outer optimizer's momentum.
         gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
         errors: The errors that error feedback keeps.
-        working: The units in flight; see ``working_memory``. With local steps, an exchange, too.
+        working: The buffers of the units in flight. With local steps, those of an exchange, too.
         activations: As given.
         reserve: As given.
     """

@@ -36,6 +36,14 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert not missing
 
 
+def test_the_command_line_is_shown_as_it_prints_itself() -> None:
+    command = [sys.executable, "-m", "fsdp_zpp", "plan", "--help"]
+    help_text = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout
+    options = help_text[help_text.index("model:\n") : help_text.index("Example:")]
+    shown = (ROOT / "docs/reference/command-line.md").read_text()
+    assert "".join(options.split()) in "".join(shown.split())  # lines are broken for a terminal's width
+
+
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     dead = []
     for page in (page for page in PAGES if ROOT / "docs" not in page.parents):
