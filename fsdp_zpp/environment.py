@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_zpp.torch_internals import SUPPORTED, major_minor
-
 PACKAGES = (
     "fsdp_zpp torch triton safetensors transformers peft accelerate trl lightning torchtitan axolotl bitsandbytes"
 ).split()
@@ -73,8 +71,6 @@ def _versions() -> dict[str, str]:
             found[package] = "not installed"
     # Of the library that is loaded: the distribution's version may lack the build, such as +cu130.
     found["torch"] = torch.__version__
-    if not SUPPORTED[0] <= major_minor(torch.__version__) <= SUPPORTED[1]:
-        found["torch"] += " (not supported)"
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
         found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)) or "none"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ from harness.adapter import STOCK, Case
 from harness.covering import SCOPES
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
+from harness.training import train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from fsdp_zpp import Strategy, fully_shard
+from fsdp_zpp import Strategy, fully_shard, traffic
 
 PLAIN = [Strategy(scopes, gpus_per_node=2) for scopes in SCOPES]
 ZEROPP, LOCO = Strategy.zeropp(gpus_per_node=2), Strategy.loco(gpus_per_node=2)
@@ -224,3 +226,36 @@ def override_of_frozen() -> None:
 
 def test_overridden_dtypes_of_a_frozen_base_are_refused(pool: Callable[[int], Pool]) -> None:
     pool(4).run(override_of_frozen)
+
+
+class ByAllReduce(Fsdp2):
+    """Says by set_requires_all_reduce, as with torch's HSDP, that more micro-batches follow."""
+
+    @contextmanager
+    def micro_batch(self, model: Any, last: bool, synced: bool) -> Iterator[None]:
+        model.set_requires_all_reduce(last or synced)
+        model.set_is_last_backward(last)
+        yield
+
+
+def accumulated(
+    adapter: Fsdp2, strategy: Strategy, synced: bool = False
+) -> tuple[dict[str, Tensor], dict[str, dict[str, int]]]:
+    """In a worker: the weights after two steps of three micro-batches, and what was sent."""
+    case = Case(steps=2, micro_batches=3, synced=synced)
+    model = adapter.make(case, strategy)
+    train(adapter, model, case)
+    return adapter.full_weights(model), traffic(model)
+
+
+@pytest.mark.parametrize("scopes", SCOPES)
+def test_all_reduce_setter_defers_what_gradient_scopes_n_and_i_accumulate(
+    pool: Callable[[int], Pool], scopes: str
+) -> None:
+    strategy = Strategy(scopes, gpus_per_node=2)
+    setter = pool(4).run(accumulated, ByAllReduce(), strategy)
+    # Where gradients are accumulated over all ranks, no hop is left to defer: each micro-batch is synchronized.
+    expected = pool(4).run(accumulated, Fsdp2(), strategy, scopes[1] == "G")
+    for (weights, sent), (expected_weights, expected_sent) in zip(setter, expected, strict=True):
+        assert sent == expected_sent
+        assert models.distance(weights, expected_weights) == 0
