@@ -44,7 +44,7 @@ def test_names_say_how_nodes_exchange(name: str, meant: LocalSteps) -> None:
 def test_a_name_gives_a_strategy_with_local_steps() -> None:
     strategy = configurations.sharding("local32:int4+loco", 1)
     assert strategy.local_steps == configurations.local_steps("local32:int4+loco")
-    for name in configurations.LOCAL_NAMES:
+    for name in local_gaps.LOCAL_NAMES:
         configurations.sharding(name, 1)
 
 
@@ -142,5 +142,8 @@ def test_without_a_common_seed_the_learning_rate_with_most_seeds_counts() -> Non
 
 
 def test_draws_the_gaps(tmp_path: Path) -> None:
-    load("loss", "local_figures").draw_every(local_gaps.by_nodes(RECORDS), tmp_path / "gaps.png")
+    figures = load("loss", "local_figures")
+    figures.draw_every(local_gaps.by_nodes(RECORDS), tmp_path / "gaps.png")
     assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
+    drawing = figures.every_svg(local_gaps.by_nodes(RECORDS))
+    assert all(f">{text}<" in drawing for text in ("2 nodes", "4 nodes", "int4", "int4+loco", "int4+loco:overlap1"))

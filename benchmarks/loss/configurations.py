@@ -1,4 +1,4 @@
-"""What the studies compare, by name: the convergence study (gaps.py says how its names are made), and local steps."""
+"""What the studies compare, by name: gaps.py and local_gaps.py say how names are made."""
 
 from __future__ import annotations
 
@@ -49,16 +49,6 @@ NAMES = (
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 
-LOCAL_NAMES = (
-    "full_shard local32:int4+loco local32:int4 local32:none local32:int8 local8:int4+loco local128:int4+loco "
-    "local8:int4 local128:int4 local8:none local128:none local32:int4+loco:at-once local32:int4+loco:overlap1 "
-    "local32:int4+loco:overlap1:mix0.5 local32:int4+loco:outer1:momentum0 local8:int8 local128:int8"
-).split()
-"""Names of the study of local steps: ``every=32`` with int4 and error feedback, and that with one thing changed.
-
-``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all fragments in the same step),
-``overlapSTEPS``, ``mixSHARE``, ``outerLR`` or ``momentumVALUE``; what a name does not say is LocalSteps' default.
-"""
 _EXCHANGED = {"none": None, "int8": Int8(128), "int4": Int4(128)}
 _CHANGES: dict[str, tuple[str, Callable[[str], float]]] = {
     "overlap": ("overlap", int),
@@ -81,14 +71,14 @@ def sharding(name: str, gpus_per_node: int) -> Sharding:
 
 
 def local_steps(name: str) -> LocalSteps:
-    """What a name like those in ``LOCAL_NAMES`` says.
+    """What the name of a configuration with local steps says.
 
     Raises:
         ValueError: If it is none, or LocalSteps doesn't take what it says.
     """
     parts = re.fullmatch(r"local(\d+):(none|int8|int4)(\+loco)?((?::(?:at-once|[a-z]+[\d.]+))*)", name)
     if parts is None:
-        raise ValueError(f"{name!r} is unknown; local steps are named like {LOCAL_NAMES[1]}:overlap1:mix0.5")
+        raise ValueError(f"{name!r} is unknown; local steps are named like local32:int4+loco:overlap1:mix0.5")
     every, codec, feedback, changes = parts.groups()
     options: dict[str, Any] = {}
     for change in changes.split(":")[1:]:

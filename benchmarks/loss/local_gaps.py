@@ -6,11 +6,20 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from configurations import LOCAL_NAMES
 from gaps import REFERENCE, Runs, spread
-from readme_tables import markdown
 from records import Record
+from result_pages import markdown
 
+LOCAL_NAMES = (
+    "full_shard local32:int4+loco local32:int4 local32:none local32:int8 local8:int4+loco local128:int4+loco "
+    "local8:int4 local128:int4 local8:none local128:none local32:int4+loco:at-once local32:int4+loco:overlap1 "
+    "local32:int4+loco:overlap1:mix0.5 local32:int4+loco:outer1:momentum0 local8:int8 local128:int8"
+).split()
+"""Names of the study of local steps: ``every=32`` with int4 and error feedback, and that with one thing changed.
+
+``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all fragments in the same step),
+``overlapSTEPS``, ``mixSHARE``, ``outerLR`` or ``momentumVALUE``; what a name does not say is LocalSteps' default.
+"""
 NOT_COMPARED = ("nodes", "batch", "lr")
 """Settings in which runs of the study may differ: nodes share a step's tokens, and learning rates are tuned."""
 

@@ -18,13 +18,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from configurations import LOCAL_NAMES, local_steps
+from configurations import local_steps
 from corpus import load_corpus
 from gaps import REFERENCE
 from gpt2_training import Settings
 from jobs import Run, add_options, carry_out, settings_of
 from local_figures import draw_every
-from local_gaps import by_nodes, comparable, learning_rates, rate_of, table
+from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, rate_of, table
 from records import read_all
 from tables import in_columns
 

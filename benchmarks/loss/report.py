@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import gaps
+import local_gaps
 import result_pages
 import tables
 from records import Record, read
@@ -22,6 +23,7 @@ from result_pages import RESULTS_PAGES, Figures
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 ON_2X1, ON_2X2 = "convergence-2x1-h200/*", "convergence-2x2-h200/*"
+LOCAL_STEPS = "local-steps-*/*"
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ def find(*paths: str) -> dict[str, Record]:
 
 
 def draw(kind: str, *given: str) -> str:
-    """A figure's SVG: of the losses of a comparison's seeds, or of gaps."""
+    """A figure's SVG: of the losses of a comparison's seeds, or of gaps, or of those of local steps."""
     import figures  # tables need no matplotlib
+    import local_figures
 
     if kind == "losses":
         return figures.seeds_compared(list(find(*seeds(*given)).values()))
     results, *prefix = given
+    if kind == "local steps":
+        return local_figures.every_svg(local_gaps.by_nodes(list(find(results).values())))
     return figures.gaps_svg(gaps.Runs(list(find(results).values())), *prefix)
 
 
@@ -88,6 +93,11 @@ FIGURES: Figures = {
     "coarse-gradients-int8-weights.svg": partial(draw, "gaps", ON_2X1, "w8:"),
     "coarse-gradients-2x2.svg": partial(draw, "gaps", ON_2X2),
 }
+
+if find(LOCAL_STEPS):
+    TABLES["local steps"] = Table(local_gaps.table, (LOCAL_STEPS,))
+    TABLES["learning rates of local steps"] = Table(local_gaps.learning_rates, (LOCAL_STEPS,))
+    FIGURES = {**FIGURES, "local-steps-loss.svg": partial(draw, "local steps", LOCAL_STEPS)}
 
 
 if __name__ == "__main__":
