@@ -141,6 +141,13 @@ def test_without_a_common_seed_the_learning_rate_with_most_seeds_counts() -> Non
     assert tuned.rates == {"full_shard": 2e-3}
 
 
+def test_runs_on_different_texts_are_not_compared() -> None:
+    other = record("local32:int4", 1e-3, 0, 0.9)
+    other["arguments"]["text"] = "another"
+    with pytest.raises(ValueError, match=r"different settings can't be compared: \[\('text', 'another'\)\]"):
+        local_gaps.table([*RECORDS, other])
+
+
 def test_draws_the_gaps(tmp_path: Path) -> None:
     figures = load("loss", "local_figures")
     figures.draw_every(local_gaps.by_nodes(RECORDS), tmp_path / "gaps.png")

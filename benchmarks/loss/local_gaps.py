@@ -95,7 +95,15 @@ def variant(name: str) -> str:
 
 
 def by_nodes(records: Sequence[Record]) -> dict[int, TunedRuns]:
-    """The runs, by the number of nodes."""
+    """The runs, by the number of nodes.
+
+    Raises:
+        ValueError: If they can't be compared, of different texts, say.
+    """
+    for record in records:
+        different = comparable(record["arguments"]).items() ^ comparable(records[0]["arguments"]).items()
+        if different:
+            raise ValueError(f"runs with different settings can't be compared: {sorted(different)}")
     nodes = sorted({record["arguments"]["nodes"] for record in records})
     return {n: TunedRuns([record for record in records if record["arguments"]["nodes"] == n]) for n in nodes}
 
