@@ -40,7 +40,7 @@ class QuantizedReduceState:
         ValueError: If the group can't be laid out on nodes of ``gpus_per_node``, if ranks pass different arguments, or
             if ``error_feedback`` has no codec whose errors it could feed back.
 
-    Example:
+    Examples:
         >>> model = FullyShardedDataParallel(model)
         >>> model.register_comm_hook(QuantizedReduceState(Int4(128), gpus_per_node=8), quantized_reduce_hook)
     """

@@ -74,7 +74,7 @@ class Strategy:
             error feedback has no gradient codec to correct, or an argument has no effect with local steps.
         TypeError: If a codec is not a ``Codec``, or another argument has the wrong type.
 
-    Example:
+    Examples:
         >>> strategy = Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
     """
 

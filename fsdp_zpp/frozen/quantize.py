@@ -89,7 +89,7 @@ def quantize_frozen_params(
             ``sync_module_states``, which need a model that is not sharded. If a checkpoint is broken or not this
             model's, on any rank; every rank then raises, and the model is unchanged.
 
-    Example:
+    Examples:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
         >>> quantize_frozen_params(model, Int8(256))
         >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)

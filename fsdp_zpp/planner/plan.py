@@ -83,7 +83,7 @@ def plan(
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, missing or contradicts another.
 
-    Example:
+    Examples:
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
     cluster = Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps)

@@ -109,7 +109,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
         ValueError: If its strategy has no local steps.
         RuntimeError: If the model has not run a forward yet, or shows them already.
 
-    Example:
+    Examples:
         >>> with agreed_weights(model):
         ...     state = get_model_state_dict(model)
     """

@@ -107,7 +107,7 @@ class CodecState:
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``, or optimizers are missing.
 
-    Example:
+    Examples:
         >>> dcp.save({"model": ..., "optimizer": ..., "codecs": CodecState(model)}, checkpoint_id=path)
     """
 

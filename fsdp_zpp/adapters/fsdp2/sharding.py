@@ -79,7 +79,7 @@ def fully_shard(
         ValueError: If the mesh or another argument does not fit a strategy.
         NotImplementedError: If the strategy can't be combined with another parallelism that has sharded the module.
 
-    Example:
+    Examples:
         >>> for layer in model.layers:
         ...     fully_shard(layer, strategy=Strategy.zeropp())
         >>> fully_shard(model, strategy=Strategy.zeropp())

@@ -98,7 +98,7 @@ class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
         TypeError: If ``sharding_strategy`` is the class Strategy itself.
         ValueError: If an argument contradicts it.
 
-    Example:
+    Examples:
         >>> fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
@@ -122,7 +122,7 @@ class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrat
     all ranks, and ``tensor_parallel_size=1``. With it, pass ``mesh=device_mesh["data_parallel"]`` to
     ``fsdp_zpp.fully_shard``.
 
-    Example:
+    Examples:
         >>> fabric = Fabric(strategy=ModelParallelStrategy(shard, data_parallel_size=16, tensor_parallel_size=1), ...)
     """
 

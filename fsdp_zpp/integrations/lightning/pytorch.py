@@ -87,7 +87,7 @@ class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
         TypeError: If ``sharding_strategy`` is the class Strategy itself.
         ValueError: If an argument contradicts it.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
@@ -130,7 +130,7 @@ class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrat
     all ranks, and ``tensor_parallel_size=1``. With it, pass ``mesh=self.device_mesh["data_parallel"]`` to
     ``fsdp_zpp.fully_shard``.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(strategy=ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1), ...)
     """
 
