@@ -1,0 +1,125 @@
+"""The page on troubleshooting has an entry for each error and warning, and no entry for one that is gone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from harness.launch import ROOT
+
+PAGE = ROOT / "docs/guides/troubleshooting.md"
+FOLDERS = ("fsdp_zpp", "kernels")
+LEAST = 12
+"""Fewer characters than this tell no message from another. A message that has no more is another error's, passed on."""
+HOLE = "…"
+"""What stands for values, in messages here and in entries of the page."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A text that users see, with holes for values."""
+
+    file: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}"
+
+
+def text_of(node: ast.expr) -> str | None:
+    """The text of a literal, an f-string or a sum of them; None for anything else."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=values):
+            return "".join(HOLE if isinstance(part, ast.FormattedValue) else text_of(part) or "" for part in values)
+        case ast.BinOp(left=left, right=right, op=ast.Add()):
+            return (text_of(left) or HOLE) + (text_of(right) or HOLE)
+    return None
+
+
+def normalized(text: str) -> str:
+    """``text`` without the marks of Markdown and with single spaces."""
+    return re.sub(r"\s+", " ", re.sub(r"%[sdrg]", HOLE, text.replace("`", "").replace("\\|", "|"))).strip()
+
+
+def constants(text: str) -> list[str]:
+    """The parts of a text between its holes."""
+    return [part.strip() for part in text.split(HOLE)]
+
+
+def is_distinct(text: str) -> bool:
+    return max(map(len, constants(text))) >= LEAST
+
+
+def _arguments(tree: ast.Module) -> Iterator[ast.expr]:
+    """The messages of errors that are raised, or made by a method ``error`` to be raised, and of warnings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield from node.exc.args
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("warn", "warning"):
+                yield from node.args[:1]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_refuse":
+            yield from node.args[2:]
+
+
+@cache
+def messages() -> list[Message]:
+    """All messages of errors and warnings that are told from others by their constant parts."""
+    found = []
+    for file in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for node in _arguments(ast.parse(file.read_text())):
+            text = normalized(text_of(node) or "")
+            if is_distinct(text) and " " in text:  # others are names, such as that of a key
+                found.append(Message(file, node.lineno, text))
+    return found
+
+
+@cache
+def quotable() -> frozenset[str]:
+    """All texts of the library, with holes."""
+    trees = [ast.parse(path.read_text()) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    texts = (text_of(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr))
+    return frozenset(normalized(text) for text in texts if text)
+
+
+@cache
+def entries() -> list[tuple[int, str]]:
+    """The messages that the page quotes, in headings and in the first column of tables, with their lines."""
+    quoted = []
+    for number, line in enumerate(PAGE.read_text().splitlines(), 1):
+        if line.startswith(("### `", "| `")):
+            where = line if line.startswith("#") else re.split(r"(?<!\\)\|", line)[1]
+            quoted += [(number, normalized(code)) for code in re.findall(r"`([^`]+)`", where)]
+    return quoted
+
+
+def quotes(entry: str, message: str) -> bool:
+    """Whether the parts of ``entry`` stand in ``message``, in order."""
+    start = 0
+    for part in constants(entry):
+        start = message.find(part, start) + len(part)
+        if start < len(part):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("message", messages(), ids=str)
+def test_each_error_and_warning_has_an_entry(message: Message) -> None:
+    assert any(quotes(entry, message.text) for _, entry in entries() if is_distinct(entry)), (
+        f"{message} raises or warns {message.text!r}; give it an entry in {PAGE.relative_to(ROOT)}"
+    )
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"line{entry[0]}")
+def test_each_entry_quotes_a_message(entry: tuple[int, str]) -> None:
+    number, text = entry
+    assert is_distinct(text), f"{PAGE.name}:{number} quotes too little to tell the message: {text!r}"
+    assert any(quotes(text, known) for known in quotable()), f"{PAGE.name}:{number} quotes no message of ours: {text!r}"
