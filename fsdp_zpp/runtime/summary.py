@@ -162,4 +162,4 @@ def log_reduction(
 def _log(subject: str, mesh: ProcessMesh, units: int, report: StrategySummary) -> None:
     if mesh.rank == 0:
         level = logging.WARNING if report.inactive else logging.INFO
-        logger.log(level, "%s on %s, %d units: %s", subject, mesh.topology, units, report)
+        logger.log(level, "%s on %s, %d unit%s: %s", subject, mesh.topology, units, "" if units == 1 else "s", report)

@@ -55,6 +55,11 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 def _construct_with(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
     check_instance("sharding_strategy", strategy)
+    if isinstance(strategy, str):
+        raise TypeError(
+            "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
+            f"{strategy!r}"
+        )
     if not isinstance(strategy, Strategy):
         construct()
         return

@@ -36,6 +36,22 @@ def test_a_pair_of_groups_is_refused(pool: Callable[[int], Pool]) -> None:
     assert_refused(pool(4).run(pair_of_groups), PAIR_OF_GROUPS)
 
 
+def _name_of_a_strategy() -> Any:
+    return FSDP(models.make_net(), sharding_strategy="IGG", device_id=models.device())  # type: ignore[arg-type]
+
+
+NAME_OF_A_STRATEGY: Refusal = (_name_of_a_strategy, TypeError, "must be a Strategy such as Strategy.zeropp()")
+
+
+def name_of_a_strategy() -> Reply:
+    """In a worker: how a string is refused."""
+    return attempt(NAME_OF_A_STRATEGY)
+
+
+def test_a_string_is_refused(pool: Callable[[int], Pool]) -> None:
+    assert_refused(pool(2).run(name_of_a_strategy), NAME_OF_A_STRATEGY)
+
+
 def _local_state_dict() -> Any:
     model = Fsdp1(use_orig_params=False).make(Case(), Strategy("NII", **TWO))
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
