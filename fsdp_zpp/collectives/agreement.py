@@ -166,6 +166,20 @@ def agree(group: dist.ProcessGroup | None, act: Callable[[], T], summary: Callab
     raise ValueError(f"{named_ranks(others)} {difference} rank {ranks[0]}")
 
 
+def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """What the first rank of ``group`` has, on all of its ranks. Collective.
+
+    Args:
+        value: What this rank has; any object that can be pickled. Only the first rank's matters.
+        group: The ranks; None means all. Where torch.distributed is not initialized, that is this process alone.
+    """
+    if not dist.is_initialized():
+        return value
+    said = [value]
+    dist.broadcast_object_list(said, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    return said[0]
+
+
 def agree_on_use(
     asked: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:

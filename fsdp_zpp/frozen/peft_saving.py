@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.module_names import original_path, parameter_name
 
 from .full_tensors import full_parameters
@@ -56,12 +57,7 @@ def save_adapter(
                 peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
         except Exception as failure:  # any at all: the other ranks wait to hear whether it went well
             error = f"{type(failure).__name__}: {failure}"
-    if dist.is_initialized():
-        said = [error]
-        first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-        dist.broadcast_object_list(said, src=first, group=process_group)
-        (error,) = said
-    if error:
+    if error := from_first_rank(error, process_group):
         raise RuntimeError(f"the adapter could not be saved to {os.fspath(path)}: {error}")
 
 

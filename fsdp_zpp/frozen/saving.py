@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.module_names import base_fqns, original_path
 
 from .file_format import CODES, FORMAT, INDEX, SCALES, StoredWeight, full_codes, index_text
@@ -53,11 +54,7 @@ def save_frozen_params(model: nn.Module, path: str | os.PathLike[str], *, max_fi
     error = ""
     if writer is not None:
         error = writer.finish(left, stored)
-    if dist.is_initialized():
-        said = [error]
-        dist.broadcast_object_list(said, src=0)
-        (error,) = said
-    if error:
+    if error := from_first_rank(error):
         raise RuntimeError(f"the frozen base could not be saved to {os.fspath(path)}: {error}")
 
 

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import named_units
 
@@ -53,9 +54,7 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         return
     codecs, state = found
     folder = _folder_of(checkpoint)
-    exists = [folder.is_dir()]
-    dist.broadcast_object_list(exists)  # or ranks that see a shared folder at different times would hang
-    if not exists[0]:
+    if not from_first_rank(folder.is_dir()):  # ranks that see a shared folder at different times would hang
         codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
         return
     # Only what is there: a checkpoint of fewer ranks, or of other units, lacks keys, and CodecState says what follows.
@@ -78,15 +77,15 @@ def _remove_earlier(checkpoint: Path) -> None:
     Raises:
         OSError: On every rank, if rank 0 can't remove it.
     """
-    failure: list[OSError | None] = [None]
+    failure: OSError | None = None
     if dist.get_rank() == 0:
         try:
             remove_codec_state(checkpoint)
         except OSError as error:
-            failure = [error]
-    dist.broadcast_object_list(failure)  # before any rank writes into the folder that rank 0 may still be removing
-    if failure[0] is not None:
-        raise failure[0]
+            failure = error
+    # All wait for it here: a rank that is early would write into the folder that rank 0 is still removing.
+    if (failure := from_first_rank(failure)) is not None:
+        raise failure
 
 
 def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, dict[str, Any]] | None:
