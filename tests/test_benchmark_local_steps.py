@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.benchmarks import load, sample_text
+from harness.benchmarks import load, tiny_study
 from harness.launch import launch
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo
 
 configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
-SETTINGS = (
-    "--device cpu --tokens 1e3 --batch 1 --sequence 64 --hidden 32 --intermediate 64 --layers 1 --heads 2 "
-    "--validation-tokens 1e3 --validate-every 4 --seeds 0"
-)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +61,7 @@ def test_unknown_names_are_refused(options: str, message: str) -> None:
 
 
 def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
-    options = [*SETTINGS.split(), "--text", str(sample_text()), "--output", str(tmp_path)]
+    options = [*tiny_study(), "--validate-every", "4", "--output", str(tmp_path)]
     for names in ("full_shard@1e-2", "full_shard@1e-2,full_shard,local3:int4+loco,local3:none:at-once:overlap1"):
         command = ("local-steps", "--worker", *options, "--configs", names, "--lr", "5e-3")
         done = launch(2, "benchmarks/loss/run.py", *command, on_cpu=True)

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from harness.benchmarks import BENCHMARKS, sample_text
+from harness.benchmarks import BENCHMARKS, tiny_study
 from harness.launch import launch
 
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
@@ -72,10 +72,8 @@ def test_what_compares_nothing_is_refused(options: str, message: str) -> None:
 
 
 def test_convergence_trains_what_is_not_there_yet(tmp_path: Path) -> None:
-    settings = "--device cpu --tokens 1e3 --batch 1 --sequence 64 --hidden 32 --intermediate 64 --layers 1 --heads 2"
-    options = [*settings.split(), "--text", str(sample_text()), "--validation-tokens", "1e3", "--seeds", "0"]
     for configurations in ("full_shard,int2", "full_shard,int2,w8:int4+loco"):
-        done = run("convergence", "--worker", *options, "--output", tmp_path, "--configs", configurations)
+        done = run("convergence", "--worker", *tiny_study(), "--output", tmp_path, "--configs", configurations)
         assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("w8:int4+loco, seed 0: ")
     results = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

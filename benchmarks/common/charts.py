@@ -59,16 +59,14 @@ def drawn(draw: Callable[..., Figure]) -> Callable[..., str]:
     @wraps(draw)
     def as_svg(*arguments: Any, **options: Any) -> str:
         with style():
-            return svg(draw(*arguments, **options))
+            return _svg(draw(*arguments, **options))
 
     return as_svg
 
 
-def svg(figure: Figure) -> str:
-    """A figure's SVG."""
-    with style():
-        file = StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+def _svg(figure: Figure) -> str:
+    file = StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = re.sub(r"'DejaVu Sans'[^;\"]*", _FONTS, file.getvalue())
     text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
     for color, name in _NAMES.items():

@@ -54,7 +54,8 @@ def with_tables(text: str, tables: Tables, page: str = "the page") -> str:
 
 def different_tables(page: Path, tables: Tables) -> list[str]:
     """The tables that a page shows otherwise than the results say."""
-    old, new = page.read_text(), with_tables(page.read_text(), tables, str(page))
+    old = page.read_text()
+    new = with_tables(old, tables, str(page))
     shown = {match["name"]: match.group() for match in MARKED.finditer(old)}
     return [match["name"] for match in MARKED.finditer(new) if match.group() != shown[match["name"]]]
 

@@ -26,21 +26,19 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def run_blocks(language: str) -> list[Block]:
-    return [block for block in BLOCKS if block.language == language and not block.not_run]
+PYTHON = ("python", "diff")
 
 
-def pages_with_python() -> list[str]:
-    return sorted({block.page for language in ("python", "diff") for block in run_blocks(language)})
+def run_blocks(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages and not block.not_run]
 
 
-@pytest.mark.parametrize("page", pages_with_python())
+@pytest.mark.parametrize("page", sorted({block.page for block in run_blocks(*PYTHON)}))
 def test_python_runs_on_four_ranks(pool: Callable[[int], Pool], page: str, tmp_path: Path) -> None:
-    blocks = [b for b in BLOCKS if b.page == page and b.language in ("python", "diff") and not b.not_run]
-    pool(RANKS).run(run_python, blocks, tmp_path)
+    pool(RANKS).run(run_python, [block for block in run_blocks(*PYTHON) if block.page == page], tmp_path)
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("python", "diff") and b.not_run], ids=str)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in PYTHON and b.not_run], ids=str)
 def test_python_that_is_not_run_is_python(block: Block) -> None:
     ast.parse(block.code)
 

@@ -29,6 +29,13 @@ def load(folder: str, name: str) -> ModuleType:
                 del sys.modules[added]
 
 
+def tiny_study() -> list[str]:
+    """Options with which a study of the loss trains a tiny model in a few steps on the CPU, for one seed."""
+    model = "--sequence 64 --hidden 32 --intermediate 64 --layers 1 --heads 2"
+    work = "--device cpu --tokens 1e3 --batch 1 --validation-tokens 1e3 --seeds 0"
+    return [*model.split(), *work.split(), "--text", str(sample_text())]
+
+
 def sample_text() -> Path:
     """A folder of text to train on; always the same, since what was read once stays in the temporary folder."""
     folder = Path(tempfile.gettempdir(), "fsdp_zpp-test-text")

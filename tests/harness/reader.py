@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp_zpp import Strategy, fully_shard
+from fsdp_zpp import Strategy
 
+from . import llama
+from .adapter import Adapter
+from .fsdp1 import Fsdp1
+from .fsdp2 import Fsdp2
 from .markdown import Block, added_lines
 from .pool import device_type
 
@@ -51,7 +56,6 @@ def _as_torchrun(folder: Path) -> Iterator[None]:
     environment = {"LOCAL_WORLD_SIZE": str(GPUS_PER_NODE), "LOCAL_RANK": str(dist.get_rank() % GPUS_PER_NODE)}
     if device_type() == "cuda":
         del environment["LOCAL_RANK"]  # the GPU, which the pool has chosen
-    before = Path.cwd()
     work = folder / f"rank{dist.get_rank()}"
     work.mkdir()
     construct = FullyShardedDataParallel.__init__
@@ -60,15 +64,12 @@ def _as_torchrun(folder: Path) -> Iterator[None]:
         # Without a GPU, it wants to be told that it runs on the CPU, which would only distract a reader.
         construct(self, *args, **({"device_id": torch.device(device_type())} | kwargs))
 
-    os.chdir(work)
     with (
+        chdir(work),
         mock.patch.dict(os.environ, environment),
         mock.patch.object(FullyShardedDataParallel, "__init__", construct_here),
     ):
-        try:
-            yield
-        finally:
-            os.chdir(before)
+        yield
 
 
 def _given(kind: str, path: Path) -> dict[str, Any]:
@@ -83,32 +84,18 @@ def _given(kind: str, path: Path) -> dict[str, Any]:
     """
     path.mkdir(exist_ok=True)
     dist.barrier()
-    return {"nothing": lambda path: {"torch": torch}, "model": _model, "lora": _lora, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[
-        kind
-    ](path)
+    if kind == "nothing":
+        return {"torch": torch}
+    return {"model": _model, "lora": _lora, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[kind](path)
 
 
 def _model(path: Path) -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
-    device = torch.device(device_type())
     generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(256, (2, 2, 16), generator=generator).to(device)
+    tokens = torch.randint(llama.VOCABULARY, (2, 2, 16), generator=generator).to(device_type())
     return {
         "torch": torch,
         "nn": nn,
-        "model": LlamaForCausalLM(config).to(device),
+        "model": llama.make_base(),
         "Layer": LlamaDecoderLayer,
         "batches": [{"input_ids": part, "labels": part} for part in tokens],
         "path": path,
@@ -116,8 +103,6 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _lora(path: Path) -> dict[str, Any]:
-    from peft import LoraConfig, get_peft_model
-
     names = _model(path)
     if dist.get_rank() == 0:
         names["model"].save_pretrained(path / "base")
@@ -127,28 +112,15 @@ def _lora(path: Path) -> dict[str, Any]:
 
 
 def _fsdp1(path: Path) -> dict[str, Any]:
-    def shard(model: nn.Module, layer: type[nn.Module]) -> nn.Module:
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=Strategy.zeropp(),  # type: ignore[arg-type]
-            auto_wrap_policy=ModuleWrapPolicy({layer}),
-            use_orig_params=True,
-        )
-
-    return _trained(_model(path), shard)
+    return _trained(_model(path), Fsdp1())
 
 
 def _fsdp2(path: Path) -> dict[str, Any]:
-    def shard(model: nn.Module, layer: type[nn.Module]) -> nn.Module:
-        for module in [*(each for each in model.modules() if isinstance(each, layer)), model]:
-            fully_shard(module, strategy=Strategy.zeropp())
-        return model
-
-    return _trained(_model(path), shard)
+    return _trained(_model(path), Fsdp2())
 
 
-def _trained(names: dict[str, Any], shard: Callable[[nn.Module, type[nn.Module]], nn.Module]) -> dict[str, Any]:
-    model = shard(names["model"], names["Layer"])
+def _trained(names: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    model = llama.shard(adapter, names["model"], Strategy.zeropp())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**names["batches"][0]).loss.backward()
     optimizer.step()
