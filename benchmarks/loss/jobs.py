@@ -8,6 +8,7 @@ are told of nodes, but none is emulated, since only losses are measured (unless 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -134,6 +135,10 @@ def _run_jobs(arguments: argparse.Namespace, jobs: int, corpus: Corpus) -> bool:
     layout = (arguments.nodes, arguments.gpus_per_node)
     if arguments.gpus is None:
         layout = (1, arguments.nodes * arguments.gpus_per_node)
+    else:
+        # MPS has some 128 channels a GPU; where processes ask for more than their share, the last ones find it busy.
+        processes = math.ceil(jobs * arguments.nodes * arguments.gpus_per_node / arguments.gpus)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(max(1, min(32, 64 // processes))))
 
     def job(index: int) -> bool:
         command = [*sys.argv, "--worker", "--job", str(index)]

@@ -2,7 +2,7 @@
 
     python benchmarks/loss/run.py local-steps --nodes 2 --gpus 1 --seeds 0 --configs full_shard,local32:int4+loco \\
         --lr 5e-4,1e-3,2e-3                                           # which learning rate suits
-    python benchmarks/loss/run.py local-steps --nodes 2 --gpus 1 --configs full_shard@2e-3,local32:int4+loco@1e-3
+    python benchmarks/loss/run.py local-steps --nodes 2 --gpus 1 --configs full_shard@1e-3,local32:int4+loco@1e-3
 
 All see the same tokens, in the same steps, from the same weights. The learning rate must be tuned for each, since local
 steps train on the batch of a node: a configuration (configurations.py) is trained with all of ``--lr``, or with the one
@@ -28,7 +28,7 @@ from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, rate_o
 from records import read_all
 from tables import in_columns
 
-BATCH = 128
+BATCH = 32
 """Sequences of a step, on all nodes together."""
 
 
@@ -38,8 +38,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--configs", default=",".join(LOCAL_NAMES), help="NAME[@LR], in this order; default: all")
     parser.add_argument("--lr", default="1e-3", help="learning rates of configurations that name none")
     add_options(parser, Path("runs/local-steps"))
-    # 768 steps, which all of 8, 32 and 128 divide.
-    parser.set_defaults(gpus_per_node=1, batch=None, tokens=768 * BATCH * 512, validate_every=128)
+    # 3,072 steps, which all of 8, 32 and 128 divide.
+    parser.set_defaults(gpus_per_node=1, batch=None, tokens=3072 * BATCH * 512, validate_every=512)
     arguments = parser.parse_args(given)
     if arguments.batch is None:
         arguments.batch = max(1, BATCH // (arguments.nodes * arguments.gpus_per_node))
