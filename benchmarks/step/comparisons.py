@@ -139,6 +139,7 @@ STEP_TIME = {
         {
             "none: one rank alone": "1.35B-1x1-free-running",
             "10 Gbit/s": "1.35B-2x1-shared-10-gbps",
+            "none: one rank alone, first day": "1.35B-1x1-free-running-first",
             "1 Gbit/s": "1.35B-2x1-shared-1-gbps",
             "1 Gbit/s, HSDP's first step": "1.35B-2x1-shared-1-gbps-hsdp",
             "1 Gbit/s, FULL_SHARD's first step": "1.35B-2x1-shared-1-gbps-full-shard",
