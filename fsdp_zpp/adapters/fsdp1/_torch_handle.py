@@ -20,13 +20,8 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.torch_internals import Needed, check_needed
 
-from ._torch import (
-    FlatParamHandle,
-    HandleTrainingState,
-    no_dispatch_record_stream,
-    runtime_utils,
-)
-from ._torch_views import show_views_directly
+from ._torch import HandleTrainingState, no_dispatch_record_stream, runtime_utils
+from ._torch_views import ViewingHandle
 
 _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
 _FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
@@ -49,7 +44,7 @@ _NEEDED = (
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
-class StrategyHandle(FlatParamHandle):
+class StrategyHandle(ViewingHandle):
     """A flat parameter's handle that gathers and reduces through a strategy.
 
     Made by :func:`_torch_adoption.adopt_handle` from the handle that torch built. Whatever asks for full precision
@@ -92,7 +87,7 @@ class StrategyHandle(FlatParamHandle):
         self._version = ShardVersion()
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
         self.zero_padding()
-        show_views_directly(self)
+        self.prepare_views()
 
     def _wants_full_precision(self) -> bool:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
@@ -254,6 +249,7 @@ class StrategyHandle(FlatParamHandle):
 
     def moved(self) -> None:
         """Handle a move or cast of the flat parameter by a user."""
+        self.drop_views()
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
         # FSDP would return to the old memory after the next forward, and lose what was written to the new memory.
