@@ -143,7 +143,7 @@ def test_a_step_copies_no_more_than_hsdp(adapter: str, strategy: str) -> None:
 @over_adapters
 def test_a_step_calls_fewer_functions_than_hsdp(adapter: str, strategy: str) -> None:
     # FullyShardedDataParallel itself calls about as many as HSDP.
-    part = {"fsdp1": 0.9, "fsdp2": 0.8}[adapter]
+    part = {"fsdp1": 0.65, "fsdp2": 0.8}[adapter]
     assert cost(f"{adapter} {strategy}").functions <= part * cost("fsdp2 HSDP").functions
 
 

@@ -62,7 +62,9 @@ def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLa
 
 def feedback_tiling(layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
     """For quantization with error feedback."""
-    return tiling(32, WARP, layout, error_layout)
+    # Left to itself, the compiler takes so many registers for int4 and coded errors that too few programs run at once.
+    max_registers = 96 if layout.bits == 4 and error_layout is not None else None
+    return tiling(32, WARP, layout, error_layout, max_registers=max_registers)
 
 
 def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
