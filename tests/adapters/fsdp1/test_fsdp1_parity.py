@@ -14,8 +14,8 @@ from harness.adapter import STOCK, Case
 from harness.covering import SCOPES, over_each
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool, device_type
-from harness.training import gradients, largest_distance
-from torch import Tensor
+from harness.training import gradients, largest_distance, train
+from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -48,6 +48,43 @@ def test_equals_full_shard(pool: Callable[[int], Pool], trained: tuple[Fsdp1, Ca
     adapter, case = trained
     distances = pool(4).run(largest_distance, adapter, case, Strategy(scopes, gpus_per_node=2))
     assert max(distances) <= 1e-6
+
+
+def other_values(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """The same parameter has other memory."""
+    parameter.data = parameter.data * 0.5
+
+
+def other_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Another parameter stands in its place."""
+    setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
+
+
+def trained_with_replaced(replace: Callable[..., None], strategy: Any) -> dict[str, Tensor]:
+    """In a worker: the weights of a model whose parameters were replaced between steps."""
+    adapter, case = Fsdp1(), Case(steps=1, clip=None)
+    model = adapter.make(case, strategy)
+    for step in range(3):
+        train(adapter, model, case, first_step=step)
+        for module in list(model.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                replace(module, name, parameter)
+    train(adapter, model, case, first_step=3)
+    return adapter.full_weights(model)
+
+
+def distance_with_replaced(replace: Callable[..., None], scopes: str) -> float:
+    """In a worker: how far such a model is from one that stock trains."""
+    of_strategy, of_stock = (trained_with_replaced(replace, s) for s in (Strategy(scopes, gpus_per_node=2), STOCK))
+    return models.distance(of_strategy, of_stock)
+
+
+@pytest.mark.parametrize("replace", [other_values, other_parameter], ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize("scopes", ["GGG", "IGG", "III"])
+def test_parameters_replaced_between_steps_are_trained_on(
+    pool: Callable[[int], Pool], scopes: str, replace: Callable[..., None]
+) -> None:
+    assert max(pool(4).run(distance_with_replaced, replace, scopes)) <= 1e-6
 
 
 def gradient_distance(adapter: Fsdp1, strategy: Strategy) -> float:
