@@ -1,8 +1,8 @@
 """Private names of torch's flat parameters: their memory, and the views that modules show in place of parameters.
 
-torch makes every view of a unit, and looks up all that it depends on, whenever it unshards or reshards the unit: four
-times a step. Most of that finds what was there the time before, and takes a fifth of all the time that Python takes for
-FSDP. So what is known to be as torch has left it stays as it is, and modules are only shown the one or the other.
+torch makes all views of a unit anew whenever it unshards or reshards it, four times a step, and nearly always they are
+the same: that takes a fifth of the time that Python spends in FSDP. Here views are made once and kept until something
+moves or replaces what they are views of. Until then, modules only switch between the sharded and the unsharded ones.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 class ViewingHandle(FlatParamHandle):
     """A flat parameter's handle that shows its views as torch's does, in fewer steps."""
 
-    _shown: ShardedViews | None
+    _sharded_views: ShardedViews | None
     _shows_directly: bool
 
     def prepare_views(self) -> None:
         """Initialize the attributes of this class."""
-        self._shown, self._shows_directly = None, _can_show_directly(self)
+        self._sharded_views, self._shows_directly = None, _can_show_directly(self)
         if self._shows_directly:
             self._setattr_tensor, self._setattr_param = _show_tensor, _show_parameter
 
     def drop_views(self) -> None:
-        """Have all views made anew: parameters or the shard were moved or replaced."""
-        self._shown = None
+        """Have the views made anew, because parameters or the shard were moved or replaced."""
+        self._sharded_views = None
 
     # ---- while the unit is sharded, parameters are views of the shard
 
     def _use_sharded_views(self) -> None:
         flat_param: Any = self.flat_param
-        if self._shown is None or not self._shown.are_of(flat_param):
+        if self._sharded_views is None or not self._sharded_views.are_of(flat_param):
             super()._use_sharded_views()
-            self._shown = ShardedViews(flat_param) if self._has_plain_views() else None
+            self._sharded_views = ShardedViews(flat_param) if self._has_plain_views() else None
             return
-        # Since then, modules have shown other tensors, and nobody has touched the parameters.
+        # Meanwhile modules have shown views of what was gathered; the parameters are still views of this shard.
         self._unsharded_flat_param_for_skipped_views = None
-        self._shown.show()
+        self._sharded_views.show()
         if self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
 
@@ -75,7 +75,7 @@ class ViewingHandle(FlatParamHandle):
         )
 
     def _writeback_orig_params(self) -> bool:
-        if self._shown is not None and self._shown.are_untouched(self.flat_param):
+        if self._sharded_views is not None and self._sharded_views.are_untouched(self.flat_param):
             return False
         wrote_back: bool = super()._writeback_orig_params()
         if wrote_back:
