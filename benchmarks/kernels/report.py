@@ -18,7 +18,8 @@ from result_pages import RESULTS_PAGES, markdown
 
 FOLDER = Path(__file__).parent
 OWN, BLOCKS, DEEPSPEED, COUNTERS = "block-256", "blocks", "deepspeed-block-256", "nsight-block-256"
-DEEPSPEED_MIB = 256
+ON_H100, REGISTERS = "h100-block-256", "registers"
+OTHERS_MIB = 256
 Row = dict[str, Any]
 
 
@@ -71,21 +72,35 @@ def counters(rows: list[Row]) -> str:
     return markdown(["kernel", *columns], lines)
 
 
-def deepspeeds(result: result_files.Result) -> dict[str, str]:
-    """The rates of DeepSpeed's kernels, by the names of those of ours that do the same."""
-    copy = f"{result['copies_tb_per_s'][str(DEEPSPEED_MIB)]:.2f}"
-    rows = [row for row in result["rows"] if row["mib"] == DEEPSPEED_MIB]
-    return {"device copy": copy} | {row["kernel"].removeprefix("DeepSpeed: "): rate(row) for row in rows}
+def beside(result: result_files.Result, prefix: str = "") -> dict[str, str]:
+    """The rates of another run at ``OTHERS_MIB``, by the names of our kernels that do the same, without a prefix."""
+    copy = f"{result['copies_tb_per_s'][str(OTHERS_MIB)]:.2f}"
+    rows = [row for row in result["rows"] if row["mib"] == OTHERS_MIB]
+    return {"device copy": copy} | {row["kernel"].removeprefix(prefix): rate(row) for row in rows}
+
+
+def by_registers(rows: list[Row]) -> str:
+    """Limits down, blocks across, each as a share of a copy's rate."""
+    blocks = list(dict.fromkeys(row["block"] for row in rows))
+    shares: dict[str, dict[int, str]] = {}
+    for row in rows:
+        shares.setdefault(str(row["registers"]), {})[row["block"]] = f"{row['of_a_copy']:.3f}"
+    lines = ([limit, *(of[block] for block in blocks)] for limit, of in shares.items())
+    return markdown(["registers a thread, in blocks of", *map(str, blocks)], lines)
 
 
 def tables() -> dict[str, str]:
     """All tables of the page by name, each with the files that it is from."""
     results = result_files.read(FOLDER / "results")
-    others = {f"DeepSpeed's, {DEEPSPEED_MIB} MiB": deepspeeds(results[DEEPSPEED])}
+    others = {
+        f"on an H100, {OTHERS_MIB} MiB": beside(results[ON_H100]),
+        f"DeepSpeed's, {OTHERS_MIB} MiB": beside(results[DEEPSPEED], "DeepSpeed: "),
+    }
     own = results[OWN]
     made = {
-        "kernels": (by_size(own["rows"], own["copies_tb_per_s"], others), [OWN, DEEPSPEED]),
+        "kernels": (by_size(own["rows"], own["copies_tb_per_s"], others), [OWN, ON_H100, DEEPSPEED]),
         "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
+        "registers": (by_registers(results[REGISTERS]["rows"]), [REGISTERS]),
         "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
     }
     where = "benchmarks/kernels/results"

@@ -133,7 +133,17 @@ STEP_TIME = {
             "8, one rank alone": "1.35B-1x1-micro-batch-8",
         },
         (STEP, HOST, PEAK),
+        only=(HSDP, *DELTAS, "fsdp2:full_shard"),
         below="micro-batch",
+    ),
+    "nodes-of-one-h100": Comparison(
+        {
+            "one node of two": "1.35B-1x2-h100",
+            "two nodes of one": "1.35B-2x1-h100",
+            "one node of two, again": "1.35B-1x2-h100-again",
+        },
+        (STEP, HOST, PEAK),
+        below="layout",
     ),
     "slow-links": Comparison(
         {
