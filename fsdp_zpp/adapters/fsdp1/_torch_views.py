@@ -1,16 +1,19 @@
 """Private names of torch's flat parameters: their memory, and the views that modules show in place of parameters.
 
-torch makes all views of a unit anew whenever it unshards or reshards it, four times a step, and nearly always they are
-the same: that takes a fifth of the time that Python spends in FSDP. Here views are made once and kept until something
-moves or replaces what they are views of. Until then, modules only switch between the sharded and the unsharded ones.
+torch makes the views of a unit anew whenever it unshards or reshards it, four times a step, and nearly always they are
+the same: that takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once, and
+those of what was gathered once a forward. They are kept until something moves or replaces what they are views of; until
+then, modules only switch between the two.
 """
 
 from __future__ import annotations
 
+import operator
 import os
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -28,7 +31,7 @@ _NEEDED = (
     Needed(_HANDLE, "_writeback_orig_params", "noticing parameters that were given other values"),
     Needed(_HANDLE, "_alloc_padded_unsharded_flat_param _free_unsharded_flat_param", "the memory of what is gathered"),
     Needed(_HANDLE, "_get_padded_unsharded_flat_param _device_handle", "the same"),
-    Needed(_FLAT, "_param_infos _shared_param_infos _shard_param_infos _params _tensors", "what a unit's modules show"),
+    Needed(_FLAT, "_param_infos _shared_param_infos _params _tensors", "what a unit's modules show"),
     Needed("torch.nn.Module", "_parameters", "the same"),
     Needed("torch.nn.modules.module", "_global_parameter_registration_hooks", "the same"),
 )
@@ -55,55 +58,57 @@ class ViewingHandle(FlatParamHandle):
 
     def _use_sharded_views(self) -> None:
         flat_param: Any = self.flat_param
-        if self._sharded_views is None or not self._sharded_views.are_of(flat_param):
+        if self._sharded_views is None or not self._sharded_views.hold(flat_param):
             super()._use_sharded_views()
-            self._sharded_views = ShardedViews(flat_param) if self._has_plain_views() else None
+            self._sharded_views = ShardedViews(flat_param) if self._keeps_views() else None
             return
-        # Meanwhile modules have shown views of what was gathered; the parameters are still views of this shard.
-        self._unsharded_flat_param_for_skipped_views = None
         self._sharded_views.show()
+        self._unsharded_flat_param_for_skipped_views = None
         if self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
 
-    def _has_plain_views(self) -> bool:
-        """Whether the views of the shard are slices of it, and writes to their parameters are looked for."""
+    def _keeps_views(self) -> bool:
+        """Whether the views of the shard are slices of it that last, and changes of parameters are looked for."""
         return (
             self._shows_directly
             and self.uses_sharded_strategy
             and not self._skip_writeback_check
             and not self.flat_param._shared_param_infos
+            and not torch.is_inference_mode_enabled()  # whose tensors can't be trained
         )
 
     def _writeback_orig_params(self) -> bool:
-        if self._sharded_views is not None and self._sharded_views.are_untouched(self.flat_param):
-            return False
-        wrote_back: bool = super()._writeback_orig_params()
-        if wrote_back:
-            self.drop_views()
-        return wrote_back
+        flat_param, views = self.flat_param, self._sharded_views
+        if views is not None and views.are_of(flat_param):
+            if not (views.hold(flat_param) and views.are_shown()):
+                self.drop_views()  # before torch looks at what was changed, for it may refuse that
+            elif flat_param.grad is None and views.have_no_gradient():
+                return False
+        return super()._writeback_orig_params()
 
     # ---- while it is unsharded, modules show views of what was gathered
 
     def _use_unsharded_views(self, as_params: bool) -> None:
+        flat_param: Any = self.flat_param
         if as_params:
             self.drop_views()  # parameters become views of what was gathered
-        elif self._training_state == HandleTrainingState.BACKWARD_PRE and self._views_of_forward_hold():
-            flat_param: Any = self.flat_param
+        elif self._training_state == HandleTrainingState.BACKWARD_PRE and self._forwards_views_hold():
             for (name, module, _), view in zip(flat_param._param_infos, flat_param._tensors, strict=True):
                 _show_tensor(module, name, view)
             return
         super()._use_unsharded_views(as_params)
 
-    def _views_of_forward_hold(self) -> bool:
-        """Whether the views that the forward has saved are of the memory that was gathered to now.
+    def _forwards_views_hold(self) -> bool:
+        """Whether the views that the forward has saved are views of what is gathered now.
 
-        That memory was freed after the forward and allocated anew, which a tensor that shares it does not notice.
+        They are, unless a user gave them other values: between forward and backward, torch frees the memory and
+        allocates it again under the same tensors.
         """
         flat_param: Any = self.flat_param
         if not self._shows_directly or not self._use_orig_params or flat_param._shared_param_infos:
             return False
-        first = flat_param._tensors[0]
-        return first is not None and _address(first) == _address(flat_param)
+        memory = {0 if view is None else view.untyped_storage().data_ptr() for view in flat_param._tensors}
+        return memory == {flat_param.untyped_storage().data_ptr()}
 
     # ---- the memory of what is gathered
 
@@ -121,56 +126,61 @@ class ViewingHandle(FlatParamHandle):
 
 
 class ShardedViews:
-    """The parameters of a unit, as views of its shard.
+    """The parameters of a unit as views of its shard; empty, if this rank has nothing of them.
+
+    What is asked of all parameters is asked in lists, for a generator's frame costs more than most answers.
 
     Args:
-        flat_param: The flat parameter, whose parameters torch has just made views of it.
+        flat_param: The flat parameter, of which torch has just made the views.
     """
 
     def __init__(self, flat_param: Any) -> None:
-        self._address = flat_param.data_ptr()
-        infos = zip(flat_param._param_infos, flat_param._params, strict=True)
-        self._sites = [(module, name, param) for (name, module, _), param in infos]
-        in_shard = [info.in_shard for info in flat_param._shard_param_infos]
-        of_shard = zip(self._sites, in_shard, strict=True)
-        self._in_shard = [(*site, site[2].data_ptr()) for site, is_in_shard in of_shard if is_in_shard]
+        self._sites = [(module, name) for name, module, _ in flat_param._param_infos]
+        self._parameters: list[nn.Parameter] = list(flat_param._params)
+        self._shard_address = flat_param.data_ptr()
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._shapes = [parameter.shape for parameter in self._parameters]
 
     def are_of(self, flat_param: Tensor) -> bool:
-        """Whether the flat parameter is still the shard that these are views of."""
-        # They keep its memory, so nothing else can lie there.
-        return flat_param.data_ptr() == self._address
+        """Whether the flat parameter is sharded, and its shard the one that these are views of."""
+        return flat_param.data_ptr() == self._shard_address
+
+    def hold(self, flat_param: Tensor) -> bool:
+        """Whether the parameters still are these views of the flat parameter's shard."""
+        # Views keep their memory, so what has their addresses is that memory.
+        return (
+            self.are_of(flat_param)
+            and [parameter.data_ptr() for parameter in self._parameters] == self._addresses
+            and [parameter.shape for parameter in self._parameters] == self._shapes
+        )
+
+    def are_shown(self) -> bool:
+        """Whether modules have these parameters."""
+        shown = [module._parameters.get(name) for module, name in self._sites]
+        return all(map(operator.is_, shown, self._parameters))
+
+    def have_no_gradient(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(map(operator.is_, [parameter.grad for parameter in self._parameters], repeat(None)))
 
     def show(self) -> None:
         """Have modules show the parameters."""
-        for module, name, param in self._sites:
-            _show_parameter(module, name, param)
-
-    def are_untouched(self, flat_param: Tensor) -> bool:
-        """Whether modules show the parameters, which have neither other memory nor a gradient."""
-        if flat_param.grad is not None or not self.are_of(flat_param):
-            return False
-        for module, name, param, address in self._in_shard:
-            if module._parameters.get(name) is not param or param.data_ptr() != address or param.grad is not None:
-                return False
-        return True
+        for (module, name), parameter in zip(self._sites, self._parameters, strict=True):
+            _show_parameter(module, name, parameter)
 
 
 def _can_show_directly(handle: FlatParamHandle) -> bool:
     """Whether ``setattr`` would put parameters and views where modules look for them, and do nothing else."""
     flat_param: Any = handle.flat_param
     modules = {info.module for info in chain(flat_param._param_infos, flat_param._shared_param_infos)}
-    chosen_by_user = "FSDP_USE_UNSAFE_SETATTR" in os.environ  # torch's variable, for a way of its own
-    return handle._fsdp_extension is None and not chosen_by_user and all(map(_is_plain, modules))
+    torchs_way = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # with which torch does much the same
+    return handle._fsdp_extension is None and not torchs_way and all(map(_is_plain, modules))
 
 
 def _is_plain(module: nn.Module) -> bool:
     kind = type(module)
     methods = ("__setattr__", "__delattr__", "register_parameter")
     return all(getattr(kind, name) is getattr(nn.Module, name) for name in methods)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _show_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

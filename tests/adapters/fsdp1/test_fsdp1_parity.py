@@ -16,7 +16,7 @@ from harness.fsdp1 import Fsdp1
 from harness.pool import Pool, device_type
 from harness.training import gradients, largest_distance, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP, MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import Strategy
@@ -60,6 +60,22 @@ def other_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> No
     setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
 
 
+def other_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """The same values have another shape."""
+    parameter.data = parameter.data[None]
+
+
+def masked_in_forwards(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """From now on, each forward computes with other values, which nobody is told of."""
+
+    def mask(module: nn.Module, inputs: Any) -> None:
+        weights = getattr(module, name)
+        weights.data = weights.data * 0.5
+
+    if not module._forward_pre_hooks:
+        module.register_forward_pre_hook(mask)
+
+
 def trained_with_replaced(replace: Callable[..., None], strategy: Any) -> dict[str, Tensor]:
     """In a worker: the weights of a model whose parameters were replaced between steps."""
     adapter, case = Fsdp1(), Case(steps=1, clip=None)
@@ -79,12 +95,72 @@ def distance_with_replaced(replace: Callable[..., None], scopes: str) -> float:
     return models.distance(of_strategy, of_stock)
 
 
-@pytest.mark.parametrize("replace", [other_values, other_parameter], ids=lambda replace: replace.__name__)
+REPLACE = (other_values, other_parameter, other_shape, masked_in_forwards)
+
+
+@pytest.mark.parametrize("replace", REPLACE, ids=lambda replace: replace.__name__)
 @pytest.mark.parametrize("scopes", ["GGG", "IGG", "III"])
 def test_parameters_replaced_between_steps_are_trained_on(
     pool: Callable[[int], Pool], scopes: str, replace: Callable[..., None]
 ) -> None:
     assert max(pool(4).run(distance_with_replaced, replace, scopes)) <= 1e-6
+
+
+def give_and_take(model: FSDP) -> list[int]:
+    """The sizes, after a step, of parameters of which this rank has nothing and which were given something."""
+    absent = [parameter for parameter in model.parameters() if not parameter.numel()]
+    for parameter in absent:
+        parameter.data = parameter.new_ones(5)
+    train(Fsdp1(), model, Case(steps=1, clip=None), first_step=1)
+    return [parameter.numel() for parameter in absent]
+
+
+def look_in_inference_mode(model: FSDP) -> list[int]:
+    """Parameters become trainable again after a state dict was taken in inference mode."""
+    with torch.inference_mode():
+        model.state_dict()
+    train(Fsdp1(), model, Case(steps=1, clip=None), first_step=1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).requires_grad_(True)
+    return []
+
+
+def refused_on_the_way(model: FSDP) -> list[int]:
+    """Training goes on after a parameter of the wrong shape was refused, and taken back."""
+    for instance in FSDP.fsdp_modules(model):
+        handle: Any = instance._handle  # the next forward would ask it, on all ranks, of which some do not refuse
+        module, name = handle.flat_param._param_infos[0].module, handle.flat_param._param_infos[0].param_name
+        right = getattr(module, name)
+        setattr(module, name, nn.Parameter(torch.ones(3, device=right.device)))
+        if right.numel():
+            with pytest.raises(RuntimeError, match="Cannot writeback"):
+                handle._writeback_orig_params()
+        setattr(module, name, right)
+    train(Fsdp1(), model, Case(steps=1, clip=None), first_step=1)
+    return []
+
+
+def after(event: Callable[[FSDP], list[int]], strategy: Any) -> tuple[list[int], float]:
+    """In a worker: what an event between steps gives, and how far the weights are from those without it."""
+    adapter, case = Fsdp1(), Case(steps=1, clip=None)
+    model, undisturbed = adapter.make(case, strategy), adapter.make(case, strategy)
+    for each in (model, undisturbed):
+        train(adapter, each, case)
+    found = event(model)
+    train(adapter, undisturbed, case, first_step=1)
+    return found, models.distance(adapter.full_weights(model), adapter.full_weights(undisturbed))
+
+
+@pytest.mark.parametrize("strategy", [STOCK, Strategy("IGG", gpus_per_node=2)], ids=["stock", "IGG"])
+@pytest.mark.parametrize(
+    "event", [give_and_take, look_in_inference_mode, refused_on_the_way], ids=lambda event: event.__name__
+)
+def test_what_happens_to_parameters_between_steps_leaves_nothing(
+    pool: Callable[[int], Pool], event: Callable[[FSDP], list[int]], strategy: Any
+) -> None:
+    for found, distance in pool(4).run(after, event, strategy):
+        assert not any(found)
+        assert distance == 0
 
 
 def gradient_distance(adapter: Fsdp1, strategy: Strategy) -> float:
