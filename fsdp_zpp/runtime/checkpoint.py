@@ -46,7 +46,7 @@ class RankState:
         self._parts = parts
         # Sorted, so that the text is the same in every process: the order of a set of strings is not.
         layouts = sorted({str(mesh.topology) for mesh in meshes})
-        self._layout = f"{dist.get_world_size()} ranks as {' and '.join(layouts)}"
+        self._layout = f"{dist.get_world_size()} ranks" + (f" as {' and '.join(layouts)}" if layouts else "")
         self._prefix = f"rank{dist.get_rank()}/"
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,6 +61,14 @@ class RankState:
             ValueError: If it was saved for other units, or under another configuration.
         """
         if not self._parts:
+            saved_on = state.get("layout", "")
+            # torch.distributed.checkpoint loads nothing else here; it says as what nodes if there was codec state.
+            if " as " in saved_on and dist.get_rank() == 0:
+                logger.warning(
+                    "the codec state was saved on %s, but this model has none: error feedback, weight deltas and local "
+                    "steps are inactive on its ranks, so what was saved is not used",
+                    saved_on,
+                )
             return
         # Before looking for this rank's keys: a checkpoint of fewer ranks has none for the others.
         if state.get("layout") != self._layout:

@@ -104,3 +104,18 @@ def test_another_layout_starts_without_errors_and_says_so(
     warned = [text for level, text in records if level == "WARNING" and "start from zero" in text]
     assert len(warned) == 1
     assert "4 ranks as 2 nodes x 2" in warned[0]
+
+
+@over_each(adapter=ADAPTERS)
+def test_where_error_feedback_is_inactive_the_saved_errors_are_not_ignored_silently(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter
+) -> None:
+    paths = {strategy: str(tmp_path / name) for strategy, name in ((INTER, "with"), (None, "without"))}
+    for feedback, path in paths.items():
+        pool(4).run(saved, adapter, replace(COARSE, error_feedback=feedback), path)
+    on_one_node = replace(COARSE, error_feedback=INTER, gpus_per_node=2)
+    for feedback, path in paths.items():
+        records = pool(2).run(loaded_elsewhere, adapter, on_one_node, path)
+        warned = [text for of_rank in records for _, text in of_rank if "codec state" in text]
+        assert len(warned) == (feedback is not None)
+        assert all("saved on 4 ranks as 2 nodes x 2" in text and "not used" in text for text in warned)
