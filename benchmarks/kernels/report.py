@@ -49,14 +49,14 @@ def by_size(rows: list[Row], copies: Mapping[Any, float], others: Mapping[str, M
     return markdown(["TB/s (of a copy)", *(f"{mib} MiB" for mib in mibs), *others], lines)
 
 
-def by_block(rows: list[Row]) -> str:
-    """Kernels down, blocks across, each as a share of a copy's rate."""
+def by_block(rows: list[Row], key: str, heading: str, form: str) -> str:
+    """What a key tells apart down, blocks across, each as a share of a copy's rate."""
     blocks = list(dict.fromkeys(row["block"] for row in rows))
     shares: dict[str, dict[int, str]] = {}
     for row in rows:
-        shares.setdefault(row["kernel"], {})[row["block"]] = f"{row['of_a_copy']:.2f}"
+        shares.setdefault(str(row[key]), {})[row["block"]] = form.format(row["of_a_copy"])
     lines = ([name, *(of.get(block, "") for block in blocks)] for name, of in shares.items())
-    return markdown(["of a copy, in blocks of", *map(str, blocks)], lines)
+    return markdown([f"{heading}, in blocks of", *map(str, blocks)], lines)
 
 
 def counters(rows: list[Row]) -> str:
@@ -79,16 +79,6 @@ def beside(result: result_files.Result, prefix: str = "") -> dict[str, str]:
     return {"device copy": copy} | {row["kernel"].removeprefix(prefix): rate(row) for row in rows}
 
 
-def by_registers(rows: list[Row]) -> str:
-    """Limits down, blocks across, each as a share of a copy's rate."""
-    blocks = list(dict.fromkeys(row["block"] for row in rows))
-    shares: dict[str, dict[int, str]] = {}
-    for row in rows:
-        shares.setdefault(str(row["registers"]), {})[row["block"]] = f"{row['of_a_copy']:.3f}"
-    lines = ([limit, *(of[block] for block in blocks)] for limit, of in shares.items())
-    return markdown(["registers a thread, in blocks of", *map(str, blocks)], lines)
-
-
 def tables() -> dict[str, str]:
     """All tables of the page by name, each with the files that it is from."""
     results = result_files.read(FOLDER / "results")
@@ -99,8 +89,11 @@ def tables() -> dict[str, str]:
     own = results[OWN]
     made = {
         "kernels": (by_size(own["rows"], own["copies_tb_per_s"], others), [OWN, ON_H100, DEEPSPEED]),
-        "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
-        "registers": (by_registers(results[REGISTERS]["rows"]), [REGISTERS]),
+        "blocks": (by_block(results[BLOCKS]["rows"], "kernel", "of a copy", "{:.2f}"), [BLOCKS]),
+        "registers": (
+            by_block(results[REGISTERS]["rows"], "registers", "registers a thread", "{:.3f}"),
+            [REGISTERS],
+        ),
         "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
     }
     where = "benchmarks/kernels/results"
