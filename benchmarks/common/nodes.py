@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
 """Where ranks of emulated nodes find what was typed to start them."""
-HOP_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "THROTTLE_")
-"""Environment variables that change how fast hops are."""
+SPEED_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_SCALE_LAUNCH_QUEUES", "THROTTLE_")
+"""Environment variables that change how fast hops are, or how far the CPU gets ahead of the GPU."""
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def command() -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment variables of this rank on which the speed of its hops depends."""
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(HOP_VARIABLES)}
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SPEED_VARIABLES)}
 
 
 def layout(arguments: argparse.Namespace) -> str:

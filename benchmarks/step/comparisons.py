@@ -129,8 +129,11 @@ STEP_TIME = {
     "nodes-of-one-shared": Comparison(
         {
             "2": "1.35B-2x1-shared-micro-batch-2",
+            "2, launch queues 4x": "1.35B-2x1-shared-micro-batch-2-deep-queues",
             "8": "1.35B-2x1-shared-micro-batch-8",
             "8, one rank alone": "1.35B-1x1-micro-batch-8",
+            "8, again": "1.35B-2x1-shared-micro-batch-8-again",
+            "8, one rank alone, again": "1.35B-1x1-micro-batch-8-again",
         },
         (STEP, HOST, PEAK),
         only=(HSDP, *DELTAS, "fsdp2:full_shard"),

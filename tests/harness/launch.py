@@ -37,7 +37,11 @@ def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: b
         The exit code of the first rank that failed, after which the others are ended, and what all have printed.
     """
     arguments, context, port = [str(part) for part in command], start_method(), free_port()
-    gpus = {} if torch.cuda.device_count() >= processes and not on_cpu else {"CUDA_VISIBLE_DEVICES": ""}
+    if on_cpu or torch.cuda.device_count() < processes:
+        gpus = {"CUDA_VISIBLE_DEVICES": ""}
+    else:
+        # Not as clients of NVIDIA's MPS: a rank that is killed would take down all others on its GPU.
+        gpus = {"CUDA_MPS_PIPE_DIRECTORY": os.devnull}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_main, args=(rank, processes, port, arguments, folder, gpus), daemon=True)
