@@ -1,4 +1,4 @@
-"""What a step costs a rank's CPU beside FSDP2's HSDP, counted: collectives, kernels, copies, and functions called."""
+"""What a step costs a rank's CPU beside torch's FSDP, counted: collectives, kernels, copies, and functions called."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def test_a_step_copies_no_more_than_hsdp(adapter: str, strategy: str) -> None:
 
 @over_strategies
 @over_adapters
-def test_a_step_calls_fewer_functions_than_hsdp(adapter: str, strategy: str) -> None:
-    # FullyShardedDataParallel itself calls about as many as HSDP.
-    part = {"fsdp1": 0.65, "fsdp2": 0.8}[adapter]
-    assert cost(f"{adapter} {strategy}").functions <= part * cost("fsdp2 HSDP").functions
+def test_a_step_calls_fewer_functions_than_torchs(adapter: str, strategy: str) -> None:
+    # HSDP calls a tenth more under torch 2.13 than under 2.11, so FSDP1 is compared with itself.
+    stock, part = {"fsdp1": ("fsdp1 FULL_SHARD", 0.67), "fsdp2": ("fsdp2 HSDP", 0.8)}[adapter]
+    assert cost(f"{adapter} {strategy}").functions <= part * cost(stock).functions
 
 
 def test_four_micro_batches_call_fewer_functions_than_hsdp() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -16,10 +17,12 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 def new_job() -> Iterator[None]:
     """A context without what accelerate has kept for the process, and after which it keeps nothing."""
     _forget()
+    tf32 = torch.backends.cuda.matmul.allow_tf32  # which accelerate allows if a model is to be compiled
     try:
         with mock.patch.dict(os.environ):  # plugins and arguments set variables for all that come
             yield
     finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         _forget()
 
 
