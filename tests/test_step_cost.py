@@ -143,7 +143,7 @@ def test_a_step_copies_no_more_than_hsdp(adapter: str, strategy: str) -> None:
 @over_adapters
 def test_a_step_calls_fewer_functions_than_torchs(adapter: str, strategy: str) -> None:
     # HSDP calls a tenth more under torch 2.13 than under 2.11, so FSDP1 is compared with itself.
-    stock, part = {"fsdp1": ("fsdp1 FULL_SHARD", 0.67), "fsdp2": ("fsdp2 HSDP", 0.8)}[adapter]
+    stock, part = {"fsdp1": ("fsdp1 FULL_SHARD", 0.66), "fsdp2": ("fsdp2 HSDP", 0.8)}[adapter]
     assert cost(f"{adapter} {strategy}").functions <= part * cost(stock).functions
 
 

@@ -66,7 +66,7 @@ def command() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of this rank on which the speed of its hops depends."""
+    """This rank's :data:`SPEED_VARIABLES`."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SPEED_VARIABLES)}
 
 

@@ -58,11 +58,12 @@ class ViewingHandle(FlatParamHandle):
 
     def _use_sharded_views(self) -> None:
         flat_param: Any = self.flat_param
-        if self._sharded_views is None or not self._sharded_views.hold(flat_param):
+        views = self._sharded_views
+        if views is None or not (views.are_of(flat_param) and views.hold()):
             super()._use_sharded_views()
             self._sharded_views = ShardedViews(flat_param) if self._keeps_views() else None
             return
-        self._sharded_views.show()
+        views.show()
         self._unsharded_flat_param_for_skipped_views = None
         if self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
@@ -80,7 +81,7 @@ class ViewingHandle(FlatParamHandle):
     def _writeback_orig_params(self) -> bool:
         flat_param, views = self.flat_param, self._sharded_views
         if views is not None and views.are_of(flat_param):
-            if not (views.hold(flat_param) and views.are_shown()):
+            if not (views.hold() and views.are_shown()):
                 self.drop_views()  # before torch looks at what was changed, for it may refuse that
             elif flat_param.grad is None and views.have_no_gradient():
                 return False
@@ -145,14 +146,11 @@ class ShardedViews:
         """Whether the flat parameter is sharded, and its shard the one that these are views of."""
         return flat_param.data_ptr() == self._shard_address
 
-    def hold(self, flat_param: Tensor) -> bool:
-        """Whether the parameters still are these views of the flat parameter's shard."""
+    def hold(self) -> bool:
+        """Whether the parameters still are these views."""
         # Views keep their memory, so what has their addresses is that memory.
-        return (
-            self.are_of(flat_param)
-            and [parameter.data_ptr() for parameter in self._parameters] == self._addresses
-            and [parameter.shape for parameter in self._parameters] == self._shapes
-        )
+        same_memory = [parameter.data_ptr() for parameter in self._parameters] == self._addresses
+        return same_memory and [parameter.shape for parameter in self._parameters] == self._shapes
 
     def are_shown(self) -> bool:
         """Whether modules have these parameters."""
