@@ -44,6 +44,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
+from ._torch_gradients import divided_by
 from ._torch_unshard import GatheringGroup, ShardGather
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "StrategyGroup",
     "adopt_group",
     "after_moves",
+    "divided_by",
     "groups_of",
     "state_of",
     "strategy_group_of",

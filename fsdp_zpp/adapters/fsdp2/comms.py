@@ -92,8 +92,8 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         divide_factor = self._group.gradient_divide_factor
         factor = _factor_of(op, group.size(), self._world, divide_factor)
-        layout = None if self._reduce.errors is None else self._group.layout()
-        pending = self._reduce.start(input_tensor, output_tensor, factor, layout)
+        divided_by = _divided_by(self._reduce, self._group, input_tensor)
+        pending = self._reduce.start(input_tensor, output_tensor, factor, self._group.step_layout, divided_by)
         if self._group.completion is None:
             pending.finish()
         else:
@@ -122,10 +122,15 @@ class StrategyAllReduce:
             # does it once more where it divides around sums.
             around_sum = self._group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self._world * (divide_factor if around_sum else 1.0)
-        layout = None if self._reduce.errors is None else self._group.layout()
-        self._reduce.start(gradient, gradient, factor, layout).finish()
+        divided_by = _divided_by(self._reduce, self._group, gradient)
+        self._reduce.start(gradient, gradient, factor, self._group.step_layout, divided_by).finish()
         # As in FinishReduction: torch frees it in the stream of the reduce-scatter.
         keep_until_read(gradient)
+
+
+def _divided_by(reduce: GradientReduce, group: _torch.StrategyGroup, gradient: Tensor) -> float:
+    """What torch has divided ``gradient`` by and accumulated gradients are still to be divided by."""
+    return _torch.divided_by(group, gradient.dtype) if reduce.has_accumulated else 1.0
 
 
 def _factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | None) -> float:
