@@ -9,12 +9,12 @@ kept apart, or the layout is widened to hold it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -22,9 +22,9 @@ class Piece(NamedTuple):
     """A parameter's part of each chunk of a flat tensor.
 
     Attributes:
-        order: The parameter's place among all of the unit's; pieces lie in this order.
+        order: The parameter's place among all of the unit's.
         name: The parameter's FQN.
-        numel: Its number of values in a chunk, padding included.
+        numel: Its number of values in a chunk.
     """
 
     order: int
@@ -36,47 +36,53 @@ class Piece(NamedTuple):
 class FlatLayout:
     """The parameters that each chunk of a flat tensor consists of. See [Note: Identity].
 
+    fully_shard puts a part of every parameter into each rank's chunk, so that all chunks have one layout. In a flat
+    parameter of FullyShardedDataParallel, parameters follow one another and ranks cut it anywhere: it is one chunk.
+
     Args:
-        pieces: Their parts, sorted.
+        pieces: Their parts, in order.
+        starts: Where each of them begins in a chunk.
+        numel: Number of values in a chunk; those between the pieces belong to none.
     """
 
     pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    numel: int
 
-    @cached_property
-    def numel(self) -> int:
-        """Number of values in a chunk."""
-        return sum(piece.numel for piece in self.pieces)
+    @classmethod
+    def dense(cls, pieces: Iterable[Piece]) -> FlatLayout:
+        """The layout of ``pieces`` that lie one after the other."""
+        pieces = tuple(pieces)
+        ends = (0, *accumulate(piece.numel for piece in pieces))
+        return cls(pieces, ends[:-1], ends[-1])
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The parameters' FQNs."""
         return frozenset(piece.name for piece in self.pieces)
 
-    @cached_property
-    def _numels(self) -> list[int]:
-        return [piece.numel for piece in self.pieces]
-
     def __or__(self, other: FlatLayout) -> FlatLayout:
-        """The layout of all parameters of both."""
-        return FlatLayout(tuple(sorted({*self.pieces, *other.pieces})))
+        """The dense layout of all parameters of both."""
+        return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
 
     def split(self, flat: Tensor) -> dict[Piece, Tensor]:
         """Views of a flat tensor of whole chunks: of each parameter [chunks, numel]."""
-        parts = flat.view(-1, self.numel).split(self._numels, dim=1)
-        return dict(zip(self.pieces, parts, strict=True))
+        chunks = flat.view(-1, self.numel)
+        return {p: chunks[:, start : start + p.numel] for p, start in zip(self.pieces, self.starts, strict=True)}
 
-    def join(self, parts: Mapping[Piece, Tensor], like: Tensor) -> Tensor:
+    def join(self, parts: Mapping[Piece, Tensor], chunks: int, like: Tensor) -> Tensor:
         """The flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
 
         Args:
             parts: Of each parameter [chunks, numel].
-            like: A tensor of their dtype, device and number of chunks (dimension 0).
+            chunks: Number of chunks.
+            like: A tensor of their dtype and device.
         """
-        of_all = [
-            part if (part := parts.get(piece)) is not None else like.new_zeros(like.shape[0], piece.numel)
-            for piece in self.pieces
-        ]
-        return torch.cat(of_all, dim=1).flatten()
+        flat = like.new_zeros(chunks * self.numel)
+        for piece, place in self.split(flat).items():
+            if (part := parts.get(piece)) is not None:
+                place.copy_(part)
+        return flat
 
     def translate(self, flat: Tensor, to: FlatLayout) -> Tensor:
         """A tensor of this layout in another one, with zeros for what this one lacks, and without what that one lacks.
@@ -85,6 +91,4 @@ class FlatLayout:
             flat: A flat tensor of whole chunks.
             to: The other layout.
         """
-        if self == to:
-            return flat
-        return to.join(self.split(flat), flat.view(-1, self.numel))
+        return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)

@@ -82,7 +82,7 @@ class GradientReduce:
         inter = hop_over(mesh.inter, "reduce", "inter", traffic)
         kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
         native = native and inter is None and intra_codec is None and gradient_scope == "G"
-        self._two_hop = kind(mesh.topology, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
+        self._two_hop = kind(mesh, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
         self._accumulated = AccumulatedGradient()
         self.has_two_hops = intra is not None and inter is not None
         left = {"N": (intra, inter), "I": (inter,), "G": ()}[gradient_scope]

@@ -20,6 +20,7 @@ are encoded again: in fp16 a sum may overflow where the mean does not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, FullPrecision, full_precision
-from fsdp_zpp.config.topology import Topology
 
 from .error_buffer import ErrorBuffer
 from .error_state import ErrorFeedbackState
+from .held_errors import Extent
 from .hops import Hop, PendingHop, PendingReduction, decode, decode_sum, decode_sum_encode, encode, log_launched
+from .mesh import ProcessMesh
 from .streams import keep_until_read
 
 
@@ -47,7 +49,7 @@ class TwoHopReduce(ABC):
     """What the two ways to reduce have in common.
 
     Args:
-        topology: The ranks.
+        mesh: The ranks.
         hops: The hop inside a node and the one between nodes; None for a level that has one rank.
         codecs: Of both; None sends the dtype of the gradient.
         errors: Fed back to what is encoded, if any.
@@ -58,7 +60,7 @@ class TwoHopReduce(ABC):
 
     def __init__(
         self,
-        topology: Topology,
+        mesh: ProcessMesh,
         hops: tuple[Hop | None, Hop | None],
         codecs: tuple[Codec | None, Codec | None],
         errors: ErrorFeedbackState | None,
@@ -68,6 +70,7 @@ class TwoHopReduce(ABC):
     ) -> None:
         self.label = label
         self._errors = errors
+        topology, self._rank = mesh.topology, mesh.rank
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
         self._chunks = self._nodes if optimizer_scope == "G" else 1
@@ -110,14 +113,18 @@ class TwoHopReduce(ABC):
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
-        errors = self._errors_of("intra", chunks * gpus, gradient.numel() // (chunks * gpus), gradient.device)
+        numel = gradient.numel() // (chunks * gpus)
+        starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
+        errors = self._errors_of("intra", starts, numel, gradient.device)
         received = self._intra.all_to_all(encode(codec, gradient, chunks, gpus, self.label, errors), self.label)
         return codec, received.view(gpus, chunks, -1)
 
-    def _errors_of(self, hop: str, chunks: int, numel: int, device: torch.device) -> ErrorBuffer | None:
-        """The errors of what is sent, if they are fed back, ready for ``chunks`` chunks of ``numel`` values."""
+    def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
+        """The errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
-        return None if buffer is None else buffer.prepare(chunks, numel, device)
+        if self._errors is None or buffer is None:
+            return None
+        return buffer.prepare(Extent(numel, tuple(starts), self._errors.layout), device)
 
 
 class TwoHopReduceScatter(TwoHopReduce):
@@ -150,7 +157,10 @@ class TwoHopReduceScatter(TwoHopReduce):
         return PendingHop(self._inter, codec, payload, out, factor, self.label)
 
     def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
-        return self._errors_of("inter", self._nodes, out.numel(), out.device)
+        numel, local = out.numel(), self._rank % self._gpus
+        return self._errors_of(
+            "inter", [(node * self._gpus + local) * numel for node in range(self._nodes)], numel, out.device
+        )
 
     def _reduce_single_level(
         self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float
@@ -197,23 +207,37 @@ class TwoHopAllReduce(TwoHopReduce):
         """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
-        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), wire_codec, factor)
+        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
         if self._optimizer_scope == "N" and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
         decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
         decode(codec, payload, decoded, 1, payload.shape[0], self.label)
         out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
 
-    def _sum_between(self, sums: Tensor, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
-        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes]."""
+    def _start_of(self, part: int) -> int:
+        """The place in the layout of the gradient of this local index's part of it."""
+        layout = None if self._errors is None else self._errors.layout
+        return 0 if layout is None or layout.numel == part else self._rank % self._gpus * part
+
+    def _sum_between(self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
+        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes].
+
+        Args:
+            sums: Those of this local index's part of the gradient, padded.
+            part: Its number of values without padding.
+            wire_codec: Stands in for a codec that there is not.
+            factor: Applied with the last sum.
+        """
         if self._inter is None:
             codec = self._intra_codec or wire_codec
-            errors = self._errors_of("back", 1, sums.numel(), sums.device)
+            errors = self._errors_of("back", [self._start_of(part)], sums.numel(), sums.device)
             return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors)
         codec, nodes, chunk = self._inter_codec or wire_codec, self._nodes, sums.numel() // self._nodes
-        errors = self._errors_of("inter", nodes, chunk, sums.device)
+        starts = [self._start_of(part) + node * chunk for node in range(nodes)]
+        errors = self._errors_of("inter", starts, chunk, sums.device)
         received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors), self.label)
-        errors = self._errors_of("back", 1, chunk, sums.device)
+        own = starts[self._rank // self._gpus]
+        errors = self._errors_of("back", [own], chunk, sums.device)
         payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors)
         return codec, self._inter.all_gather(payload, self.label)
 

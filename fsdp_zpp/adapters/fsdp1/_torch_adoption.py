@@ -30,14 +30,14 @@ def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit) -> Strate
     Returns:
         The flat parameter's handle.
     """
-    if unit.reduce is not None:
-        # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
-        module._comm_hook, module._comm_hook_state = reduction_hook, unit.reduce
     if module._handle is None:
         return None
     handle: Any = module._handle
     handle.__class__ = StrategyHandle
     handle.adopt(module, unit)
+    if unit.reduce is not None:
+        # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
+        module._comm_hook, module._comm_hook_state = reduction_hook, handle
     return handle
 
 

@@ -184,7 +184,7 @@ def _reduce_accumulated(handles: dict[StrategyHandle, Any]) -> None:
                 runtime_utils._reduce_grad_no_shard(state, handle)
             if has_accumulated:
                 gradient, shard = runtime_utils._get_reduce_scatter_tensors(state, _zero_gradient(handle))
-                handle.reduction(gradient, shard)
+                handle.reduce(gradient, shard)
                 shard = runtime_utils._accumulate_sharded_grad(state, handle, shard)
                 runtime_utils._post_reduce_grad_callback(state, handle, shard)
 

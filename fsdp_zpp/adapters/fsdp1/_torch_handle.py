@@ -21,6 +21,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import HandleTrainingState, no_dispatch_record_stream, runtime_utils
+from ._torch_layout import TrainedLayout
 from ._torch_views import ViewingHandle
 
 _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
@@ -75,6 +76,7 @@ class StrategyHandle(ViewingHandle):
     _was_gathered: bool
     _holds_decoded_weights: bool
     _version: ShardVersion
+    _layout: TrainedLayout
     _version_at_summon: Hashable
 
     def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -84,7 +86,7 @@ class StrategyHandle(ViewingHandle):
         self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
-        self._version = ShardVersion()
+        self._version, self._layout = ShardVersion(), TrainedLayout(state)
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
         self.zero_padding()
         self.prepare_views()
@@ -181,6 +183,11 @@ class StrategyHandle(ViewingHandle):
         assert dtype is not None
         return dtype
 
+    def reduce(self, gradient: Tensor, out: Tensor) -> None:
+        """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
+        assert self.reduction is not None
+        self.reduction.start(gradient, out, layout=self._layout.of(gradient.numel())).finish()
+
     def end_backward(self, synchronized: bool) -> None:
         """The backward is over."""
         self._was_gathered = False
@@ -270,9 +277,9 @@ class StrategyHandle(ViewingHandle):
             start = end
 
 
-def reduction_hook(reduce: GradientReduce, gradient: Tensor, out: Tensor | None = None) -> None:
+def reduction_hook(handle: StrategyHandle, gradient: Tensor, out: Tensor | None = None) -> None:
     """A communication hook, which gets no ``out`` for what FSDP does not shard."""
-    reduce(gradient, gradient if out is None else out)
+    handle.reduce(gradient, gradient if out is None else out)
 
 
 def shard_gradients_in_constant_time() -> None:

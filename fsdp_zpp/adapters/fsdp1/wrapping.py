@@ -26,7 +26,7 @@ from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_
 from fsdp_zpp.runtime.validation import check_instance, mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle
+from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
 
 _LIFECYCLE_HOOKS = "_fsdp_zpp_lifecycle"
@@ -193,7 +193,10 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
-    states = {name: state.of_unit(name) for name in map(_name_of, instances)}
+    states = {
+        (name := _name_of(path)): state.of_unit(name, _torch_layout.TrainedLayout(instance).of)
+        for path, instance in instances.items()
+    }
     hooked: list[ManagedUnit[HookedUnit]] = []
     error_nbytes = 0
     for (name, own), instance in zip(states.items(), instances.values(), strict=True):

@@ -120,7 +120,7 @@ class GradientGroup(FSDPParamGroup):
 
     def adopt(self) -> None:
         """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
-        self.reduction, self.step_layout, self._layouts = None, FlatLayout(()), {}
+        self.reduction, self.step_layout, self._layouts = None, FlatLayout.dense(()), {}
 
     def reduced_params(self) -> list[FSDPParam]:
         """The parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.
@@ -156,7 +156,7 @@ class GradientGroup(FSDPParamGroup):
         order = getattr(self, "_reduce_scatter_param_indices", None) or range(len(self.fsdp_params))  # from 2.14 on
         places = {id(self.fsdp_params[index]): place for place, index in enumerate(order)}
         pieces = (Piece(places[id(p)], p._param_fqn or "", p._sharded_param_data.numel()) for p in params)
-        return FlatLayout(tuple(pieces))
+        return FlatLayout.dense(pieces)
 
     def is_reduced(self, param: FSDPParam) -> bool:
         """Whether torch reduces a gradient of ``param``, or zeros in its place."""
