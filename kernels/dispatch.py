@@ -69,7 +69,7 @@ class Op(Generic[P, R]):
         if torch.compiler.is_compiling():
             return self._op(*args, **kwargs)
         if kwargs or len(args) != self._arguments:
-            args = self.__signature__.bind(*args, **kwargs).args  # type: ignore[assignment]
+            args = self._complete(args, kwargs)  # type: ignore[assignment]
         signature = self._integers(args)
         for tensor in args[: self._tensors]:
             # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd: it raises in a backward.
@@ -83,6 +83,12 @@ class Op(Generic[P, R]):
         prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
         return prepared(*self._inputs(args))
 
+    def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position, defaults included. What calls an op often gives all of them and saves this."""
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
     def _prepare_for(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)
         if len(self._prepared) >= _MAX_PREPARED:
@@ -94,6 +100,8 @@ class Op(Generic[P, R]):
         """The op as torch has it. It checks its arguments, too, also while tracing."""
 
         def run(*args: Any) -> R:
+            if len(args) != self._arguments:  # torch leaves out what equals its default
+                args = self._complete(args, {})
             signature = self._integers(args)
             for tensor in args[: self._tensors]:
                 signature += _seen_of(tensor)
@@ -101,6 +109,7 @@ class Op(Generic[P, R]):
             return prepared(*self._inputs(args))
 
         def trace(*args: Any) -> R:
+            args = self._complete(args, {})
             # Not kept: sizes may be symbolic here.
             return self._prepare(*args)(*self._inputs(args))
 

@@ -39,7 +39,7 @@ def dequantize_sum_quantize(
 
     def call(payload: Tensor, scale: float) -> Tensor:
         if numel == 0:
-            return payload.new_empty((rows * cols, 0))
+            return payload.new_empty((rows * cols, out_layout.nbytes(0)))
         return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
 
     return call
@@ -81,7 +81,7 @@ def quantize_delta(
 
     def call(values: Tensor, base: Tensor) -> Tensor:
         if numel == 0:
-            return base.new_empty((chunks, 0))
+            return base.new_empty((chunks, layout.nbytes(0)))
         delta = values.view(chunks, numel).float() - _decode(base, numel, base_layout)
         return _encode(delta, 1, chunks, layout)
 
@@ -116,7 +116,7 @@ def _encode_with_feedback(
     """Quantize fp32 ``[n, numel]`` values plus errors into payload rows, and update the errors in place."""
     n, numel = values.shape
     if numel == 0:
-        return values.new_empty((n, 0), dtype=torch.uint8)
+        return values.new_empty((n, layout.nbytes(0)), dtype=torch.uint8)
     old = errors.view(n, numel) if error_layout is None else _decode(errors, numel, error_layout)
     corrected = values + old
     payload = _encode(corrected, 1, n, layout)
