@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Blockwise, Int8
+from fsdp_zpp.codecs.exact_tail import without_tail
 from fsdp_zpp.kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 
 from .held_errors import Extent, HeldErrors
@@ -147,9 +148,10 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
         cols: As in :meth:`Codec.encode`.
         errors: What earlier calls have left out, which is added; then updated by what this one leaves out.
     """
-    if isinstance(codec, Blockwise):
+    coded, tail = without_tail(codec)
+    if isinstance(coded, Blockwise):
         return quantize_with_feedback(
-            values, errors.state, rows, cols, codec.bits, codec.block, errors.block, errors.beta
+            values, errors.state, rows, cols, coded.bits, coded.block, errors.block, errors.beta, tail
         )
     chunks = rows * cols
     old = errors.read()
@@ -166,17 +168,19 @@ def decode_sum_encode_with_feedback(
     codec: Codec, payload: Tensor, numel: int, next_codec: Codec, scale: float, errors: ErrorBuffer
 ) -> Tensor:
     """:meth:`Codec.decode_sum_encode` with error feedback on what it encodes, as in :func:`encode_with_feedback`."""
-    if not isinstance(codec, Blockwise) or not isinstance(next_codec, Blockwise):
+    (source, tail), (target, next_tail) = without_tail(codec), without_tail(next_codec)
+    if not isinstance(source, Blockwise) or not isinstance(target, Blockwise) or tail != next_tail:
         return encode_with_feedback(next_codec, codec.sums(payload, numel, scale), 1, payload.shape[1], errors)
     return dequantize_sum_quantize_with_feedback(
         payload,
         errors.state,
         numel,
-        codec.bits,
-        codec.block,
-        next_codec.bits,
-        next_codec.block,
+        source.bits,
+        source.block,
+        target.bits,
+        target.block,
         scale,
         errors.block,
         errors.beta,
+        tail,
     )

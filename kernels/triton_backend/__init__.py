@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..payload import ALIGNMENT, PayloadLayout
+from ..payload import ALIGNMENT, TAIL_STEP, PayloadLayout
 from .delta import add_delta_kernel, quantize_delta_kernel
 from .feedback import quantize_with_feedback_kernel, sum_quantize_with_feedback_kernel
 from .launch import launch_tiles
@@ -41,6 +41,7 @@ def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: tor
         cols,
         rows,
         numel_units=numel // align(numel),
+        tail_units=layout.tail // TAIL_STEP,
         ALIGN=align(numel),
         BITS=layout.bits,
         BLOCK=layout.block,
@@ -67,6 +68,7 @@ def dequantize_sum(
         cols,
         rows,
         numel_units=numel // align(numel),
+        tail_units=layout.tail // TAIL_STEP,
         zero=zero(layout.bits),
         ALIGN=align(numel),
         PEERS=peers,
@@ -88,6 +90,7 @@ def dequantize_sum_quantize(
         cols,
         rows,
         numel=numel,
+        tail_units=layout.tail // TAIL_STEP,
         zero=zero(layout.bits),
         PEERS=peers,
         BITS=layout.bits,
@@ -118,6 +121,7 @@ def quantize_with_feedback(
         cols,
         rows,
         numel_units=numel // align(numel),
+        tail_units=layout.tail // TAIL_STEP,
         zero=zero(8),
         ALIGN=align(numel),
         BITS=layout.bits,
@@ -152,6 +156,7 @@ def dequantize_sum_quantize_with_feedback(
         chunks,
         1,
         numel=numel,
+        tail_units=layout.tail // TAIL_STEP,
         zero=zero(layout.bits),
         error_zero=zero(8),
         PEERS=peers,
@@ -182,6 +187,7 @@ def quantize_delta(
         chunks,
         1,
         numel_units=numel // align(numel),
+        tail_units=layout.tail // TAIL_STEP,
         base_zero=zero(base_layout.bits),
         ALIGN=align(numel),
         BASE_BITS=base_layout.bits,
@@ -210,6 +216,7 @@ def add_delta(
         chunks,
         1,
         numel=numel,
+        tail_units=layout.tail // TAIL_STEP,
         base_zero=zero(base_layout.bits),
         zero=zero(layout.bits),
         BASE_BITS=base_layout.bits,

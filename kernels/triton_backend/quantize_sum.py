@@ -51,6 +51,7 @@ def _quantize_tile(
     values_ptr,
     words_ptr,
     numel,
+    tail_units,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,14 +59,15 @@ def _quantize_tile(
     MASKED: tl.constexpr,
 ):
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
-    encode(values, words_ptr, numel, BITS, BLOCK, TILE, GROUP, MASKED)
+    encode(values, words_ptr, numel, tail_units, BITS, BLOCK, TILE, GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel_units"])
+@triton.jit(do_not_specialize=["numel_units", "tail_units"])
 def quantize_kernel(
     values_ptr,
     words_ptr,
     numel_units,
+    tail_units,
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,9 +76,9 @@ def quantize_kernel(
 ):
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
-        _quantize_tile(values_ptr, words_ptr, numel, BITS, BLOCK, TILE, GROUP, False)
+        _quantize_tile(values_ptr, words_ptr, numel, tail_units, BITS, BLOCK, TILE, GROUP, False)
     else:
-        _quantize_tile(values_ptr, words_ptr, numel, BITS, BLOCK, TILE, GROUP, True)
+        _quantize_tile(values_ptr, words_ptr, numel, tail_units, BITS, BLOCK, TILE, GROUP, True)
 
 
 @triton.jit
@@ -84,6 +86,7 @@ def _sum_tile(
     words_ptr,
     out_ptr,
     numel,
+    tail_units,
     scale,
     zero,
     PEERS: tl.constexpr,
@@ -94,16 +97,19 @@ def _sum_tile(
     EVICTION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = decode_sum(
+        words_ptr, numel, tail_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED
+    )
     store_groups(tl.reshape(total, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED, EVICTION)
 
 
-@triton.jit(do_not_specialize=["numel_units", "zero"])
+@triton.jit(do_not_specialize=["numel_units", "tail_units", "zero"])
 def sum_kernel(
     words_ptr,
     out_ptr,
     scale,
     numel_units,
+    tail_units,
     zero,
     ALIGN: tl.constexpr,
     PEERS: tl.constexpr,
@@ -115,9 +121,9 @@ def sum_kernel(
 ):
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
-        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, False)
+        _sum_tile(words_ptr, out_ptr, numel, tail_units, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, False)
     else:
-        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, True)
+        _sum_tile(words_ptr, out_ptr, numel, tail_units, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, True)
 
 
 @triton.jit
@@ -125,6 +131,7 @@ def _sum_quantize_tile(
     words_ptr,
     out_ptr,
     numel,
+    tail_units,
     scale,
     zero,
     PEERS: tl.constexpr,
@@ -136,18 +143,21 @@ def _sum_quantize_tile(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = decode_sum(
+        words_ptr, numel, tail_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED
+    )
     # Past the end of the chunk all codes are 0, padded or masked, and so are the sums, as ``encode`` needs it.
     total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
-    encode(total, out_ptr, numel, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
+    encode(total, out_ptr, numel, tail_units, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel", "zero"])
+@triton.jit(do_not_specialize=["numel", "tail_units", "zero"])
 def sum_quantize_kernel(
     words_ptr,
     out_ptr,
     scale,
     numel,
+    tail_units,
     zero,
     PEERS: tl.constexpr,
     BITS: tl.constexpr,
@@ -160,9 +170,35 @@ def sum_quantize_kernel(
     numel = tl.cast(numel, tl.int64)
     if (tile_index() + 1) * TILE <= numel:
         _sum_quantize_tile(
-            words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, OUT_BITS, OUT_BLOCK, TILE, GROUP, False
+            words_ptr,
+            out_ptr,
+            numel,
+            tail_units,
+            scale,
+            zero,
+            PEERS,
+            BITS,
+            BLOCK,
+            OUT_BITS,
+            OUT_BLOCK,
+            TILE,
+            GROUP,
+            False,
         )
     else:
         _sum_quantize_tile(
-            words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, OUT_BITS, OUT_BLOCK, TILE, GROUP, True
+            words_ptr,
+            out_ptr,
+            numel,
+            tail_units,
+            scale,
+            zero,
+            PEERS,
+            BITS,
+            BLOCK,
+            OUT_BITS,
+            OUT_BLOCK,
+            TILE,
+            GROUP,
+            True,
         )
