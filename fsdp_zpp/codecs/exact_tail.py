@@ -64,7 +64,7 @@ class ExactTail(Codec):
 
     def tails(self, payload: Tensor) -> Tensor:
         """A view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
-        return payload[..., payload.shape[-1] - 4 * self.tail :].view(torch.float32)
+        return tails_of(payload, self.tail)
 
     def nbytes(self, numel: int) -> int:
         return _aligned(self.codec.nbytes(numel)) + 4 * self.tail
@@ -134,6 +134,11 @@ class ExactTail(Codec):
         """Add as :meth:`Int4Delta.apply_delta` does; ``base``, ``deltas`` and the result have tails."""
         codec, changes = self._delta.whole, self._delta.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, self.tail)
+
+
+def tails_of(payload: Tensor, tail: int) -> Tensor:
+    """A view of the last ``tail`` fp32 values of each row of a payload [..., nbytes]: fp32 [..., tail]."""
+    return payload.view(torch.float32)[..., -tail:]
 
 
 exact_tail = functools.cache(ExactTail)

@@ -29,7 +29,12 @@ class AccumulatedGradient:
         return frozenset() if self._sums is None or self._layout is None else self._layout.names
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
-        """Add a micro-batch's part, fp32, of whole chunks of ``layout``; it may be kept and written to."""
+        """Add a micro-batch's part, fp32, of whole chunks of ``layout``; it may be kept and written to.
+
+        Of fixed layouts, or none, all parts are alike.
+        """
+        if layout is not None and layout.is_fixed:
+            layout = None
         if self._sums is None:
             self._sums, self._layout = part, layout
             return

@@ -26,7 +26,6 @@ from torch.amp import GradScaler
 from fsdp_zpp.config.error_feedback import LoCo
 
 from .error_buffer import ErrorBuffer
-from .flat_layout import FlatLayout
 
 
 class ErrorFeedbackState:
@@ -38,7 +37,6 @@ class ErrorFeedbackState:
 
     Attributes:
         has_uncommitted: Whether a reduction has used errors since the last step.
-        layout: That of the gradient that is being reduced; None if it never changes.
     """
 
     def __init__(self, config: LoCo, hops: Collection[str]) -> None:
@@ -52,15 +50,13 @@ class ErrorFeedbackState:
         self._last_step_unscaled = False
         self._scale: Tensor | None = None  # the loss scale of committed errors; None is 1
         self._next_scale: Tensor | None = None  # the loss scale of uncommitted errors
-        self.layout: FlatLayout | None = None
 
     def buffer(self, hop: str) -> ErrorBuffer | None:
         """The errors of a hop; None if there is no feedback on it."""
         return self._buffers.get(hop)
 
-    def begin(self, device: torch.device, layout: FlatLayout | None = None) -> None:
-        """A reduction is about to use the errors, for a gradient of this layout; see [Note: Identity]."""
-        self.layout = layout
+    def begin(self, device: torch.device) -> None:
+        """A reduction is about to use the errors."""
         if not self._steps_announced and self.has_uncommitted:
             self._count_step()
         if self.has_uncommitted:
@@ -140,7 +136,7 @@ class ErrorFeedbackState:
         """Start anew."""
         for buffer in self._buffers.values():
             buffer.reset()
-        self._steps, self.has_uncommitted, self._scale, self._next_scale, self.layout = 0, False, None, None, None
+        self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The errors, in units of an unscaled loss, and their time, with tensors on the CPU."""

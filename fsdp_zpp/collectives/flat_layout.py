@@ -9,10 +9,10 @@ kept apart, or the layout is widened to hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,18 +43,23 @@ class FlatLayout:
         pieces: Their parts, in order.
         starts: Where each of them begins in a chunk.
         numel: Number of values in a chunk; those between the pieces belong to none.
+        exact: Where small parameters begin and end in a chunk, which codecs leave as they are, in order.
+        is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
     """
 
     pieces: tuple[Piece, ...]
     starts: tuple[int, ...]
     numel: int
+    exact: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_fixed: bool = field(default=False, compare=False)
 
     @classmethod
-    def dense(cls, pieces: Iterable[Piece]) -> FlatLayout:
-        """The layout of ``pieces`` that lie one after the other."""
+    def dense(cls, pieces: Iterable[Piece], exact: Collection[str] = ()) -> FlatLayout:
+        """The layout of ``pieces`` that lie one after the other, those of the FQNs ``exact`` being small."""
         pieces = tuple(pieces)
-        ends = (0, *accumulate(piece.numel for piece in pieces))
-        return cls(pieces, ends[:-1], ends[-1])
+        bounds = (0, *accumulate(piece.numel for piece in pieces))
+        small = tuple(bound for piece, bound in zip(pieces, pairwise(bounds), strict=True) if piece.name in exact)
+        return cls(pieces, bounds[:-1], bounds[-1], small)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -127,7 +127,7 @@ class GradientReduce:
             gradient: As in :meth:`start`.
             layout: As in :meth:`start`.
         """
-        accumulated = self._accumulated
+        accumulated, self._two_hop.layout = self._accumulated, layout
         if self._gradient_scope == "N":
             # The gradient is the caller's, who may write to it.
             accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
@@ -158,8 +158,9 @@ class GradientReduce:
         Gradients of earlier micro-batches are added to it, and are accumulated no more.
 
         Args:
-            gradient: Flat, contiguous, bf16, fp16 or fp32: [world * numel] for optimizer scope ``G``, chunk i for rank
-                i; [gpus_per_node * numel] for ``I``, chunk i for local index i; [numel] for ``N``.
+            gradient: Flat, contiguous, bf16, fp16 or fp32, which may be written to: [world * numel] for optimizer scope
+                ``G``, chunk i for rank i; [gpus_per_node * numel] for ``I``, chunk i for local index i; [numel] for
+                ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
             factor: Applied in fp32, with the last sum.
             layout: The parameters that the gradient consists of, those of accumulated gradients among them; None if
@@ -170,8 +171,9 @@ class GradientReduce:
             ValueError: If the sizes do not fit, before any communication.
         """
         self._check_sizes(gradient, out)
+        self._two_hop.layout = layout
         if self.errors is not None:
-            self.errors.begin(gradient.device, layout)
+            self.errors.begin(gradient.device)
         accumulated = self._accumulated.take(layout, divided_by)
         if self._gradient_scope == "G" and accumulated is not None:
             last = torch.empty_like(accumulated)

@@ -31,6 +31,8 @@ from fsdp_zpp.codecs.base import Codec, FullPrecision, full_precision
 
 from .error_buffer import ErrorBuffer
 from .error_state import ErrorFeedbackState
+from .exact_places import ExactPlaces, PlacesInChunks
+from .flat_layout import FlatLayout
 from .held_errors import Extent
 from .hops import Hop, PendingHop, PendingReduction, decode, decode_sum, decode_sum_encode, encode, log_launched
 from .mesh import ProcessMesh
@@ -56,6 +58,9 @@ class TwoHopReduce(ABC):
         label: Names the unit in profiles and errors.
         optimizer_scope: See the top of this file.
         native: Whether a single hop without a codec is torch's own reduce-scatter.
+
+    Attributes:
+        layout: Where parameters lie in the gradient that is being reduced; None if that is neither known nor changes.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class TwoHopReduce(ABC):
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
+        self._places = PlacesInChunks(mesh)
+        self.layout: FlatLayout | None = None
 
     @abstractmethod
     def start(
@@ -105,7 +112,7 @@ class TwoHopReduce(ABC):
         codec, received = self._exchange_intra_node(gradient, wire_dtype)
         part = gradient.numel() // self._gpus
         sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
-        decode_sum(codec, received, sums, received.shape[1], mean, self.label)
+        decode_sum(codec, received, sums, received.shape[1], mean, self.label, self._exact_in_sums(part, sums.device))
         return sums
 
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
@@ -116,15 +123,23 @@ class TwoHopReduce(ABC):
         numel = gradient.numel() // (chunks * gpus)
         starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
         errors = self._errors_of("intra", starts, numel, gradient.device)
-        received = self._intra.all_to_all(encode(codec, gradient, chunks, gpus, self.label, errors), self.label)
-        return codec, received.view(gpus, chunks, -1)
+        payload = encode(codec, gradient, chunks, gpus, self.label, errors, self._exact(numel, gradient.device))
+        return codec, self._intra.all_to_all(payload, self.label).view(gpus, chunks, -1)
+
+    @abstractmethod
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        """The places of small values in a gradient, of ``numel`` values a chunk."""
+
+    @abstractmethod
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        """The places of small values in the ``part`` values of this local index."""
 
     def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
         """The errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
         if self._errors is None or buffer is None:
             return None
-        return buffer.prepare(Extent(numel, tuple(starts), self._errors.layout), device)
+        return buffer.prepare(Extent(numel, tuple(starts), self.layout), device)
 
 
 class TwoHopReduceScatter(TwoHopReduce):
@@ -143,18 +158,26 @@ class TwoHopReduceScatter(TwoHopReduce):
             self._reduce_single_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
             return DONE
-        codec = self._inter_codec or full_precision(wire_dtype or gradient.dtype)
+        codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
+        errors = self._inter_errors(out)
+        exact = self._places.of_own_local_index(self.layout, numel, gradient.device)
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
-            payload = encode(codec, sums, 1, self._nodes, self.label, self._inter_errors(out))
+            payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
         elif self._intra is None:
-            payload = encode(codec, gradient, 1, self._nodes, self.label, self._inter_errors(out))
+            payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
             factor *= mean  # there was no intra-node sum to apply the mean to
         else:
-            errors = self._inter_errors(out)
             intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            payload = decode_sum_encode(intra_codec, received, out.numel(), codec, mean, self.label, errors)
-        return PendingHop(self._inter, codec, payload, out, factor, self.label)
+            payload = decode_sum_encode(intra_codec, received, numel, codec, mean, self.label, errors, exact)
+        own = self._places.of_own_rank(self.layout, numel, gradient.device)
+        return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
+
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_all_ranks(self.layout, numel, device)
+
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_local_index(self.layout, part // self._nodes, device)
 
     def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
         numel, local = out.numel(), self._rank % self._gpus
@@ -172,7 +195,8 @@ class TwoHopReduceScatter(TwoHopReduce):
             self._reduce_natively(gradient, out, mean * factor)
         else:
             codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            decode_sum(codec, received, out, 1, mean * factor, self.label)
+            own = self._places.of_own_rank(self.layout, out.numel(), out.device)
+            decode_sum(codec, received, out, 1, mean * factor, self.label, own)
 
     def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
         assert self._intra is not None
@@ -208,16 +232,19 @@ class TwoHopAllReduce(TwoHopReduce):
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
         codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
-        if self._optimizer_scope == "N" and self._intra is not None:
+        of_all = self._optimizer_scope == "N" and self._intra is not None
+        if of_all and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
         decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
-        decode(codec, payload, decoded, 1, payload.shape[0], self.label)
+        exact = self._places.of_nodes(self.layout, part, chunk, "all" if of_all else "part", out.device)
+        decode(codec, payload, decoded, 1, payload.shape[0], self.label, exact)
         out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
 
-    def _start_of(self, part: int) -> int:
-        """The place in the layout of the gradient of this local index's part of it."""
-        layout = None if self._errors is None else self._errors.layout
-        return 0 if layout is None or layout.numel == part else self._rank % self._gpus * part
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_parts(self.layout, numel, device)
+
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_part(self.layout, part, device)
 
     def _sum_between(self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
         """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes].
@@ -228,17 +255,20 @@ class TwoHopAllReduce(TwoHopReduce):
             wire_codec: Stands in for a codec that there is not.
             factor: Applied with the last sum.
         """
+        start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device
+        nodes, chunk = self._nodes, sums.numel() // self._nodes
+        own = self._places.of_nodes(self.layout, part, chunk, "own", device)
         if self._inter is None:
             codec = self._intra_codec or wire_codec
-            errors = self._errors_of("back", [self._start_of(part)], sums.numel(), sums.device)
-            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors)
-        codec, nodes, chunk = self._inter_codec or wire_codec, self._nodes, sums.numel() // self._nodes
-        starts = [self._start_of(part) + node * chunk for node in range(nodes)]
-        errors = self._errors_of("inter", starts, chunk, sums.device)
-        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors), self.label)
-        own = starts[self._rank // self._gpus]
-        errors = self._errors_of("back", [own], chunk, sums.device)
-        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors)
+            errors = self._errors_of("back", [start], chunk, device)
+            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors, own)
+        codec = self._inter_codec or wire_codec
+        starts = [start + node * chunk for node in range(nodes)]
+        errors = self._errors_of("inter", starts, chunk, device)
+        exact = self._places.of_nodes(self.layout, part, chunk, "part", device)
+        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors, exact), self.label)
+        errors = self._errors_of("back", [starts[self._rank // self._gpus]], chunk, device)
+        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors, own)
         return codec, self._inter.all_gather(payload, self.label)
 
 

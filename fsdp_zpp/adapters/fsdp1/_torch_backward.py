@@ -156,8 +156,7 @@ def _accumulate(state: Any, handle: StrategyHandle) -> None:
         else:
             no_dispatch_record_stream(unsharded.data, stream)
             gradient = unsharded.data.to(handle.gradient_dtype)
-        assert handle.reduction is not None
-        handle.reduction.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0]).finish()
+        handle.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0])
 
 
 def _keep_reduced_gradient(handle: StrategyHandle) -> None:

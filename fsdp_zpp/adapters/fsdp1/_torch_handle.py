@@ -183,6 +183,11 @@ class StrategyHandle(ViewingHandle):
         assert dtype is not None
         return dtype
 
+    def accumulate(self, gradient: Tensor) -> None:
+        """Reduce the gradient of a micro-batch that is not the last, as far as the gradient scope says."""
+        assert self.reduction is not None
+        self.reduction.accumulate(gradient, self._layout.of(gradient.numel())).finish()
+
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
         """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
         assert self.reduction is not None

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.torch_internals import Needed, check_needed
@@ -22,7 +23,7 @@ _NEEDED = (
     Needed(f"{_FSDP}._fsdp_collectives", "_get_gradient_divide_factors", "what gradients have been divided by"),
     Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "the same"),
     Needed(_GROUP, "fsdp_params", "the layout of a group's gradient"),
-    Needed(_PARAM, "_sharded_param_data _param_fqn", "the same"),
+    Needed(_PARAM, "_sharded_param_data _param_fqn _orig_size", "the same"),
     Needed(_PARAM, "_unsharded_param", "gradients that are not sharded yet"),
     Needed(_PARAM, "unsharded_param unsharded_grad_data", "the same"),
     Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
@@ -42,6 +43,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 def has_gradient(param: FSDPParam) -> bool:
     """Whether a parameter that was unsharded has an unsharded gradient, of its last backward or accumulated."""
     return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+
+def small_parameters(group: FSDPParamGroup) -> frozenset[str]:
+    """The FQNs of the parameters that codecs leave as they are. See [Note: Small parameters] in exact_places.py."""
+    params = group.fsdp_params
+    exact = sent_exactly([param._orig_size for param in params])
+    return frozenset(p._param_fqn or "" for p, is_exact in zip(params, exact, strict=True) if is_exact)
 
 
 def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
@@ -156,7 +164,7 @@ class GradientGroup(FSDPParamGroup):
         order = getattr(self, "_reduce_scatter_param_indices", None) or range(len(self.fsdp_params))  # from 2.14 on
         places = {id(self.fsdp_params[index]): place for place, index in enumerate(order)}
         pieces = (Piece(places[id(p)], p._param_fqn or "", p._sharded_param_data.numel()) for p in params)
-        return FlatLayout.dense(pieces)
+        return FlatLayout.dense(pieces, small_parameters(self))
 
     def is_reduced(self, param: FSDPParam) -> bool:
         """Whether torch reduces a gradient of ``param``, or zeros in its place."""
