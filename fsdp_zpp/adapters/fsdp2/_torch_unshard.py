@@ -54,6 +54,7 @@ from fsdp_zpp.adapters._torch_shard_version import ShardVersion
 
 from ._torch_plan import GatherPlan
 from ._torch_reduction import ReducingGroup
+from ._torch_trained import is_trained
 from ._torch_transforms import without_dynamo, without_functorch
 
 
@@ -206,8 +207,8 @@ class GatheringGroup(ReducingGroup):
         return self._version.of(self.plan.memory, self.plan.counted)
 
     def is_trained(self) -> bool:
-        """Whether any parameter requires a gradient."""
-        return any(param.sharded_param.requires_grad for param in self.fsdp_params)
+        """Whether any parameter requires a gradient, sharded or as modules show it."""
+        return any(map(is_trained, self.fsdp_params))
 
     # ---- when weights change
 
