@@ -71,6 +71,7 @@ class WatchedState(FSDPState):
         # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
         order: ReductionOrder[ReducingGroup] = ReductionOrder(ours)
         for group in ours:
+            group.drop_kept()
             group.reset_step()
             group.order = order
 
