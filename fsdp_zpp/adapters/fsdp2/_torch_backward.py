@@ -102,9 +102,7 @@ class WatchedState(FSDPState):
                 group.drop_unsharded()
 
 
-def watch_backwards(
-    root: nn.Module, backward_ended: Callable[[bool], None], agree_on_use: Callable[[], None]
-) -> None:
+def watch_backwards(root: nn.Module, backward_ended: Callable[[bool], None], agree_on_use: Callable[[], None]) -> None:
     """Watch the backwards below ``root``, and have its groups reduce in one order on all ranks.
 
     Args:
