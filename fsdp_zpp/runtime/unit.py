@@ -48,6 +48,10 @@ class Unit(Communicator, Protocol):
     def ranks(self) -> ProcessMesh:
         """Its ranks."""
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps weights from one gather to the next, which a change makes stale."""
+
     def invalidate(self, *, by_step: bool = False) -> None:
         """Declare the secondary shard stale; ``by_step`` says that the weights have changed by a step only."""
 
@@ -159,6 +163,11 @@ class StrategyUnit:
         return Fragment(local_steps, outer, share, lambda: self.trained_shards(), self.invalidate)
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps weights from one gather to the next: a secondary shard, or what was gathered."""
+        return self.gather is not None and (self.gather.secondary.keep or self.keep_unsharded)
+
+    @property
     def can_prefetch(self) -> bool:
         """Whether weights cross nodes once after a change, and are kept after that, as a secondary shard or whole."""
         return self.gather is not None and self.gather.secondary.hop is not None and self.scopes.parameters != "G"
@@ -214,6 +223,8 @@ class ManagedUnit(Generic[U]):
         unit: The unit.
         parameters: Returns its current parameters, as an optimizer holds them.
         shards: Returns this rank's current shards.
+        is_trained: Returns whether any of its parameters requires a gradient, as an optimizer holds it or as modules
+            show it; the same on all ranks.
         owners: Returns, for each parameter, the modules on which it is registered, if these show other tensors while
             the unit is unsharded; by default nothing, for adapters whose modules always show the parameters.
     """
@@ -222,9 +233,5 @@ class ManagedUnit(Generic[U]):
     unit: U
     parameters: Callable[[], Sequence[nn.Parameter]]
     shards: Callable[[], Sequence[Tensor]]
+    is_trained: Callable[[], bool]
     owners: Callable[[], Iterable[Sequence[nn.Module]]] = tuple
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether any of its parameters requires a gradient."""
-        return any(parameter.requires_grad for parameter in self.parameters())

@@ -53,6 +53,12 @@ def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
     return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
 
 
+def is_trained(module: FullyShardedDataParallel) -> bool:
+    """Whether ``module``'s own unit, if it has one, is trained: its flat parameter, or an original one by now."""
+    handle = module._handle
+    return handle is not None and any(p.requires_grad for p in (handle.flat_param, *(handle.flat_param._params or ())))
+
+
 def trained_shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
     """What this rank holds of ``module``'s own unit, if it is trained."""
     return shard_of(module) if any(parameter.requires_grad for parameter in parameters_of(module)) else []

@@ -40,8 +40,8 @@ _NEEDED = (
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
-def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(root)`` run at the end of every backward that is not inside of no_sync."""
+def after_backward(callback: Callable[[nn.Module, bool], None]) -> None:
+    """Have ``callback(root, synchronized)`` run at the end of every backward, ``synchronized`` if not in no_sync."""
     original = runtime_utils._post_backward_final_callback
 
     @functools.wraps(original)
@@ -63,7 +63,7 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
             handle.end_backward(state._sync_gradients)
         if state._sync_gradients:
             _order_of(state).restart()
-            callback(module)
+        callback(module, state._sync_gradients)
 
     runtime_utils._post_backward_final_callback = post_backward_final_callback
 

@@ -244,8 +244,9 @@ class StrategyHandle(ViewingHandle):
         return ShardValues([shard], shard.numel(), self.shard_version(), self.is_trained())
 
     def is_trained(self) -> bool:
-        """Whether the flat parameter requires a gradient."""
-        return self.flat_param.requires_grad
+        """Whether the flat parameter requires a gradient, or an original one, which the next forward passes on."""
+        flat_param = self.flat_param
+        return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 
     def shard_version(self) -> Hashable:
         """A value that changes with every write to the shard that torch counts, and when it is moved."""

@@ -46,6 +46,11 @@ class HookedUnit:
     def drop_gradients(self) -> None:
         """Stock FSDP has them in ``.grad`` alone."""
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Nor anything else."""
+        return False
+
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     _construct_with(construct, module, arguments)
@@ -146,7 +151,7 @@ def _on_lazy_init(root: nn.Module) -> None:
 
 def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
     parameters, shards = partial(_torch_adoption.parameters_of, instance), partial(_torch_adoption.shard_of, instance)
-    return ManagedUnit(name, unit, parameters, shards)
+    return ManagedUnit(name, unit, parameters, shards, partial(_torch_adoption.is_trained, instance))
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
@@ -166,9 +171,9 @@ def _name_of(path: str) -> str:
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
 
 
-def _gradients_synchronized(root: nn.Module) -> None:
+def _backward_ended(root: nn.Module, synchronized: bool) -> None:
     if (hooks := vars(root).get(_LIFECYCLE_HOOKS)) is not None:
-        hooks.gradients_synchronized()
+        hooks.backward_ended(synchronized)
 
 
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
@@ -238,8 +243,8 @@ PATCHES = (
     ),
     Patch(
         "_runtime_utils._post_backward_final_callback",
-        "a backward that synchronizes gradients ends: weights will change",
-        lambda: _torch_backward.after_synchronizing_backward(_gradients_synchronized),
+        "a backward ends: if it synchronizes gradients, weights will change",
+        lambda: _torch_backward.after_backward(_backward_ended),
     ),
     Patch(
         "_unshard_param_utils._writeback_to_local_shard",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ _NEEDED = (
     Needed(_GROUP, "fsdp_params _all_gather_process_group", "the sizes of a gather"),
     Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor", "the same, and its dtype"),
     Needed(_PARAM, "all_gather_outputs _unsharded_param sharded_param fsdp_placement is_dtensor", "unsharding"),
-    Needed(_PARAM, "sharded_state _module_info", "resharding"),
+    Needed(_PARAM, "sharded_state _module_info _setattr_on_modules free_unsharded_param", "resharding"),
     Needed(_PARAM, "keep_unsharded_storage", "the same", since=(2, 15)),
     Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules shared_param_names", "the same"),
     Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
@@ -95,11 +96,16 @@ class GatherPlan:
 
     def reshard(self) -> None:
         """Have modules show the sharded parameters, and free the others' memory."""
-        for param, _, sites, storage, _ in self.swaps:
-            for module, name in sites:
-                module._parameters[name] = param.sharded_param
+        self.show_shards()
+        for param, _, _, storage, _ in self.swaps:
             if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
                 storage.resize_(0)
+
+    def show_shards(self) -> None:
+        """Have modules show the sharded parameters; the others' memory stays."""
+        for param, _, sites, _, _ in self.swaps:
+            for module, name in sites:
+                module._parameters[name] = param.sharded_param
             param.sharded_state = ShardedState.SHARDED
 
 
@@ -127,6 +133,20 @@ class Swap(NamedTuple):
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         sites = ((info.module, info.param_name), *shared)
         return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
+
+
+def show_shards(params: Sequence[FSDPParam]) -> None:
+    """As torch's ``to_sharded`` of each parameter, but for the unsharded ones' memory, which stays."""
+    for param in params:
+        param._setattr_on_modules(param.sharded_param)
+        param.sharded_state = ShardedState.SHARDED
+
+
+def free_unsharded(params: Sequence[FSDPParam]) -> None:
+    """Free the memory of unsharded parameters that modules don't show, unless torch is to keep it."""
+    for param in params:
+        if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+            param.free_unsharded_param()
 
 
 def _beside(output: Tensor, world: int) -> Tensor:

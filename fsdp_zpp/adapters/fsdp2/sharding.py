@@ -204,12 +204,14 @@ def _on_lazy_init(root: nn.Module) -> None:
         unit = unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group.parameter_owners)
+            found[group.name] = ManagedUnit(
+                group.name, unit, group.parameters, group.shards, group.is_trained, group.parameter_owners
+            )
             groups[group] = unit.mesh
     model, members = model_name(root), list(found.values())
     hooks = set_up_model(root, model, members)
     warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.ranks) for managed in members))
-    _torch_backward.watch_backwards(root, hooks.gradients_synchronized, lambda: _agree_on_use(groups))
+    _torch_backward.watch_backwards(root, hooks.backward_ended, lambda: _agree_on_use(groups))
 
 
 def _agree_on_use(groups: dict[_torch.StrategyGroup, ProcessMesh]) -> None:
