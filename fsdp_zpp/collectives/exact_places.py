@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class ExactPlaces:
 
     indices: Tensor
     tail: int
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What places have in common that are the same."""
+        return tuple(self.indices.tolist())
 
     def take(self, values: Tensor) -> Tensor:
         """Take the values out of a flat tensor, which has zeros there afterwards: [rows, tail]."""

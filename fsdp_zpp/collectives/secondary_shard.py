@@ -34,6 +34,8 @@ from fsdp_zpp.codecs.base import Codec, FullPrecision
 from fsdp_zpp.codecs.delta import Int4Delta
 
 from .checkpointed_shard import NOTHING, CheckpointedShard
+from .exact_places import ExactPlaces
+from .flat_layout import FlatLayout
 from .hops import Hop
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
@@ -82,6 +84,9 @@ class ShardSource(Protocol):
     def is_trained(self) -> bool:
         """Whether steps change the weights."""
 
+    def layout(self, numel: int) -> FlatLayout:
+        """Where parameters lie in what is gathered, given its number of values."""
+
 
 class SecondaryShard:
     """What the inter-node hop of one unit leaves on this rank. See the top of this file.
@@ -101,6 +106,7 @@ class SecondaryShard:
         checkpointed: What was loaded from a checkpoint, and may hold the weights as they are now.
         source: Where the weights can be read; None if they can't. FSDP may replace it.
         side_stream: The stream in which it is made, if not in the one that reads it.
+        exact: The places of small values in this rank's shard, from the first gather on; None if codecs spare none.
         next_codec: What will encode the weights for the next gather, if that is known by now.
         stale: Whether the weights have changed since they were encoded.
         unread: Whether it has not been read since it was made.
@@ -119,6 +125,7 @@ class SecondaryShard:
         self.base: Tensor | None = None
         self._payload: Tensor | None = None
         self.checkpointed: CheckpointedShard | None = None
+        self.exact: ExactPlaces | None = None
         self._last_codec: Codec | None = None
         self.next_codec = codec
         self._version: Hashable = None

@@ -21,7 +21,9 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, full_precision
+from fsdp_zpp.codecs.exact_tail import exact_tail
 
+from .exact_places import ExactPlaces, PlacesInChunks
 from .hops import Traffic, decode, hop_over
 from .inter_node_gather import StaleShard, gather_between_nodes
 from .mesh import ProcessMesh
@@ -60,6 +62,7 @@ class WeightGather:
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
+        self._places = PlacesInChunks(mesh)
 
     @property
     def label(self) -> str:
@@ -83,19 +86,20 @@ class WeightGather:
             ValueError: If the sizes do not fit, before any communication.
             StaleSecondaryError: If the secondary shard is reused but ``version`` has changed.
         """
-        secondary = self.secondary
+        secondary, exact = self.secondary, self._exact_places(out)
         codec = secondary.codec or full_precision(out.dtype)
+        sent_as = codec if exact is None else exact_tail(codec, exact.tail)
         if shard is not None:
             self._check_sizes(shard, out)
         values = None
-        if secondary.is_fresh(codec):
+        if secondary.is_fresh(sent_as):
             secondary.check_version(version)
         else:
             values = self._values(shard, version)
             if self.prefetcher is None:
-                gather_between_nodes([StaleShard(secondary, codec, values)])
+                gather_between_nodes([StaleShard(secondary, sent_as, values)])
             else:
-                self.prefetcher.refresh(secondary, codec, values)
+                self.prefetcher.refresh(secondary, sent_as, values)
         payload = secondary.read()
         # A side stream may have read ``values``, which were allocated in this one. To free them is safe without
         # record_stream by now, for read() has this stream wait for the encoding.
@@ -103,7 +107,16 @@ class WeightGather:
         if self._intra is not None:
             payload = self._intra.all_gather(payload, secondary.label)
         # Rows come by local index, then node; decoding transposes that grid to the order of ranks.
-        decode(codec, payload, out, self._gpus, self._nodes, secondary.label)
+        decode(codec, payload, out, self._gpus, self._nodes, secondary.label, exact)
+
+    def _exact_places(self, out: Tensor) -> ExactPlaces | None:
+        """The places in ``out`` of what no codec encodes, and, for the secondary shard, those in this rank's shard."""
+        secondary = self.secondary
+        if secondary.codec is None or secondary.source is None:
+            return None
+        layout, numel = secondary.source.layout(out.numel()), out.numel() // self._world
+        secondary.exact = self._places.of_own_rank(layout, numel, out.device)
+        return self._places.of_all_ranks(layout, numel, out.device)
 
     def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
         source = self.secondary.source

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
@@ -242,6 +243,10 @@ class StrategyHandle(ViewingHandle):
         """This rank's values, on the device to gather on."""
         shard = self.flat_param._local_shard.to(self.device, non_blocking=True)
         return ShardValues([shard], shard.numel(), self.shard_version(), self.is_trained())
+
+    def layout(self, numel: int) -> FlatLayout:
+        """Where parameters lie in a gathered flat parameter of ``numel`` values."""
+        return self._layout.of(numel)
 
     def is_trained(self) -> bool:
         """Whether the flat parameter requires a gradient, or an original one, which the next forward passes on."""

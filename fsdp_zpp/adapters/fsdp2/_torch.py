@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -31,7 +32,7 @@ _NEEDED = (
     Needed(_GROUP, "reduce_grads _reduce_scatter_process_group", "taking over the reduction"),
     Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
     Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what gradients are divided by"),
-    Needed(_PARAM, "sharded_param _sharded_param_data _param_fqn _module_info", "the shards"),
+    Needed(_PARAM, "sharded_param _sharded_param_data _param_fqn _module_info _orig_size", "the shards"),
     Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module shared_modules", "the modules that hold a parameter"),
     Needed("torch.distributed.fsdp.FSDPModule", "_apply", "moves of a model"),
 )
@@ -115,6 +116,10 @@ def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None]) ->
         return None
     (group,) = groups
     group.__class__ = StrategyGroup
+    # Small parameters last: among the others they would shift these, so that blocks straddled two of them.
+    exact = sent_exactly([param._orig_size for param in group.fsdp_params])
+    places = sorted(range(len(exact)), key=exact.__getitem__)
+    group.fsdp_params = [group.fsdp_params[place] for place in places]
     group._state, group._on_lazy_init = state, on_lazy_init
     group.adopt()
     return group

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -15,7 +17,7 @@ _GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
 _PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
 _NEEDED = (
     Needed(_GROUP, "fsdp_params _all_gather_process_group", "the sizes of a gather"),
-    Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor", "the same, and its dtype"),
+    Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor _param_fqn", "the same, and its dtype"),
     Needed(_PARAM, "all_gather_outputs _unsharded_param sharded_param fsdp_placement is_dtensor", "unsharding"),
     Needed(_PARAM, "sharded_state _module_info _setattr_on_modules free_unsharded_param", "resharding"),
     Needed(_PARAM, "keep_unsharded_storage", "the same", since=(2, 15)),
@@ -28,18 +30,23 @@ check_needed("adapter for fully_shard", _NEEDED)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ._torch_gradients import small_parameters
+
 
 class GatherPlan:
     """What all gathers of a group have in common, looked up once; until its parameters are moved, cast or replaced.
 
     Args:
         group: The group, initialized lazily.
+        encodes: Whether a codec encodes what is gathered.
 
     Attributes:
         self_encoding: A parameter that decides itself what is gathered (``fsdp_pre_all_gather``), if there is one.
-        mixed: Whether parameters are gathered in several dtypes, and so as bytes.
-        by_torch: Whether torch alone can put together what is gathered.
-        dtype: The dtype in which they are gathered.
+        mixed: Whether parameters are to be computed in several dtypes.
+        by_torch: Whether torch alone can put together what is gathered: a parameter that encodes itself, or, without a
+            codec, bytes of several dtypes.
+        dtype: The dtype in which they are gathered; of several ones, one that has the values of all.
+        layout: Where parameters lie in a rank's part of a gather.
         shard_numel: The number of values that a rank contributes to a gather.
         numel: The number of values that it leaves on a rank.
         memory: The shards that are gathered, but for tensor subclasses, which may have no storage.
@@ -48,7 +55,7 @@ class GatherPlan:
         result: What an ``AllGatherResult`` tells besides the output and its event.
     """
 
-    def __init__(self, group: FSDPParamGroup) -> None:
+    def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
         params = group.fsdp_params
         shards = [param._sharded_param_data for param in params]
         dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
@@ -56,15 +63,18 @@ class GatherPlan:
         self._world = group._all_gather_process_group.size()
         self.self_encoding = next((p for p in params if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")), None)
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
-        self.by_torch = self.mixed or self.self_encoding is not None
-        self.dtype = torch.uint8 if self.mixed else dtypes[0]
+        self.by_torch = self.self_encoding is not None or (self.mixed and not encodes)
+        self.dtype = torch.uint8 if self.by_torch and self.mixed else reduce(torch.promote_types, dtypes)
+        pieces = [Piece(i, p._param_fqn or "", numel) for i, (p, numel) in enumerate(zip(params, numels, strict=True))]
+        self.layout = FlatLayout.dense(pieces, small_parameters(group))
         self.shard_numel = sum(numels)
         self.numel = self.shard_numel * self._world
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         # No work to wait for, then each parameter's dtypes and numels, and all numels.
-        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], numels)
-        self._numels = numels
+        sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
+        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
 
@@ -82,7 +92,20 @@ class GatherPlan:
         for swap in self.swaps:
             if swap.storage.size() != swap.nbytes:
                 swap.storage.resize_(swap.nbytes)
-        torch.split_with_sizes_copy(gathered.view(self._world, -1), self._numels, dim=1, out=self._views)
+        rows = gathered.view(self._world, -1)
+        if self.mixed:
+            torch._foreach_copy_(self._views, rows.split(self._numels, dim=1))
+        else:
+            torch.split_with_sizes_copy(rows, self._numels, dim=1, out=self._views)
+
+    @torch.no_grad()
+    def as_torch_gathers(self, gathered: Tensor) -> Tensor:
+        """What was gathered, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
+        if not self.mixed:
+            return gathered
+        parts = gathered.view(self._world, -1).split(self._numels, dim=1)
+        cast = (part.to(dtype).contiguous() for part, dtype in zip(parts, self._dtypes, strict=True))
+        return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
 
     def unshard(self) -> None:
         """Have modules show the unsharded parameters."""

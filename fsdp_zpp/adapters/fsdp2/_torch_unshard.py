@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.hops import profiled
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
 from fsdp_zpp.torch_internals import Needed, check_needed
@@ -72,9 +73,14 @@ class ShardGather(AllGather):
     def from_shards(self, output_tensor: Tensor) -> None:
         """Fill ``output_tensor``, of that dtype, in which every rank has equally many values."""
 
+    @property
+    @abstractmethod
+    def encodes(self) -> bool:
+        """Whether it encodes what it gathers."""
+
     @abstractmethod
     def check(self) -> None:
-        """Raise if it can't gather what only torch can put together, like parameters of several dtypes."""
+        """Raise if it can't gather what only torch can put together, like a parameter that encodes itself."""
 
 
 class GatheringGroup(ReducingGroup):
@@ -144,6 +150,10 @@ class GatheringGroup(ReducingGroup):
             return
         ours = result.all_gather_work is None and isinstance(self._all_gather_comm, ShardGather)
         if plan is None or not plan.swaps or not ours:
+            if ours and plan is not None and not plan.by_torch and plan.mixed:
+                self.device_handle.current_stream().wait_event(result.all_gather_event)
+                as_bytes = plan.as_torch_gathers(result.all_gather_output)
+                self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
             if plan is not None and not plan.swaps:
                 plan.prepare_swaps(self)
@@ -193,7 +203,8 @@ class GatheringGroup(ReducingGroup):
     def plan(self) -> GatherPlan:
         """What its gathers have in common."""
         if self._plan is None:
-            self._plan = GatherPlan(self)
+            gather = self._all_gather_comm
+            self._plan = GatherPlan(self, isinstance(gather, ShardGather) and gather.encodes)
         return self._plan
 
     # ---- weights that are kept, see [Note: Kept weights]
@@ -254,6 +265,10 @@ class GatheringGroup(ReducingGroup):
         if shards[0].device != self.device:
             shards = [shard.to(self.device, non_blocking=True) for shard in shards]
         return ShardValues(shards, self.plan.shard_numel, self.shard_version(), self.is_trained())
+
+    def layout(self, numel: int) -> FlatLayout:
+        """Where parameters lie in each rank's part of what is gathered."""
+        return self.plan.layout
 
     def shard_version(self) -> Hashable:
         """A value that changes with every write to the shards that torch counts, and when they are moved."""

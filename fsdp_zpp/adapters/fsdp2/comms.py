@@ -46,25 +46,23 @@ class StrategyAllGather(_PlainAllocation, _torch.ShardGather):
         """Fill ``output_tensor`` with what torch has put together; ``input_tensor`` is this rank's part of it."""
         self._gather(input_tensor, output_tensor, self._version())
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it encodes what it gathers."""
+        return self._gather.secondary.codec is not None
+
     def check(self) -> None:
         """Raise if what torch alone can put together is to be encoded.
 
         Raises:
-            TypeError: If the parameters are to be computed in several dtypes, or one encodes itself.
+            TypeError: If a parameter encodes itself.
         """
-        codec, plan = self._gather.secondary.codec, self._group.plan
-        if codec is None:
-            return
-        if (param := plan.self_encoding) is not None:
+        param = self._group.plan.self_encoding
+        if self.encodes and param is not None:
             raise TypeError(
                 f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
                 "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
             )
-        raise TypeError(
-            f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
-            f"they can't be encoded as {codec}: give them one dtype, or "
-            "MixedPrecisionPolicy(param_dtype=...) without param_dtype_override_fn, or shard them with weights=None"
-        )
 
     def _version(self) -> Hashable:
         reused = self._gather.secondary.keep or self._group.staleness_guard is not None
