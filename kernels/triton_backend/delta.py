@@ -32,18 +32,7 @@ def _delta_tile(
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
     row = source_chunk()
     change = add_row(
-        values,
-        base_ptr,
-        numel,
-        base_row_units,
-        base_zero,
-        row,
-        -1.0,
-        BASE_BITS,
-        BASE_BLOCK,
-        TILE,
-        _GROUP,
-        MASKED,
+        values, base_ptr, numel, base_row_units, base_zero, row, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED
     )
     encode(tl.reshape(change, [TILE // BLOCK, BLOCK]), out_ptr, numel, row_units, BITS, BLOCK, TILE, _GROUP, MASKED)
 
