@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..payload import ALIGNMENT, TAIL_STEP, PayloadLayout
+from ..payload import ALIGNMENT, PayloadLayout
 from .delta import add_delta_kernel, quantize_delta_kernel
 from .feedback import quantize_with_feedback_kernel, sum_quantize_with_feedback_kernel
 from .launch import launch_tiles
@@ -41,7 +41,7 @@ def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: tor
         cols,
         rows,
         numel_units=numel // align(numel),
-        tail_units=layout.tail // TAIL_STEP,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
         ALIGN=align(numel),
         BITS=layout.bits,
         BLOCK=layout.block,
@@ -68,7 +68,7 @@ def dequantize_sum(
         cols,
         rows,
         numel_units=numel // align(numel),
-        tail_units=layout.tail // TAIL_STEP,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
         zero=zero(layout.bits),
         ALIGN=align(numel),
         PEERS=peers,
@@ -90,7 +90,8 @@ def dequantize_sum_quantize(
         cols,
         rows,
         numel=numel,
-        tail_units=layout.tail // TAIL_STEP,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
         zero=zero(layout.bits),
         PEERS=peers,
         BITS=layout.bits,
@@ -121,7 +122,8 @@ def quantize_with_feedback(
         cols,
         rows,
         numel_units=numel // align(numel),
-        tail_units=layout.tail // TAIL_STEP,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
         zero=zero(8),
         ALIGN=align(numel),
         BITS=layout.bits,
@@ -156,7 +158,9 @@ def dequantize_sum_quantize_with_feedback(
         chunks,
         1,
         numel=numel,
-        tail_units=layout.tail // TAIL_STEP,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
+        out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
+        error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
         zero=zero(layout.bits),
         error_zero=zero(8),
         PEERS=peers,
@@ -187,7 +191,8 @@ def quantize_delta(
         chunks,
         1,
         numel_units=numel // align(numel),
-        tail_units=layout.tail // TAIL_STEP,
+        base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
         base_zero=zero(base_layout.bits),
         ALIGN=align(numel),
         BASE_BITS=base_layout.bits,
@@ -216,7 +221,8 @@ def add_delta(
         chunks,
         1,
         numel=numel,
-        tail_units=layout.tail // TAIL_STEP,
+        base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
+        row_units=layout.nbytes(numel) // ALIGNMENT,
         base_zero=zero(base_layout.bits),
         zero=zero(layout.bits),
         BASE_BITS=base_layout.bits,

@@ -19,7 +19,8 @@ def _delta_tile(
     base_ptr,
     out_ptr,
     numel,
-    tail_units,
+    base_row_units,
+    row_units,
     base_zero,
     BASE_BITS: tl.constexpr,
     BASE_BLOCK: tl.constexpr,
@@ -31,18 +32,19 @@ def _delta_tile(
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
     row = source_chunk()
     change = add_row(
-        values, base_ptr, numel, tail_units, base_zero, row, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED
+        values, base_ptr, numel, base_row_units, base_zero, row, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED
     )
-    encode(tl.reshape(change, [TILE // BLOCK, BLOCK]), out_ptr, numel, tail_units, BITS, BLOCK, TILE, _GROUP, MASKED)
+    encode(tl.reshape(change, [TILE // BLOCK, BLOCK]), out_ptr, numel, row_units, BITS, BLOCK, TILE, _GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel_units", "tail_units", "base_zero"])
+@triton.jit(do_not_specialize=["numel_units", "base_row_units", "row_units", "base_zero"])
 def quantize_delta_kernel(
     values_ptr,
     base_ptr,
     out_ptr,
     numel_units,
-    tail_units,
+    base_row_units,
+    row_units,
     base_zero,
     ALIGN: tl.constexpr,
     BASE_BITS: tl.constexpr,
@@ -55,11 +57,35 @@ def quantize_delta_kernel(
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
         _delta_tile(
-            values_ptr, base_ptr, out_ptr, numel, tail_units, base_zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, False
+            values_ptr,
+            base_ptr,
+            out_ptr,
+            numel,
+            base_row_units,
+            row_units,
+            base_zero,
+            BASE_BITS,
+            BASE_BLOCK,
+            BITS,
+            BLOCK,
+            TILE,
+            False,
         )
     else:
         _delta_tile(
-            values_ptr, base_ptr, out_ptr, numel, tail_units, base_zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, True
+            values_ptr,
+            base_ptr,
+            out_ptr,
+            numel,
+            base_row_units,
+            row_units,
+            base_zero,
+            BASE_BITS,
+            BASE_BLOCK,
+            BITS,
+            BLOCK,
+            TILE,
+            True,
         )
 
 
@@ -69,7 +95,8 @@ def _add_tile(
     delta_ptr,
     out_ptr,
     numel,
-    tail_units,
+    base_row_units,
+    row_units,
     base_zero,
     zero,
     BASE_BITS: tl.constexpr,
@@ -80,19 +107,22 @@ def _add_tile(
     MASKED: tl.constexpr,
 ):
     row = source_chunk()
-    base = decode_sum(base_ptr, numel, tail_units, 1.0, base_zero, row, 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
-    values = add_row(base, delta_ptr, numel, tail_units, zero, row, 1.0, BITS, BLOCK, TILE, _GROUP, MASKED)
+    base = decode_sum(
+        base_ptr, numel, base_row_units, 1.0, base_zero, row, 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED
+    )
+    values = add_row(base, delta_ptr, numel, row_units, zero, row, 1.0, BITS, BLOCK, TILE, _GROUP, MASKED)
     values = tl.reshape(values, [TILE // BASE_BLOCK, BASE_BLOCK])
-    encode(values, out_ptr, numel, tail_units, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+    encode(values, out_ptr, numel, base_row_units, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel", "tail_units", "base_zero", "zero"])
+@triton.jit(do_not_specialize=["numel", "base_row_units", "row_units", "base_zero", "zero"])
 def add_delta_kernel(
     base_ptr,
     delta_ptr,
     out_ptr,
     numel,
-    tail_units,
+    base_row_units,
+    row_units,
     base_zero,
     zero,
     BASE_BITS: tl.constexpr,
@@ -109,7 +139,8 @@ def add_delta_kernel(
             delta_ptr,
             out_ptr,
             numel,
-            tail_units,
+            base_row_units,
+            row_units,
             base_zero,
             zero,
             BASE_BITS,
@@ -125,7 +156,8 @@ def add_delta_kernel(
             delta_ptr,
             out_ptr,
             numel,
-            tail_units,
+            base_row_units,
+            row_units,
             base_zero,
             zero,
             BASE_BITS,

@@ -16,6 +16,7 @@ from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
 def _load_errors(
     errors_ptr,
     numel,
+    row_units,
     zero,
     BLOCK: tl.constexpr,
     ERROR_BLOCK: tl.constexpr,
@@ -33,7 +34,9 @@ def _load_errors(
         else:
             return tl.load(errors_ptr + offsets)
     else:
-        errors = decode_sum(errors_ptr, numel, 0, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
+        errors = decode_sum(
+            errors_ptr, numel, row_units, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED
+        )
         return tl.reshape(errors, [TILE // BLOCK, BLOCK])
 
 
@@ -42,6 +45,7 @@ def _store_errors(
     errors,
     errors_ptr,
     numel,
+    row_units,
     BLOCK: tl.constexpr,
     ERROR_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,7 +62,7 @@ def _store_errors(
             tl.store(errors_ptr + offsets, errors)
     else:
         errors = tl.reshape(errors, [TILE // ERROR_BLOCK, ERROR_BLOCK])
-        encode(errors, errors_ptr, numel, 0, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
+        encode(errors, errors_ptr, numel, row_units, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
@@ -67,7 +71,8 @@ def _encode_with_feedback(
     words_ptr,
     errors_ptr,
     numel,
-    tail_units,
+    row_units,
+    error_row_units,
     beta,
     rest,
     zero,
@@ -82,11 +87,11 @@ def _encode_with_feedback(
 
     Errors are read and written in the groups of the values. In other groups they would go through shared memory twice.
     """
-    errors = _load_errors(errors_ptr, numel, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
-    left_out, finite = encode(values + errors, words_ptr, numel, tail_units, BITS, BLOCK, TILE, GROUP, MASKED)
+    errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
+    left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
     # A block that is not finite keeps its errors: NaN in them would never leave again.
     errors = tl.where(finite, beta * errors + rest * left_out, errors)
-    _store_errors(errors, errors_ptr, numel, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
+    _store_errors(errors, errors_ptr, numel, error_row_units, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
@@ -95,7 +100,8 @@ def _quantize_tile(
     words_ptr,
     errors_ptr,
     numel,
-    tail_units,
+    row_units,
+    error_row_units,
     beta,
     rest,
     zero,
@@ -112,7 +118,8 @@ def _quantize_tile(
         words_ptr,
         errors_ptr,
         numel,
-        tail_units,
+        row_units,
+        error_row_units,
         beta,
         rest,
         zero,
@@ -125,7 +132,7 @@ def _quantize_tile(
     )
 
 
-@triton.jit(do_not_specialize=["numel_units", "tail_units", "zero"])
+@triton.jit(do_not_specialize=["numel_units", "row_units", "error_row_units", "zero"])
 def quantize_with_feedback_kernel(
     values_ptr,
     words_ptr,
@@ -133,7 +140,8 @@ def quantize_with_feedback_kernel(
     beta,
     rest,
     numel_units,
-    tail_units,
+    row_units,
+    error_row_units,
     zero,
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
@@ -149,7 +157,8 @@ def quantize_with_feedback_kernel(
             words_ptr,
             errors_ptr,
             numel,
-            tail_units,
+            row_units,
+            error_row_units,
             beta,
             rest,
             zero,
@@ -166,7 +175,8 @@ def quantize_with_feedback_kernel(
             words_ptr,
             errors_ptr,
             numel,
-            tail_units,
+            row_units,
+            error_row_units,
             beta,
             rest,
             zero,
@@ -185,7 +195,9 @@ def _sum_quantize_tile(
     out_ptr,
     errors_ptr,
     numel,
-    tail_units,
+    row_units,
+    out_row_units,
+    error_row_units,
     scale,
     beta,
     rest,
@@ -200,14 +212,15 @@ def _sum_quantize_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, tail_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, 16, MASKED)
+    total = decode_sum(words_ptr, numel, row_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, 16, MASKED)
     total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
     _encode_with_feedback(
         total,
         out_ptr,
         errors_ptr,
         numel,
-        tail_units,
+        out_row_units,
+        error_row_units,
         beta,
         rest,
         error_zero,
@@ -220,7 +233,7 @@ def _sum_quantize_tile(
     )
 
 
-@triton.jit(do_not_specialize=["numel", "tail_units", "zero", "error_zero"])
+@triton.jit(do_not_specialize=["numel", "row_units", "out_row_units", "error_row_units", "zero", "error_zero"])
 def sum_quantize_with_feedback_kernel(
     words_ptr,
     out_ptr,
@@ -229,7 +242,9 @@ def sum_quantize_with_feedback_kernel(
     beta,
     rest,
     numel,
-    tail_units,
+    row_units,
+    out_row_units,
+    error_row_units,
     zero,
     error_zero,
     PEERS: tl.constexpr,
@@ -247,7 +262,9 @@ def sum_quantize_with_feedback_kernel(
             out_ptr,
             errors_ptr,
             numel,
-            tail_units,
+            row_units,
+            out_row_units,
+            error_row_units,
             scale,
             beta,
             rest,
@@ -268,7 +285,9 @@ def sum_quantize_with_feedback_kernel(
             out_ptr,
             errors_ptr,
             numel,
-            tail_units,
+            row_units,
+            out_row_units,
+            error_row_units,
             scale,
             beta,
             rest,
