@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import models
 from harness.adapter import Adapter, Case
 from harness.checking import checked_weights
 from harness.covering import ADAPTERS, over_each, over_pairs
