@@ -40,10 +40,13 @@ def models(
     least = 2 if Feature.LIST in features else 1 if features & NEED_UNITS else 0
     inner = [draw(units(adapter, plain)) for _ in range(draw(st.integers(least, 3)))]
     width = draw(st.integers(3, 9))
-    if Feature.SHARD_1 in features:
+    if features & {Feature.SHARD_1, Feature.LBFGS}:
         width = world * draw(st.integers(1, 2))
     rootless = Feature.ROOTLESS in features
     listed = Feature.LIST in features
+    if Feature.LBFGS in features:  # which takes evenly sharded parameters only
+        root = [replace(branch, kind="linear") if branch.kind == "mlp" else branch for branch in root]
+        inner = [_without_mlps(unit) for unit in inner]
     if features & NEED_UNITS:
         inner = [_with_features(draw, unit, i, features) for i, unit in enumerate(inner)]
     has = [f for f in (Feature.ROOTLESS, Feature.LIST, Feature.SHARD_1) if f in features]
@@ -70,6 +73,11 @@ NEED_UNITS = {
     Feature.FREEZE_WITHIN_STEP,
     Feature.FREEZE_KEEPING_GRADIENTS,
 }
+
+
+def _without_mlps(unit: Unit) -> Unit:
+    kinds = [replace(branch, kind="linear") if branch.kind == "mlp" else branch for branch in unit.branches]
+    return replace(unit, branches=tuple(kinds))
 
 
 def _with_features(draw: st.DrawFn, unit: Unit, at: int, features: frozenset[Feature]) -> Unit:

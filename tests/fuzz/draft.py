@@ -128,7 +128,8 @@ class Draft:
 
     def _use_of(self, i: int, unit: int, branches: tuple[Branch, ...]) -> tuple[int, ...]:
         every = tuple(range(len(branches)))
-        if self.one_in(2) or (unit < len(self.models[i].units) and self.models[i].units[unit].nested):
+        units = self.models[i].units
+        if self.one_in(2) or self.models[i].rootless or (unit < len(units) and units[unit].nested):
             return every
         used = tuple(self.draw(st.lists(st.sampled_from(every), unique=True, max_size=len(every))))
         trainable = tuple(b for b in every if (i, unit, b) not in self.frozen)
@@ -149,9 +150,8 @@ class Draft:
                     continue
                 before = self.pending.get((i, unit, branch), set())
                 now = {rank for rank in range(self.world) if branch in ranks[rank][unit]} if runs else set()
-                if not (before | now) or (
-                    len(before | now) == self.world and not (twice and 0 < len(now) < self.world)
-                ):
+                in_part = twice and 0 < len(now) < self.world
+                if not (before | now) or (len(before | now) == self.world and not in_part):
                     continue
                 for rank in range(self.world):
                     if branch not in ranks[rank][unit]:

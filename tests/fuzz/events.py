@@ -91,7 +91,8 @@ def evaluate(draft: Draft) -> None:
     """Draw a forward in evaluation."""
     has_adapters = any(b.adapter for model in draft.models for unit in model.units for b in unit.branches)
     reference = has_adapters and draft.has(Feature.ADAPTERS, 2)
-    inference = draft.has(Feature.INFERENCE, 2)
+    # FSDP keeps tensors that it makes in its first forward, which are none to train with if they are of inference.
+    inference = draft.has_run and draft.has(Feature.INFERENCE, 2)
     unshard(draft)
     direct = direct_call(draft)
     draft.ops.append(Evaluation(draft.passes(False, same=True), reference, inference, direct))

@@ -49,7 +49,7 @@ class Feature(Enum):
     UNSHARD = "manual unshard", FSDP2
     UNSHARD_ASYNC = "asynchronous unshard", FSDP2
     SEVERAL_FORWARDS = "several forwards", ALL
-    RETAIN_GRAPH = "retain_graph", ALL
+    RETAIN_GRAPH = "retain_graph", FSDP2
     PIPELINED = "1F1B", FSDP2
     CHECKPOINTING = "checkpointing", ALL
     DIRECT_CALL = "submodule called directly", FSDP2

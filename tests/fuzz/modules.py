@@ -49,6 +49,7 @@ class Block(nn.Module):
             self.branches[1].weight = self.branches[0].weight
         if unit.half:
             self.to(torch.bfloat16)
+        self.nested = unit.nested
         self.recomputed = unit.checkpointing if unit.checkpointing and unit.checkpointing.startswith("inside") else None
 
     def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
@@ -61,7 +62,7 @@ class Block(nn.Module):
         for i in use:
             branch = self.branches[i]
             dtypes = (module.weight.dtype for module in branch.modules() if hasattr(module, "weight"))
-            dtype = next(dtypes, x.dtype)
+            dtype = x.dtype if self.nested and i == 0 else next(dtypes, x.dtype)
             out = out + torch.tanh(branch(x.to(dtype))).to(x.dtype)
         return out
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 import fsdp_zpp
 
 from . import program as ops, stock
-from .program import Program
 from .showing import Showing
 from .trace import Trace
 from .tuning import tune

@@ -16,6 +16,16 @@ FAILS = {
 }
 
 
+WITHIN_STEPS = {
+    Feature.FREEZE_WITHIN_STEP,
+    Feature.REQUIRES_ALL_REDUCE,
+    Feature.PARTIAL_SYNC,
+    Feature.RESHARD,
+    Feature.DIRECT_CALL,
+}
+"""What only happens before the last micro-batch of a step."""
+
+
 def step(draft: Draft, scaler: bool) -> None:
     """Draw micro-batches and the steps of some optimizers."""
     draw = draft.draw
@@ -26,7 +36,7 @@ def step(draft: Draft, scaler: bool) -> None:
         draft.has_run = True
         draft.ops.append(ZeroGrad("models"))
         return
-    last = draw(st.integers(1, 3)) - 1
+    last = draw(st.integers(2 if draft.features & WITHIN_STEPS else 1, 3)) - 1
     for number in range(last + 1):
         _micro_batch(draft, number == last, scaler)
         if number < last and draft.one_in(2 if Feature.FREEZE_WITHIN_STEP in draft.features else 8):
@@ -92,7 +102,8 @@ def _backwards(draft: Draft) -> dict[str, object]:
     if draft.pending and draft.adapter == "fsdp2" and not draft.zero_unused and draft.is_uneven(set(draft.pending)):
         return {}
     if draft.has(Feature.SEVERAL_FORWARDS, 2):
-        how = draft.draw(st.sampled_from(("sum", "in turn", "in reverse")))
+        orders = ("sum", "in turn", "in reverse") if draft.adapter == "fsdp2" else ("sum",)
+        how = draft.draw(st.sampled_from(orders))
         return {"forwards": draft.draw(st.integers(2, 3)), "backwards": how}
     if draft.has(Feature.PIPELINED, 2):
         return {"forwards": draft.draw(st.integers(2, 3)), "backwards": "pipelined"}

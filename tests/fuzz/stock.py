@@ -47,8 +47,12 @@ def reshard(model: Any, strategy: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and module._handle:
+        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and _has_started(module):
             module._handle.reshard(free_unsharded_flat_param=True)
+
+
+def _has_started(module: FullyShardedDataParallel) -> bool:
+    return module._handle is not None and hasattr(module._handle.flat_param, "_local_shard")
 
 
 def follow_move(model: Any) -> None:
