@@ -85,13 +85,15 @@ def _with_features(draw: st.DrawFn, unit: Unit, at: int, features: frozenset[Fea
     branches = list(unit.branches)
     if features & {Feature.ROOTLESS, Feature.LIST, Feature.NESTED, Feature.DIRECT_CALL}:
         unit = replace(unit, wrapped=True)
+    if Feature.ROOTLESS in features:  # or nothing may be left that trains
+        branches[0] = replace(branches[0], frozen=False)
     if Feature.LIST in features and at < 2:
         unit = replace(unit, half=False)
     if Feature.CHECKPOINTING in features and draw(st.booleans()):
         unit = replace(unit, checkpointing=draw(st.sampled_from(RECOMPUTED)))
     if features & {Feature.ADAPTERS, Feature.TWO_DTYPES, Feature.FREEZE_BRANCH} and draw(st.booleans()):
         unit = replace(unit, tied=False)
-        branches = (branches + [Branch()])[: max(2, len(branches))]
+        branches = [*branches, Branch()][: max(2, len(branches))]
         if Feature.ADAPTERS in features:
             branches[-1] = Branch(branches[-1].kind, adapter=True)
             if draw(st.booleans()):
@@ -102,6 +104,6 @@ def _with_features(draw: st.DrawFn, unit: Unit, at: int, features: frozenset[Fea
             branches[-1] = replace(branches[-1], frozen=False)
     listed = Feature.LIST in features and at < 2
     if Feature.NESTED in features and draw(st.booleans()) and not unit.half and not listed:
-        branches = (branches + [Branch()])[: max(2, len(branches))]
+        branches = [*branches, Branch()][: max(2, len(branches))]
         unit = replace(unit, nested=True, tied=False)
     return replace(unit, branches=tuple(branches))

@@ -49,19 +49,9 @@ class Simulated(Unsharded):
     def finish(self) -> None:
         self._exchange_due()
         self._arrive(float("inf"))
-        everything = [p for fragments in self._fragments() for fragment in fragments for p in fragment]
+        everything = [p for fragments in self.fsdp_units() for fragment in fragments for p in fragment]
         self._send(everything, float("inf"))
         self._arrive(float("inf"), mix=1.0)
-
-    def _fragments(self) -> list[list[list[Any]]]:
-        """For each model what is exchanged together: its rest first, then each unit."""
-        found = []
-        for i, spec in enumerate(self.program.models):
-            net = self.net(i)
-            units = [list(net.blocks[at].parameters()) for at, unit in enumerate(spec.units) if unit.wrapped]
-            inside = {p for unit in units for p in unit}
-            found.append([[p for p in net.parameters() if p not in inside], *units])
-        return found
 
     def _exchange_due(self) -> None:
         if not self.has_stepped:
@@ -69,7 +59,7 @@ class Simulated(Unsharded):
         self.has_stepped = False
         self.steps += 1
         self._arrive(self.steps)
-        for fragments in self._fragments():
+        for fragments in self.fsdp_units():
             for at in self.config.due(self.steps, len(fragments)):
                 self._send(fragments[at], self.steps + self.config.overlap)
         self._arrive(self.steps)

@@ -105,7 +105,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
     drawn = [draw(models(adapter, plain, features, world)) for _ in range(roots)]
-    zero_unused = adapter == "fsdp2" and HAS_UNUSED_FLAG and draw(st.booleans())
+    zero_unused = adapter == "fsdp2" and HAS_UNUSED_FLAG and not local and draw(st.booleans())
     # A local state dict within a node is refused, and torch's own HYBRID_SHARD can't have one.
     kinds = tuple(kind for kind in LOAD_KINDS[adapter] if kind != "LOCAL_STATE_DICT" or chosen.optimizer != "I")
     if Feature.ROOTLESS in features:

@@ -107,7 +107,32 @@ class Unsharded(Run):
             dist.all_reduce(used, group=group)
             dist.all_reduce(total, group=group)
             p.grad = total / self.factors.get(p, dist.get_world_size(group)) if used else None
+        if self.is_fsdp1:
+            self._fill_up()
         return own
+
+    def _fill_up(self) -> None:
+        """Give zeros to what a unit has not used of itself, as FSDP1's flat gradient does."""
+        for unit in (unit for units in self.fsdp_units() for unit in units):
+            if any(p.grad is not None for p in unit):
+                for p in unit:
+                    if p.grad is None and p.requires_grad:
+                        p.grad = torch.zeros_like(p)
+
+    def fsdp_units(self) -> list[list[list[nn.Parameter]]]:
+        """For each model the parameters that are gathered together: the rest first, then each unit."""
+        found = []
+        for i, spec in enumerate(self.program.models):
+            net = self.net(i)
+            modules: list[nn.Module] = []
+            for unit, block in zip(spec.units, net.blocks, strict=True):
+                modules += [block.branches[0]] * unit.nested + [block] * unit.wrapped
+            units, taken = [], set()
+            for module in modules:
+                units.append([p for p in module.parameters() if p not in taken])
+                taken.update(units[-1])
+            found.append([[p for p in net.parameters() if p not in taken], *units])
+        return found
 
     def do_step(self, op: ops.Step) -> None:
         own = self._average()
