@@ -67,10 +67,10 @@ class Feature(Enum):
 
 
 _without = {name.strip() for name in os.environ.get("FSDP_ZPP_FUZZ_WITHOUT", "").split(",")} - {""}
-if unknown := _without - {feature.title for feature in Feature} - {"codecs", "other worlds"}:
+if unknown := _without - {feature.title for feature in Feature} - {"codecs", "other worlds", "gradient law"}:
     raise ValueError(
         f"FSDP_ZPP_FUZZ_WITHOUT names {sorted(unknown)}; features are "
-        f"{', '.join(feature.title for feature in Feature)}, codecs, other worlds"
+        f"{', '.join(feature.title for feature in Feature)}, codecs, other worlds, gradient law"
     )
 
 drawn: Counter[str] = Counter()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 import fsdp_zpp
 
 from . import program as ops, stock
+from .laws import SeenWeights, changed_though_frozen, has_gradient_law
 from .showing import Showing
 from .trace import Trace
 from .tuning import tune
@@ -26,6 +27,8 @@ from .tuning import tune
 
 class Run(Showing):
     """One run of a program."""
+
+    seen: SeenWeights | None = None
 
     def run(self) -> Trace:
         """Run the program to its end, or to the first exception that is not its own."""
@@ -38,10 +41,27 @@ class Run(Showing):
             self.finish()
             self.show_weights("end")
             self.trace.replicas_differ = self._replicas_differ()
+            if self.program.has_codecs:
+                self.trace.wrong += changed_though_frozen(self.program, self.trace)
         except Exception as error:
             at = f"op {self.number}, {self.program.ops[self.number]!r}"
             self.trace.error = f"raises {type(error).__name__}: {error}\n(at {at})\n{traceback.format_exc()}"
         return self.trace
+
+    def before_sharding(self, i: int, net: Any) -> None:
+        if self.strategy is not STOCK and self.program.has_codecs:
+            if self.seen is None:
+                self.seen = SeenWeights(self.program)
+            self.seen.watch(i, net)
+
+    def do_microbatch(self, op: ops.MicroBatch) -> None:
+        if self.seen is not None:
+            self.seen.forget()
+        super().do_microbatch(op)
+        # Looking at full weights reshards, which half of the programs do without.
+        if self.seen is not None and self.program.observe and op.sync and not op.unsynced and op.fails is None:
+            for i, model in enumerate(self.models):
+                self.trace.wrong += self.seen.check(i, self.adapter.full_weights(model))
 
     def finish(self) -> None:
         """Have nodes that train on their own agree, before weights are shown."""
@@ -77,6 +97,12 @@ class Run(Showing):
             self._forget_accumulated(range(len(self.units(i))), i)
 
     def do_step(self, op: ops.Step) -> None:
+        if not self.trace.gradients and has_gradient_law(self.program):
+            for i, model in enumerate(self.models):
+                if all(p.grad is None for p in model.parameters()):
+                    continue
+                for name, value in self.adapter.full_gradients(model).items():
+                    self.trace.gradients[f"gradient of model {i}: {name}"] = value
         if self.scaler is not None and op.clip is not None:
             for i in op.optimizers:
                 self.scaler.unscale_(self.optimizers[i])

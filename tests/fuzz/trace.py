@@ -9,12 +9,19 @@ from torch import Tensor
 
 @dataclass
 class Trace:
-    """What a run showed: losses and weights by the number of the op, and the exception that ended it.
+    """What a run showed.
 
-    ``facts`` are what modules showed of their parameters, ``wrong`` what is so without any comparison.
+    Args:
+        shown: Losses and weights, by the number of the op.
+        gradients: Those of the first step.
+        facts: What modules showed of their parameters.
+        wrong: What is wrong without any comparison.
+        error: The exception that ended it.
+        replicas_differ: Whether ranks have different weights in the end.
     """
 
     shown: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     error: str | None = None
