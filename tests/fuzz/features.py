@@ -1,7 +1,8 @@
 """What programs may have beyond plain steps: a registry, how often each was drawn, and a switch to leave some out.
 
 A program has none of them, or a few that are drawn first: each then meets others often enough, and a program stays
-small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all programs, to go on past a known fault.
+small. ``FSDP_ZPP_FUZZ_WITHOUT=fused,inference mode`` keeps features out of all programs, to go on past a known fault;
+``FSDP_ZPP_FUZZ_ONLY`` names the only ones that programs may have.
 """
 
 from __future__ import annotations
@@ -66,12 +67,21 @@ class Feature(Enum):
         self.adapters = adapters
 
 
-_without = {name.strip() for name in os.environ.get("FSDP_ZPP_FUZZ_WITHOUT", "").split(",")} - {""}
-if unknown := _without - {feature.title for feature in Feature} - {"codecs", "other worlds", "gradient law"}:
-    raise ValueError(
-        f"FSDP_ZPP_FUZZ_WITHOUT names {sorted(unknown)}; features are "
-        f"{', '.join(feature.title for feature in Feature)}, codecs, other worlds, gradient law"
-    )
+OTHERS = ("codecs", "other worlds", "gradient law")
+"""What else can be left out: kinds of programs, and a check."""
+
+
+def _named(variable: str) -> set[str]:
+    names = {name.strip() for name in os.environ.get(variable, "").split(",")} - {""}
+    known = [*(feature.title for feature in Feature), *OTHERS]
+    if unknown := names - set(known):
+        raise ValueError(f"{variable} names {sorted(unknown)}; features are {', '.join(known)}")
+    return names
+
+
+_without = _named("FSDP_ZPP_FUZZ_WITHOUT")
+only = _named("FSDP_ZPP_FUZZ_ONLY")
+"""The features that ``FSDP_ZPP_FUZZ_ONLY`` names, if any: then every program has some of them and no others."""
 
 drawn: Counter[str] = Counter()
 """How many programs that stock FSDP runs had each feature; ``programs`` and ``with features`` count all of them."""
@@ -103,7 +113,11 @@ def choices(adapter: str, local_steps: bool, hook: bool) -> list[Feature]:
     """Features that a program of an adapter may have beside its kind."""
     out = NOT_WITH_LOCAL_STEPS if local_steps else {Feature.SEVERAL_STRATEGIES} if hook else set()
     out = out | set(KINDS_OF_PROGRAM)
-    return [f for f in Feature if adapter in f.adapters and f not in out and not is_left_out(f.title)]
+    return [
+        f
+        for f in Feature
+        if adapter in f.adapters and f not in out and not is_left_out(f.title) and (not only or f.title in only)
+    ]
 
 
 def count(titles: tuple[str, ...]) -> None:

@@ -168,7 +168,7 @@ FREEZING = frozenset(
 def _features(draw: st.DrawFn, adapter: str, local: bool, hook: bool) -> frozenset[Feature]:
     """None for one program in four, else one to three, or two that matter together."""
     choices = registry.choices(adapter, local, hook)
-    if draw(st.integers(0, 3)) == 0:
+    if not choices or (draw(st.integers(0, 3)) == 0 and not registry.only):
         return frozenset()
     chosen = draw(st.lists(st.sampled_from(choices), unique=True, min_size=1, max_size=3))
     of_optimizers = [feature for feature in chosen if feature in OPTIMIZERS]

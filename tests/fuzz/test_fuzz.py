@@ -5,6 +5,7 @@ By default a few programs, always the same ones. ``./run test -m fuzz`` runs man
     FSDP_ZPP_FUZZ=3000           how many (3000)
     FSDP_ZPP_FUZZ_SEED=7         which; by default others each time, whose seed a failure prints
     FSDP_ZPP_FUZZ_WITHOUT=SAM,fused   features (fuzz/features.py) that no program has
+    FSDP_ZPP_FUZZ_ONLY=SAM            the only ones that programs may have
 """
 
 from __future__ import annotations
