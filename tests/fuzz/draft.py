@@ -45,6 +45,8 @@ class Draft:
     marked: list[Feature] = field(default_factory=list)
     # Whether a forward has gone through the models.
     has_run: bool = False
+    # Whether all branches are in use: fully_shard can't reduce what it has accumulated in one dtype with what it has not.
+    uses_all: bool = False
     # Whether anything may be frozen.
     freezes: bool = True
 
@@ -129,7 +131,7 @@ class Draft:
     def _use_of(self, i: int, unit: int, branches: tuple[Branch, ...]) -> tuple[int, ...]:
         every = tuple(range(len(branches)))
         units = self.models[i].units
-        if self.one_in(2) or self.models[i].rootless or (unit < len(units) and units[unit].nested):
+        if self.one_in(2) or self.uses_all or self.models[i].rootless or (unit < len(units) and units[unit].nested):
             return every
         used = tuple(self.draw(st.lists(st.sampled_from(every), unique=True, max_size=len(every))))
         trainable = tuple(b for b in every if (i, unit, b) not in self.frozen)

@@ -117,6 +117,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     optimizer, precision, inner = _optimizer(draft), None, None
     if draft.has(Feature.HALF_PRECISION):
         precision = draw(st.sampled_from(PRECISIONS))
+        draft.uses_all = adapter == "fsdp2" and precision not in ("bf16 none", "fp16 none")
     if draft.has(Feature.SEVERAL_STRATEGIES):
         same = [levels for levels in LEGAL_LEVELS if levels[2] == chosen.optimizer]
         other = (strategies_without_codecs if plain else strategies_with_codecs)(world, same)
