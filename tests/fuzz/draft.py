@@ -45,7 +45,7 @@ class Draft:
     marked: list[Feature] = field(default_factory=list)
     # Whether a forward has gone through the models.
     has_run: bool = False
-    # Whether all branches are in use: fully_shard can't reduce what it has accumulated in one dtype with what it has not.
+    # Whether all branches are in use: fully_shard can't reduce gradients of two dtypes, of which some have accumulated.
     uses_all: bool = False
     # Whether anything may be frozen.
     freezes: bool = True
