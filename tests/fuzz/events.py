@@ -160,7 +160,7 @@ def freeze(draft: Draft, within: bool = False) -> None:
         return  # could not be evened out any more
     if within:
         draft.mark(Feature.FREEZE_WITHIN_STEP)
-    elif draft.has(Feature.FREEZE_KEEPING_GRADIENTS, 2):
+    elif draft.has(Feature.FREEZE_KEEPING_GRADIENTS, 1 if Feature.ZEROS in draft.features else 2):
         pass
     else:
         draft.ops.append(ZeroGrad("models"))

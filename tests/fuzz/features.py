@@ -109,6 +109,20 @@ NOT_WITH_LOCAL_STEPS = {
 """What the simulation does not know."""
 
 
+TOGETHER = (
+    (Feature.FREEZE_KEEPING_GRADIENTS, Feature.ZEROS, Feature.FUSED),
+    (Feature.FREEZE_KEEPING_GRADIENTS, Feature.ZEROS),
+    (Feature.FREEZE_WITHIN_STEP, Feature.FREEZE_BRANCH),
+    (Feature.ADAPTERS, Feature.FUSED),
+    (Feature.ADAPTERS, Feature.OPTIMIZERS_ANEW),
+    (Feature.SHOWN, Feature.OPTIMIZERS_ANEW),
+    (Feature.FROZEN_IN_OPTIMIZER, Feature.FREEZE_KEEPING_GRADIENTS, Feature.SHOWN),
+    (Feature.HALF_PRECISION, Feature.PARTIAL_SYNC),
+    (Feature.DIVIDE_FACTOR, Feature.SEVERAL_FORWARDS),
+)
+"""Features that say more together."""
+
+
 def choices(adapter: str, local_steps: bool, hook: bool) -> list[Feature]:
     """Features that a program of an adapter may have beside its kind."""
     out = NOT_WITH_LOCAL_STEPS if local_steps else {Feature.SEVERAL_STRATEGIES} if hook else set()

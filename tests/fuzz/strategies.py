@@ -125,7 +125,8 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     closure = features & {Feature.SAM, Feature.LBFGS}
     scaler = not local and not closure and draft.one_in(6)
     set_up(draft)
-    for _ in range(draw(st.integers(1, 4 if local else 3))):
+    least = 2 if features & FREEZING else 1
+    for _ in range(draw(st.integers(least, 4 if local else 3))):
         for _ in range(draw(st.integers(1 if features & set(OF_FEATURES) else 0, 2))):
             between_steps(draft)
         step(draft, scaler)
@@ -172,6 +173,8 @@ def _features(draw: st.DrawFn, adapter: str, local: bool, hook: bool) -> frozens
     if not choices or (draw(st.integers(0, 3)) == 0 and not registry.only):
         return frozenset()
     chosen = draw(st.lists(st.sampled_from(choices), unique=True, min_size=1, max_size=3))
+    if together := [group for group in registry.TOGETHER if set(group) <= set(choices)]:
+        chosen = list(draw(st.sampled_from(together))) if draw(st.integers(0, 3)) == 3 else chosen
     of_optimizers = [feature for feature in chosen if feature in OPTIMIZERS]
     return frozenset(set(chosen) - set(of_optimizers[1:]))
 
