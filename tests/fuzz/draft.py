@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
-from torch.distributed.fsdp import FSDPModule
 
+from .features import Feature
 from .program import (
     Branch,
     Model,
@@ -21,10 +21,6 @@ from .program import (
     Pass,
     Use,
 )
-
-WORLD = 4
-HAS_UNUSED_FLAG = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
 
 
 @dataclass
@@ -36,11 +32,52 @@ class Draft:
     models: tuple[Model, ...]
     zero_unused: bool
     load_kinds: tuple[str, ...]
+    world: int = 4
+    features: frozenset[Feature] = frozenset()
+    local_steps: bool = False
     optimizers: tuple[tuple[tuple[int, int], ...], ...] = ()
     ops: list[Op] = field(default_factory=list)
     # By (model, unit, branch), the ranks that have used it in micro-batches that are not reduced yet.
     pending: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
-    frozen: set[tuple[int, int]] = field(default_factory=set)
+    # By (model, unit, branch), what is frozen now.
+    frozen: set[tuple[int, int, int]] = field(default_factory=set)
+    # The features that the program does have, as far as drawing has come.
+    marked: list[Feature] = field(default_factory=list)
+    # Whether a forward has gone through the models.
+    has_run: bool = False
+    # Whether all branches are in use: fully_shard can't reduce gradients of two dtypes, of which some have accumulated.
+    uses_all: bool = False
+    # Whether anything may be frozen.
+    freezes: bool = True
+
+    def __post_init__(self) -> None:
+        self.frozen = self.frozen_for_good()
+
+    def frozen_for_good(self) -> set[tuple[int, int, int]]:
+        """What is frozen before anything is sharded."""
+        return {
+            (i, unit, b)
+            for i, model in enumerate(self.models)
+            for unit, branches in enumerate(branches_of(model))
+            for b, branch in enumerate(branches)
+            if branch.frozen or (model.rootless and unit == len(model.units))
+        }
+
+    def has(self, feature: Feature, n: int = 1) -> bool:
+        """Whether a feature is to be drawn here; notes that it was."""
+        if feature not in self.features or (n > 1 and not self.one_in(n)):
+            return False
+        self.mark(feature)
+        return True
+
+    def mark(self, feature: Feature) -> None:
+        """Note that the program has a feature."""
+        if feature not in self.marked:
+            self.marked.append(feature)
+
+    def is_uneven(self, keys: set[tuple[int, int, int]]) -> bool:
+        """Whether some ranks only have gradients that are not reduced yet."""
+        return any(len(self.pending.get(key, ())) not in (0, self.world) for key in keys)
 
     def one_in(self, n: int) -> bool:
         """True once in n draws; shrinks to False."""
@@ -55,7 +92,7 @@ class Draft:
     def _pass(self, i: int, model: Model, reducing: bool, same: bool) -> Pass:
         order = self._order(i, model, reducing)
         by_rank = not same and self.one_in(2)
-        n = WORLD if by_rank else 1
+        n = self.world if by_rank else 1
         uses = [self._use(i, model) for _ in range(n)]
         if reducing:
             uses = self._evened_out(i, model, order, uses)
@@ -64,12 +101,14 @@ class Draft:
 
     def _order(self, i: int, model: Model, reducing: bool) -> tuple[int, ...]:
         order = list(range(len(model.units)))
-        if order and self.one_in(4):
-            skipped = self.draw(st.sampled_from(order))
-            if not (reducing and self._must_run(i, skipped)):
+        free = order[2:] if model.listed else list(order)  # those of a list run together
+        if free and self.one_in(4):
+            skipped = self.draw(st.sampled_from(free))
+            if not (reducing and self._must_run(i, skipped)) and not (model.rootless and len(order) == 1):
                 order.remove(skipped)
-        if order and self.one_in(6):
-            again = self.draw(st.sampled_from(order))
+                free.remove(skipped)
+        if free and self.one_in(6):
+            again = self.draw(st.sampled_from(free))
             # fully_shard reduces after each of the two backwards, of which only the last has all gradients.
             if not (reducing and self._uneven(i, again)):
                 order.append(again)
@@ -84,17 +123,18 @@ class Draft:
     def _uneven(self, i: int, unit: int) -> bool:
         """Whether earlier micro-batches have left fully_shard another set of gradients of a unit on each rank."""
         left = [ranks for key, ranks in self.pending.items() if key[:2] == (i, unit)]
-        return self.adapter == "fsdp2" and not self.zero_unused and any(len(ranks) < WORLD for ranks in left)
+        return self.adapter == "fsdp2" and not self.zero_unused and any(len(ranks) < self.world for ranks in left)
 
     def _use(self, i: int, model: Model) -> Use:
-        return tuple(self._use_of(i, unit, branches) for unit, branches in enumerate(_branches(model)))
+        return tuple(self._use_of(i, unit, branches) for unit, branches in enumerate(branches_of(model)))
 
     def _use_of(self, i: int, unit: int, branches: tuple[Branch, ...]) -> tuple[int, ...]:
         every = tuple(range(len(branches)))
-        if self.one_in(2):
+        units = self.models[i].units
+        if self.one_in(2) or self.uses_all or self.models[i].rootless or (unit < len(units) and units[unit].nested):
             return every
         used = tuple(self.draw(st.lists(st.sampled_from(every), unique=True, max_size=len(every))))
-        trainable = tuple(b for b in every if not branches[b].frozen)
+        trainable = tuple(b for b in every if (i, unit, b) not in self.frozen)
         if self.adapter != "fsdp2" and not set(trainable) & set(used):
             used += trainable[:1]
         return used
@@ -103,29 +143,34 @@ class Draft:
         """``uses`` after which all ranks reduce the same."""
         if self.adapter != "fsdp2" or self.zero_unused:
             return uses
-        ranks = [list(map(list, uses[rank % len(uses)])) for rank in range(WORLD)]
-        for unit, branches in enumerate(_branches(model)):
+        ranks = [list(map(list, uses[rank % len(uses)])) for rank in range(self.world)]
+        for unit, branches in enumerate(branches_of(model)):
             runs = unit == len(model.units) or unit in order
             twice = order.count(unit) > 1
             for branch in range(len(branches)):
-                before = self.pending.get((i, unit, branch), set())
-                now = {rank for rank in range(WORLD) if branch in ranks[rank][unit]} if runs else set()
-                if not (before | now) or (len(before | now) == WORLD and not (twice and 0 < len(now) < WORLD)):
+                if (i, unit, branch) in self.frozen:
                     continue
-                for rank in range(WORLD):
+                before = self.pending.get((i, unit, branch), set())
+                now = {rank for rank in range(self.world) if branch in ranks[rank][unit]} if runs else set()
+                in_part = twice and 0 < len(now) < self.world
+                if not (before | now) or (len(before | now) == self.world and not in_part):
+                    continue
+                for rank in range(self.world):
                     if branch not in ranks[rank][unit]:
                         ranks[rank][unit].append(branch)
         return [tuple(map(tuple, use)) for use in ranks]
 
-    def used(self, passes: tuple[Pass, ...]) -> None:
-        """Note what a micro-batch that is not reduced has used."""
+    def used(self, passes: tuple[Pass, ...], units: tuple[tuple[int, int], ...] | None = None) -> None:
+        """Note what a micro-batch that is not reduced has used, or in which ``units`` it is not."""
         for i, part in enumerate(passes):
-            for rank in range(WORLD):
+            for rank in range(self.world):
                 for unit, branches in enumerate(part.use(rank)):
-                    if unit in part.order or unit == len(self.models[i].units):
-                        for branch in branches:
+                    runs = unit in part.order or unit == len(self.models[i].units)
+                    if runs and (units is None or (i, unit) in units):
+                        for branch in set(branches) - {b for j, u, b in self.frozen if (j, u) == (i, unit)}:
                             self.pending.setdefault((i, unit, branch), set()).add(rank)
 
 
-def _branches(model: Model) -> list[tuple[Branch, ...]]:
+def branches_of(model: Model) -> list[tuple[Branch, ...]]:
+    """The branches of each unit, and of the root at the end."""
     return [*(unit.branches for unit in model.units), model.root]

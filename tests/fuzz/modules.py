@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .program import Branch, Model, Unit, Use
 
@@ -35,7 +36,7 @@ def _branch(branch: Branch, width: int) -> nn.Module:
         module = nn.Linear(width, width, bias=branch.kind == "affine")
     else:
         module = nn.LayerNorm(width) if branch.kind == "norm" else Scale(width)
-    return module.requires_grad_(not branch.frozen)
+    return module.requires_grad_(not branch.frozen).to(torch.bfloat16 if branch.half else torch.float32)
 
 
 class Block(nn.Module):
@@ -46,13 +47,22 @@ class Block(nn.Module):
         self.branches = nn.ModuleList(_branch(branch, width) for branch in unit.branches)
         if unit.tied:
             self.branches[1].weight = self.branches[0].weight
-        self.to(torch.bfloat16 if unit.half else torch.float32)
+        if unit.half:
+            self.to(torch.bfloat16)
+        self.nested = unit.nested
+        self.recomputed = unit.checkpointing if unit.checkpointing and unit.checkpointing.startswith("inside") else None
 
     def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        if self.recomputed:
+            return _recompute(self._sum_of_branches, self.recomputed, x, use)
+        return self._sum_of_branches(x, use)
+
+    def _sum_of_branches(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
         out = x * 1.0
         for i in use:
             branch = self.branches[i]
-            dtype = next(module.weight.dtype for module in branch.modules() if hasattr(module, "weight"))
+            dtypes = (module.weight.dtype for module in branch.modules() if hasattr(module, "weight"))
+            dtype = x.dtype if self.nested and i == 0 else next(dtypes, x.dtype)
             out = out + torch.tanh(branch(x.to(dtype))).to(x.dtype)
         return out
 
@@ -65,12 +75,24 @@ class Net(nn.Module):
         self.embedding = nn.Linear(model.width, model.width)
         self.blocks = nn.ModuleList(Block(unit, model.width) for unit in model.units)
         self.root = Block(Unit(model.root), model.width)
+        self.recomputed = [unit.checkpointing for unit in model.units]
         if model.tied:
             self.root.branches[0].weight = self.embedding.weight
+        if model.rootless:
+            self.embedding.requires_grad_(False)
+            self.root.requires_grad_(False)
 
     def forward(self, x: Tensor, order: tuple[int, ...], use: Use, between: Callable[[int, Tensor], Tensor]) -> Tensor:
         """``between(i, x)`` sees, and may replace, what the i-th call of a block begins with."""
         x = torch.tanh(self.embedding(x))
         for i, block in enumerate(order):
-            x = self.blocks[block](between(i, x), use[block])
+            x, how = between(i, x), self.recomputed[block]
+            if how and how.startswith("outside"):
+                x = _recompute(self.blocks[block], how, x, use[block])
+            else:
+                x = self.blocks[block](x, use[block])
         return self.root(between(len(order), x), use[-1])
+
+
+def _recompute(function: Callable[..., Tensor], how: str, *args: object) -> Tensor:
+    return checkpoint(function, *args, use_reentrant=how.endswith(" reentrant"))

@@ -14,10 +14,14 @@ class Branch:
     Args:
         kind: ``linear``, ``affine`` (with a bias), ``norm``, ``scale`` (a vector) or ``mlp``.
         frozen: Whether it is frozen for good, before anything is sharded.
+        adapter: Whether it is an adapter, which a reference forward goes without.
+        half: Whether its parameters are bf16.
     """
 
     kind: str = "linear"
     frozen: bool = False
+    adapter: bool = False
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,17 @@ class Unit:
         wrapped: Whether it is a unit of its own to FSDP, or part of the root's.
         tied: Whether the first two branches, both linear, share their weight.
         half: Whether its parameters are bf16.
+        nested: Whether its first branch is a unit of its own within it.
+        checkpointing: Whether its forward is recomputed: ``inside`` of the unit or ``outside``, and ``reentrant`` or
+            not.
     """
 
     branches: tuple[Branch, ...] = (Branch(),)
     wrapped: bool = True
     tied: bool = False
     half: bool = False
+    nested: bool = False
+    checkpointing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,16 @@ class Model:
         units: The units.
         root: The root's branches.
         tied: Whether the root's first branch, a linear one, has the embedding's weight.
+        rootless: Whether the root is no unit, but frozen and whole on every rank.
+        listed: Whether the first two units are one to FSDP.
     """
 
     width: int = 5
     units: tuple[Unit, ...] = ()
     root: tuple[Branch, ...] = (Branch(),)
     tied: bool = False
+    rootless: bool = False
+    listed: bool = False
 
 
 Use = tuple[tuple[int, ...], ...]
@@ -85,19 +98,42 @@ class MicroBatch:
         fails: An exception in the middle of the ``forward`` or ``backward``, or between them, in the ``loss``, after
             which all gradients are cleared.
         overflows: The rank whose loss is infinite, if any.
+        unsynced: Units, as (model, unit), that do not synchronize theirs all the same.
+        forwards: How many forwards there are, each with a batch of its own.
+        backwards: Whether they have one backward of their ``sum``, or one each after all forwards, ``in turn`` or ``in
+            reverse``, or ``pipelined`` (1F1B), or ``twice`` through a graph that is retained.
+        direct: The unit that is called by itself, if any, instead of the models.
+        all_reduce: fully_shard's ``set_requires_all_reduce``.
+        reshard: Its ``set_reshard_after_backward``.
     """
 
     passes: tuple[Pass, ...]
     sync: bool = True
     fails: str | None = None
     overflows: int | None = None
+    unsynced: tuple[tuple[int, int], ...] = ()
+    forwards: int = 1
+    backwards: str = "sum"
+    direct: tuple[int, int] | None = None
+    all_reduce: bool = True
+    reshard: bool = True
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A forward in evaluation."""
+    """A forward in evaluation.
+
+    Args:
+        passes: How it goes through each model.
+        reference: Whether adapters are switched off for it, as PEFT's ``disable_adapter`` does.
+        inference: Whether it runs in inference mode.
+        direct: The unit that is called by itself, if any, instead of the models.
+    """
 
     passes: tuple[Pass, ...]
+    reference: bool = False
+    inference: bool = False
+    direct: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,15 +149,52 @@ class ZeroGrad:
     """Clears gradients: of an optimizer by its number, of ``models``, or of the ``modules`` within FSDP's wrappers."""
 
     of: int | str = 0
+    set_to_none: bool = True
 
 
 @dataclass(frozen=True)
 class Freeze:
-    """Freezes a unit of a model, or unfreezes it."""
+    """Freezes a unit of a model or one of its branches, or unfreezes it."""
 
     model: int
     unit: int
     frozen: bool = True
+    branch: int | None = None
+
+
+@dataclass(frozen=True)
+class SharpStep:
+    """A whole step of an optimizer that runs forwards and backwards itself: SAM or LBFGS."""
+
+    passes: tuple[Pass, ...]
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """Looks at what modules show: parameters by name, and whether they are trainable and sharded."""
+
+
+@dataclass(frozen=True)
+class OptimizersAnew:
+    """Makes new optimizers of what modules show."""
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Calls one of FSDPModule's methods on a unit.
+
+    Args:
+        what: Which, see :mod:`fuzz.tuning`.
+        model: The model.
+        unit: The unit.
+        value: Its argument.
+    """
+
+    what: str
+    model: int
+    unit: int
+    value: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +232,22 @@ class Resume:
     """Saves models and optimizers, and goes on with others that have loaded that."""
 
 
-Op = MicroBatch | Evaluation | Step | ZeroGrad | Freeze | Load | Write | Summon | Move | Resume
+Op = (
+    MicroBatch
+    | Evaluation
+    | Step
+    | SharpStep
+    | ZeroGrad
+    | Freeze
+    | Show
+    | OptimizersAnew
+    | Tune
+    | Load
+    | Write
+    | Summon
+    | Move
+    | Resume
+)
 
 
 @dataclass(frozen=True)
@@ -172,11 +260,20 @@ class Program:
         models: One after the other, each a root of its own.
         optimizers: For each optimizer the (model, unit) that it has; the root is the unit after the last.
         ops: What happens.
-        optimizer: ``sgd`` or ``adamw``.
+        optimizer: ``sgd`` or ``adamw``, each perhaps ``fused`` or ``foreach``, or another of :mod:`fuzz.optimizers`.
         scaler: Whether there is a gradient scaler.
         zero_unused: fully_shard's ``set_reduce_scatter_unused_params(True)``.
         precision: Of computation and reduction, ``None`` or as in ``bf16 fp32``.
         observe: Whether weights are looked at after each step, or at the end only.
+        world: Number of ranks.
+        interleaved: Whether optimizers share units, of which each has every n-th parameter.
+        with_frozen: Whether optimizers have frozen parameters, too.
+        inner: The strategy of the units with odd numbers, if another one.
+        hook: Whether ours is stock with a quantizing comm hook.
+        prefetch: FSDP1's ``forward_prefetch`` and ``BACKWARD_POST``.
+        columns: fully_shard's ``Shard(1)`` wherever it divides.
+        offload: Whether parameters are offloaded.
+        features: Titles of the features that it was drawn with.
     """
 
     adapter: str
@@ -189,21 +286,31 @@ class Program:
     zero_unused: bool = False
     precision: str | None = None
     observe: bool = True
+    world: int = 4
+    interleaved: bool = False
+    with_frozen: bool = False
+    inner: Strategy | None = None
+    hook: bool = False
+    prefetch: bool = False
+    columns: bool = False
+    offload: bool = False
+    features: tuple[str, ...] = ()
 
     @property
     def has_codecs(self) -> bool:
         """Whether ours rounds more than stock."""
-        s = self.strategy
-        return any(codec is not None for codec in (s.weights, *s.gradient_codecs))
+        strategies = [self.strategy, *([self.inner] if self.inner else [])]
+        return self.hook or any(codec is not None for s in strategies for codec in (s.weights, *s.gradient_codecs))
 
     @property
     def has_half(self) -> bool:
         """Whether something is in 16 bits."""
-        return self.precision is not None or any(unit.half for model in self.models for unit in model.units)
+        units = [unit for model in self.models for unit in model.units]
+        return self.precision is not None or any(u.half or any(b.half for b in u.branches) for u in units)
 
 
 SCRIPT = """\
-# cd tests && torchrun --standalone --nproc-per-node 4 this.py
+# cd tests && torchrun --standalone --nproc-per-node {world} this.py
 from fsdp_zpp import *
 from fuzz.program import *
 from fuzz.compare import main
@@ -216,4 +323,4 @@ main(
 
 def as_script(program: Program) -> str:
     """A script that runs ``program`` and says where ours and stock differ."""
-    return SCRIPT.format(program=repr(program))
+    return SCRIPT.format(program=repr(program), world=program.world)

@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import models as harness_models
 from harness.adapter import STOCK
-from harness.pool import device_type
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     StateDictType,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fsdp_zpp
 
 from . import program as ops, stock
-from .modules import InTheMiddleError
-from .program import Program
-from .trained import Trained
-
-ROWS = 3
-
-
-@dataclass
-class Trace:
-    """What a run showed: losses and weights by the number of the op, and the exception that ended it."""
-
-    shown: dict[str, Tensor] = field(default_factory=dict)
-    error: str | None = None
-    replicas_differ: bool = False
+from .laws import SeenWeights, changed_though_frozen, has_gradient_law
+from .showing import Showing
+from .trace import Trace
+from .tuning import tune
 
 
-class Run(Trained):
+class Run(Showing):
     """One run of a program."""
 
-    def __init__(self, program: Program, strategy: Any) -> None:
-        super().__init__(program, strategy)
-        self.trace = Trace()
-        self.number = 0
-        self.scaler = (
-            ShardedGradScaler(device=device_type(), init_scale=2.0**6, growth_interval=2) if program.scaler else None
-        )
+    seen: SeenWeights | None = None
 
     def run(self) -> Trace:
         """Run the program to its end, or to the first exception that is not its own."""
@@ -59,12 +38,39 @@ class Run(Trained):
             for number, op in enumerate(self.program.ops):
                 self.number = number
                 getattr(self, "do_" + type(op).__name__.lower())(op)
+            self.finish()
             self.show_weights("end")
             self.trace.replicas_differ = self._replicas_differ()
+            if self.program.has_codecs:
+                self.trace.wrong += changed_though_frozen(self.program, self.trace)
         except Exception as error:
             at = f"op {self.number}, {self.program.ops[self.number]!r}"
             self.trace.error = f"raises {type(error).__name__}: {error}\n(at {at})\n{traceback.format_exc()}"
         return self.trace
+
+    def before_sharding(self, i: int, net: Any) -> None:
+        if self.strategy is not STOCK and self.program.has_codecs:
+            if self.seen is None:
+                self.seen = SeenWeights(self.program)
+            self.seen.watch(i, net)
+
+    def do_microbatch(self, op: ops.MicroBatch) -> None:
+        if self.seen is not None:
+            self.seen.forget()
+        super().do_microbatch(op)
+        # Looking at full weights reshards, which half of the programs do without.
+        if self.seen is not None and self.program.observe and op.sync and not op.unsynced and op.fails is None:
+            for i, model in enumerate(self.models):
+                self.trace.wrong += self.seen.check(i, self.adapter.full_weights(model))
+
+    def finish(self) -> None:
+        """Have nodes that train on their own agree, before weights are shown."""
+        if self.strategy is STOCK or self.program.strategy.local_steps is None:
+            return
+        # They exchange what is due before a forward that trains.
+        self._loss(next(op.passes for op in reversed(self.program.ops) if isinstance(op, ops.MicroBatch)))
+        for model in self.models:
+            fsdp_zpp.exchange_weights(model)
 
     def show_weights(self, when: str) -> None:
         """Put all weights into the trace. Collective."""
@@ -81,84 +87,29 @@ class Run(Trained):
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         return not highest.equal(lowest)
 
-    def do_microbatch(self, op: ops.MicroBatch) -> None:
-        try:
-            with self._micro_batch(op.sync):
-                loss = self._loss(op)
-                if op.fails == "loss":
-                    raise InTheMiddleError
-                self.trace.shown[f"op {self.number}: loss"] = loss.detach().float().cpu()
-                if op.overflows == dist.get_rank():
-                    loss = loss * float("inf")
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
-        except InTheMiddleError:
-            self._recover()
-            assert op.fails
-        else:
-            assert not op.fails
-
-    @contextmanager
-    def _micro_batch(self, sync: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in self.models:
-                if not self.is_fsdp1:
-                    model.set_requires_gradient_sync(sync)
-                elif not sync:
-                    stack.enter_context(model.no_sync())
-            yield
-
-    def _loss(self, op: ops.MicroBatch | ops.Evaluation) -> Tensor:
-        rank = dist.get_rank()
-        generator = torch.Generator().manual_seed(1000 * self.number + rank)
-        x = torch.randn(ROWS, self.program.models[0].width, generator=generator).to(harness_models.device())
-        for i, (model, part) in enumerate(zip(self.models, op.passes, strict=True)):
-            width = self.program.models[i].width
-            x = torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])))[:, :width]
-            x = model(x, part.order, part.use(rank), lambda at, x, i=i: self._between(op, i, at, x))
-        return (x.float() - torch.randn(x.shape, generator=generator).to(x.device)).square().mean()
-
-    def _between(self, op: Any, model: int, at: int, x: Tensor) -> Tensor:
-        """Fail in the middle of the last model, if the op says so."""
-        fails = getattr(op, "fails", None)
-        if (
-            fails not in ("forward", "backward")
-            or model != len(self.models) - 1
-            or at != (len(op.passes[model].order) + 1) // 2
-        ):
-            return x
-        if fails == "forward":
-            raise InTheMiddleError
-        x = x * 1.0
-
-        def fail(gradient: Tensor) -> Tensor:
-            raise InTheMiddleError
-
-        x.register_hook(fail)
-        return x
-
     def _recover(self) -> None:
         """What a user does after an exception: forget the step."""
         for i, model in enumerate(self.models):
-            if hasattr(model, "reset_iter_state"):
-                model.reset_iter_state()
+            for root in self.roots(i):
+                if hasattr(root, "reset_iter_state"):
+                    root.reset_iter_state()
             model.zero_grad()
             self._forget_accumulated(range(len(self.units(i))), i)
 
-    def do_evaluation(self, op: ops.Evaluation) -> None:
-        for model in self.models:
-            model.eval()
-        with torch.no_grad():
-            self.trace.shown[f"op {self.number}: loss in evaluation"] = self._loss(op).float().cpu()
-        for model in self.models:
-            model.train()
-
     def do_step(self, op: ops.Step) -> None:
+        if not self.trace.gradients and has_gradient_law(self.program):
+            for i, model in enumerate(self.models):
+                if all(p.grad is None for p in model.parameters()):
+                    continue
+                for name, value in self.adapter.full_gradients(model).items():
+                    self.trace.gradients[f"gradient of model {i}: {name}"] = value
         if self.scaler is not None and op.clip is not None:
             for i in op.optimizers:
                 self.scaler.unscale_(self.optimizers[i])
         if op.clip is not None:
-            for model in self.models:
-                self._clip(model, op.clip)
+            for i in range(len(self.models)):
+                for root in self.roots(i):
+                    self._clip(root, op.clip)
         for i in op.optimizers:
             if self.scaler is None:
                 self.optimizers[i].step()
@@ -174,21 +125,52 @@ class Run(Trained):
 
     def do_zerograd(self, op: ops.ZeroGrad) -> None:
         if isinstance(op.of, int):
-            self.optimizers[op.of].zero_grad()
+            self.optimizers[op.of].zero_grad(op.set_to_none)
+            if not op.set_to_none or self.program.interleaved:  # which follows a step, and all is reduced
+                return
             for i in range(len(self.models)):
                 self._forget_accumulated((unit for j, unit in self.program.optimizers[op.of] if j == i), i)
             return
         for i, model in enumerate(self.models):
-            (model if op.of == "models" else self.net(i)).zero_grad()
+            (model if op.of == "models" else self.net(i)).zero_grad(op.set_to_none)
+            if not op.set_to_none:
+                continue
             self._forget_accumulated(range(len(self.units(i))), i)
 
     def _forget_accumulated(self, units: Any, i: int) -> None:
         if self.strategy is STOCK:
             for unit in units:
-                stock.forget_accumulated(self.units(i)[unit])
+                stock.forget_accumulated(self.units(i)[unit], nested=unit < len(self.net(i).blocks))
 
     def do_freeze(self, op: ops.Freeze) -> None:
-        self.units(op.model)[op.unit].requires_grad_(not op.frozen)
+        unit: Any = self.units(op.model)[op.unit]
+        if op.branch is not None:
+            unit = self.block(op.model, op.unit).branches[op.branch]
+        unit.requires_grad_(not op.frozen)
+
+    def do_sharpstep(self, op: ops.SharpStep) -> None:
+        optimizer = self.optimizers[op.optimizer]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with self._micro_batch(True):
+                loss = self._loss(op.passes)
+                loss.backward()
+            self.after_backward()
+            # The same on all ranks, which must agree on what they do with it.
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            return total
+
+        optimizer.step(closure)
+        if self.program.observe:
+            self.show_weights(f"op {self.number}")
+
+    def after_backward(self) -> None:
+        """Called after the backwards that an optimizer runs."""
+
+    def do_tune(self, op: ops.Tune) -> None:
+        tune(self.units(op.model), op)
 
     def do_load(self, op: ops.Load) -> None:
         for model in self.models:

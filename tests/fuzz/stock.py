@@ -12,20 +12,34 @@ from torch.distributed.fsdp import (
 )
 
 
-def forget_accumulated(module: nn.Module) -> None:
-    """Drop what a unit has accumulated, as README's zero_grad does; stock's keeps some of it."""
-    if isinstance(module, FullyShardedDataParallel):
-        flat_param: Any = module._handle.flat_param
-        flat_param.grad = None
-        if hasattr(flat_param, "_saved_grad_shard"):
-            del flat_param._saved_grad_shard
-    elif isinstance(module, FSDPModule):
-        for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
-            param.sharded_param.grad = None
-            if hasattr(param, "_unsharded_param"):
-                param.unsharded_param.grad = None
-            if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on, that same gradient
-                param.unsharded_accumulated_grad = None
+def forget_accumulated(unit: nn.Module, nested: bool = False) -> None:
+    """Drop what a unit has accumulated, as README's zero_grad does; stock's keeps some of it.
+
+    Args:
+        unit: The unit.
+        nested: Whether those within it drop theirs, too.
+    """
+    for module in unit.modules() if nested else [unit]:
+        if isinstance(module, FullyShardedDataParallel):
+            _forget_of_handle(module._handle)
+        elif isinstance(module, FSDPModule):
+            _forget_of_group(module._get_fsdp_state()._fsdp_param_group)
+
+
+def _forget_of_handle(handle: Any) -> None:
+    if handle is not None:
+        handle.flat_param.grad = None
+        if hasattr(handle.flat_param, "_saved_grad_shard"):
+            del handle.flat_param._saved_grad_shard
+
+
+def _forget_of_group(group: Any) -> None:
+    for param in group.fsdp_params if group is not None else []:
+        param.sharded_param.grad = None
+        if hasattr(param, "_unsharded_param"):
+            param.unsharded_param.grad = None
+        if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on, that same gradient
+            param.unsharded_accumulated_grad = None
 
 
 def reshard(model: Any, strategy: Any) -> None:
@@ -33,8 +47,12 @@ def reshard(model: Any, strategy: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and module._handle:
+        elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and _has_started(module):
             module._handle.reshard(free_unsharded_flat_param=True)
+
+
+def _has_started(module: FullyShardedDataParallel) -> bool:
+    return module._handle is not None and hasattr(module._handle.flat_param, "_local_shard")
 
 
 def follow_move(model: Any) -> None:

@@ -3,121 +3,188 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.config.strategy import LEGAL_LEVELS
 
-from .draft import HAS_RESET, HAS_UNUSED_FLAG, WORLD, Draft
-from .program import (
-    Branch,
-    Evaluation,
-    Freeze,
-    Load,
-    MicroBatch,
-    Model,
-    Move,
-    Program,
-    Resume,
-    Step,
-    Summon,
-    Unit,
-    Write,
-    ZeroGrad,
-)
+from . import features as registry
+from .architectures import models
+from .draft import Draft
+from .events import OF_FEATURES, between_steps, set_up
+from .features import HAS_UNUSED_FLAG, Feature
+from .program import Program
+from .steps import step
 
-KINDS = ("linear", "affine", "norm", "scale", "mlp")
 LOAD_KINDS = {
     "fsdp1": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
     "fsdp1 flat": ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"),
     "fsdp2": ("sharded",),
 }
-FAILS = {
-    "fsdp1": ("loss",),  # FSDP1 itself does not come back from exceptions within a forward or backward
-    "fsdp1 flat": ("loss",),
-    "fsdp2": ("loss", "forward", "backward") if HAS_RESET else ("loss",),
+NODES = {2: (1, 2), 3: (1, 3), 4: (2, 2, 2, 1), 6: (2, 3, 1), 8: (2, 4)}
+"""By the number of ranks, how many of them a node may have."""
+PRECISIONS = ("bf16 fp32", "bf16 none", "fp16 none", "fp16 fp32", "none bf16", "none fp16")
+LOCAL_LEVELS = ("III", "INI", "NNI", "NNN")
+OPTIMIZERS = {
+    Feature.FUSED: ("sgd fused", "adamw fused"),
+    Feature.FOREACH: ("sgd foreach", "adamw foreach"),
+    Feature.SCHEDULE_FREE: ("schedule-free",),
+    Feature.SAM: ("sam",),
+    Feature.LBFGS: ("lbfgs",),
+    Feature.REPLACED_DATA: ("replaces-data",),
 }
 
 
-def strategies_without_codecs(scopes: Sequence[str] = LEGAL_LEVELS) -> st.SearchStrategy[Strategy]:
+def strategies_without_codecs(world: int = 4, scopes: Sequence[str] = LEGAL_LEVELS) -> st.SearchStrategy[Strategy]:
     """Letters alone."""
-    return st.builds(Strategy, st.sampled_from(scopes), gpus_per_node=st.sampled_from((2, 2, 2, 1)))
+    return st.builds(Strategy, st.sampled_from(scopes), gpus_per_node=st.sampled_from(NODES[world]))
 
 
 @st.composite
-def strategies_with_codecs(draw: st.DrawFn) -> Strategy:
+def strategies_with_codecs(draw: st.DrawFn, world: int = 4, scopes: Sequence[str] = LEGAL_LEVELS) -> Strategy:
     """Letters with a codec on some hop."""
-    scopes = draw(st.sampled_from(LEGAL_LEVELS))
-    weights = draw(st.sampled_from((None, Int8(32), *([Int4Delta(32)] if scopes[0::2] == "IG" else []))))
+    levels = draw(st.sampled_from(scopes))
+    weights = draw(st.sampled_from((None, Int8(32), *([Int4Delta(32)] if levels[0::2] == "IG" else []))))
     gradients = draw(st.sampled_from((Int8(32), Int4(32), *([None] if weights is not None else []))))
     feedback = None if gradients is None else draw(st.sampled_from((None, LoCo(), LoCo(hops="both"))))
     return Strategy(
-        scopes,
+        levels,
         weights=weights,
         gradients=gradients,
         error_feedback=feedback,
-        gpus_per_node=draw(st.sampled_from((2, 2, 2, 1))),
+        gpus_per_node=draw(st.sampled_from(NODES[world])),
     )
 
 
 @st.composite
-def units(draw: st.DrawFn, adapter: str, plain: bool) -> Unit:
-    """A unit that ``adapter`` can shard."""
-    wrapped = draw(st.sampled_from((True, True, True, False)))
-    branches = [Branch(draw(st.sampled_from(KINDS))) for _ in range(draw(st.integers(1, 3)))]
-    if len(branches) > 1 and adapter != "fsdp1 flat" and draw(st.sampled_from((False, False, False, True))):
-        branches[-1] = Branch(branches[-1].kind, frozen=True)
-    tied = False
-    if len(branches) > 1 and not branches[1].frozen and draw(st.sampled_from((False, False, False, True))):
-        branches[:2] = [Branch("linear"), Branch("affine")]
-        tied = True
-    half = wrapped and plain and draw(st.sampled_from((False,) * 7 + (True,)))
-    return Unit(tuple(branches), wrapped, tied, half)
+def strategies_with_local_steps(draw: st.DrawFn, world: int = 4) -> Strategy:
+    """Exact ones, whose outer step has no momentum half of the time: then it leaves what nobody has trained alone."""
+    momentum = draw(st.sampled_from((0.0, 0.5)))
+    every = draw(st.integers(1, 3))
+    local_steps = LocalSteps(
+        every,
+        outer_lr=draw(st.sampled_from((1.0, 0.7))),
+        outer_momentum=momentum,
+        nesterov=momentum > 0 and draw(st.booleans()),
+        codec=None,
+        spread=momentum > 0 and draw(st.booleans()),
+        overlap=draw(st.integers(0, every - 1)),
+        mix=draw(st.sampled_from((1.0, 0.5))),
+    )
+    nodes = st.sampled_from([gpus for gpus in NODES[world] if gpus < world])
+    return Strategy(draw(st.sampled_from(LOCAL_LEVELS)), local_steps=local_steps, gpus_per_node=draw(nodes))
 
 
 @st.composite
-def models(draw: st.DrawFn, adapter: str, plain: bool) -> Model:
-    """A model that ``adapter`` can shard."""
-    root = [Branch(draw(st.sampled_from(KINDS))) for _ in range(draw(st.integers(1, 3)))]
-    tied = draw(st.sampled_from((False, False, False, True)))
-    if tied:
-        root[0] = Branch("linear")
-    inner = [draw(units(adapter, plain)) for _ in range(draw(st.integers(0, 3)))]
-    return Model(draw(st.integers(3, 9)), tuple(inner), tuple(root), tied)
+def strategies_for_hooks(draw: st.DrawFn, world: int = 4) -> Strategy:
+    """What a comm hook quantizes."""
+    gradients = draw(st.sampled_from((Int8(32), Int4(32))))
+    feedback = draw(st.sampled_from((None, LoCo())))
+    gpus = draw(st.sampled_from(NODES[world]))
+    return Strategy("GGG", gradients=gradients, error_feedback=feedback, gpus_per_node=gpus)
 
 
-EVENTS = ("Evaluation", "Freeze", "Load", "Write", "Summon", "Move", "Resume")
+FLAVOURS = {
+    "plain": strategies_without_codecs,
+    "codecs": strategies_with_codecs,
+    "local": strategies_with_local_steps,
+    "hook": strategies_for_hooks,
+}
 
 
 @st.composite
-def programs(draw: st.DrawFn, adapter: str, strategy: st.SearchStrategy[Strategy]) -> Program:
+def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Program:
     """A program that is legal under stock FSDP."""
-    chosen = draw(strategy)
-    plain = chosen.weights is None and chosen.gradients is None
+    chosen = draw(FLAVOURS[flavour](world))
+    plain = flavour == "plain"
+    local = chosen.local_steps is not None
+    features = draw(_features(adapter, local, flavour == "hook"))
+    if local and chosen.local_steps is not None and chosen.local_steps.outer_momentum:
+        features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
-    all_models = tuple(draw(models(adapter, plain)) for _ in range(roots))
-    zero_unused = adapter == "fsdp2" and HAS_UNUSED_FLAG and draw(st.booleans())
+    drawn = [draw(models(adapter, plain, features, world)) for _ in range(roots)]
+    zero_unused = adapter == "fsdp2" and HAS_UNUSED_FLAG and not local and draw(st.booleans())
     # A local state dict within a node is refused, and torch's own HYBRID_SHARD can't have one.
     kinds = tuple(kind for kind in LOAD_KINDS[adapter] if kind != "LOCAL_STATE_DICT" or chosen.optimizer != "I")
-    draft = Draft(draw, adapter, all_models, zero_unused, kinds)
+    if Feature.ROOTLESS in features:
+        kinds = kinds[:1]
+    draft = Draft(draw, adapter, tuple(model for model, _ in drawn), zero_unused, kinds, world, features, local)
+    draft.freezes = not (local and chosen.local_steps is not None and chosen.local_steps.outer_momentum)
+    draft.marked = [f for _, has in drawn for f in has]
     draft.optimizers = _optimizers(draft)
-    scaler = draft.one_in(6)
-    for _ in range(draw(st.integers(1, 3))):
-        for _ in range(draw(st.integers(0, 2))):
-            _event(draft)
-        _step(draft, scaler)
-    return Program(
+    optimizer, precision, inner = _optimizer(draft), None, None
+    if draft.has(Feature.HALF_PRECISION):
+        precision = draw(st.sampled_from(PRECISIONS))
+        draft.uses_all = adapter == "fsdp2" and precision not in ("bf16 none", "fp16 none")
+    if draft.has(Feature.SEVERAL_STRATEGIES):
+        same = [levels for levels in LEGAL_LEVELS if levels[2] == chosen.optimizer]
+        other = (strategies_without_codecs if plain else strategies_with_codecs)(world, same)
+        inner = replace(draw(other), gpus_per_node=chosen.gpus_per_node)
+    closure = features & {Feature.SAM, Feature.LBFGS}
+    scaler = not local and not closure and draft.one_in(6)
+    set_up(draft)
+    least = 2 if features & FREEZING else 1
+    for _ in range(draw(st.integers(least, 4 if local else 3))):
+        for _ in range(draw(st.integers(1 if features & set(OF_FEATURES) else 0, 2))):
+            between_steps(draft)
+        step(draft, scaler)
+    program = Program(
         adapter,
         chosen,
-        all_models,
+        draft.models,
         tuple(draft.ops),
         draft.optimizers,
-        optimizer=draw(st.sampled_from(("sgd", "sgd", "adamw"))),
+        optimizer=optimizer,
         scaler=scaler,
         zero_unused=zero_unused,
-        observe=draw(st.booleans()),
+        precision=precision,
+        observe=not local and draw(st.booleans()),
+        world=world,
+        interleaved=len(draft.optimizers) > 1 and draft.has(Feature.TWO_IN_A_UNIT),
+        with_frozen=draft.has(Feature.FROZEN_IN_OPTIMIZER),
+        inner=inner,
+        hook=flavour == "hook",
+        prefetch=adapter != "fsdp2" and draft.has(Feature.PREFETCH),
+        columns=draft.has(Feature.SHARD_1),
+        offload=draft.has(Feature.OFFLOAD),
     )
+    own = {"local": (Feature.LOCAL_STEPS,), "hook": (Feature.COMM_HOOK,)}.get(flavour, ())
+    return replace(program, features=tuple(sorted({f.title for f in (*own, *draft.marked)})))
+
+
+FREEZING = frozenset(
+    {
+        Feature.FREEZE_WITHIN_STEP,
+        Feature.FREEZE_BRANCH,
+        Feature.FREEZE_KEEPING_GRADIENTS,
+        Feature.FROZEN_IN_OPTIMIZER,
+        Feature.ADAPTERS,
+        Feature.OPTIMIZERS_ANEW,
+    }
+)
+
+
+@st.composite
+def _features(draw: st.DrawFn, adapter: str, local: bool, hook: bool) -> frozenset[Feature]:
+    """None for one program in four, else one to three, or two that matter together."""
+    choices = registry.choices(adapter, local, hook)
+    if not choices or (draw(st.integers(0, 3)) == 0 and not registry.only):
+        return frozenset()
+    chosen = draw(st.lists(st.sampled_from(choices), unique=True, min_size=1, max_size=3))
+    if together := [group for group in registry.TOGETHER if set(group) <= set(choices)]:
+        chosen = list(draw(st.sampled_from(together))) if draw(st.integers(0, 3)) == 3 else chosen
+    of_optimizers = [feature for feature in chosen if feature in OPTIMIZERS]
+    return frozenset(set(chosen) - set(of_optimizers[1:]))
+
+
+def _optimizer(draft: Draft) -> str:
+    for feature, names in OPTIMIZERS.items():
+        if draft.has(feature):
+            # fully_shard's DTensors have no fused SGD.
+            return draft.draw(st.sampled_from(names[-1:] if draft.adapter == "fsdp2" else names))
+    return draft.draw(st.sampled_from(("sgd", "sgd", "adamw")))
 
 
 def _optimizers(draft: Draft) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -126,9 +193,10 @@ def _optimizers(draft: Draft) -> tuple[tuple[tuple[int, int], ...], ...]:
         (i, unit)
         for i, model in enumerate(draft.models)
         for unit in range(len(model.units) + 1)
-        if unit == len(model.units) or model.units[unit].wrapped
+        if (unit == len(model.units) and not model.rootless) or (unit < len(model.units) and model.units[unit].wrapped)
     ]
-    n = draft.draw(st.integers(1, min(3, len(slots))))
+    least = min(2, len(slots)) if Feature.TWO_IN_A_UNIT in draft.features else 1
+    n = draft.draw(st.integers(least, min(3, len(slots))))
     owners: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for at, slot in enumerate(slots):
         owner = at if at < n else draft.draw(st.integers(0, n - 1))
@@ -137,75 +205,3 @@ def _optimizers(draft: Draft) -> tuple[tuple[tuple[int, int], ...], ...]:
         if unit == len(draft.models[i].units):  # with what is in no unit of its own
             owners[owner] += [(i, u) for u, each in enumerate(draft.models[i].units) if not each.wrapped]
     return tuple(map(tuple, owners))
-
-
-def _event(draft: Draft) -> None:
-    """Something between steps."""
-    kind = draft.draw(st.sampled_from(EVENTS))
-    draw = draft.draw
-    if kind == "Evaluation":
-        draft.ops.append(Evaluation(draft.passes(False, same=True)))
-    elif kind == "Freeze":
-        candidates = [
-            (i, unit)
-            for i, model in enumerate(draft.models)
-            for unit, each in enumerate(model.units)
-            if each.wrapped and not any(branch.frozen for branch in each.branches)
-        ]
-        if candidates:
-            at = draw(st.sampled_from(candidates))
-            draft.ops.append(ZeroGrad("models"))
-            draft.ops.append(Freeze(*at, frozen=at not in draft.frozen))
-            draft.frozen ^= {at}
-    elif kind == "Load":
-        assign = draft.adapter == "fsdp2" and not draft.frozen and draft.one_in(2)
-        draft.ops.append(Load(draw(st.sampled_from(draft.load_kinds)), assign))
-    elif kind == "Write":
-        draft.ops.append(Write(draw(st.sampled_from(("in place", "data", "summon")))))
-    elif kind == "Resume":
-        if not draft.frozen and all(len({i for i, _ in owned}) == 1 for owned in draft.optimizers):
-            draft.ops.append(ZeroGrad("models"))
-            draft.ops.append(Resume())
-    else:
-        draft.ops.append(Summon() if kind == "Summon" else Move())
-
-
-def _step(draft: Draft, scaler: bool) -> None:
-    """Micro-batches and the steps of some optimizers."""
-    draw = draft.draw
-    last = draw(st.integers(1, 3)) - 1
-    for number in range(last + 1):
-        sync = number == last or draft.one_in(3)
-        fails = draw(st.sampled_from(FAILS[draft.adapter])) if draft.one_in(20) else None
-        passes = draft.passes(sync)
-        overflows = draw(st.integers(0, WORLD - 1)) if scaler and draft.one_in(4) else None
-        draft.ops.append(MicroBatch(passes, sync, fails, overflows))
-        if sync or fails:
-            draft.pending.clear()
-        else:
-            draft.used(passes)
-        if number < last and draft.one_in(8):
-            _between(draft)
-    all_ = tuple(range(len(draft.optimizers)))
-    stepping = all_ if scaler or not draft.one_in(4) else (draw(st.sampled_from(all_)),)
-    draft.ops.append(Step(stepping, clip=0.3 if draft.one_in(4) else None))
-    if draft.one_in(6):
-        draft.ops.append(ZeroGrad(draw(st.sampled_from(("models", "modules")))))
-    else:
-        draft.ops.extend(ZeroGrad(optimizer) for optimizer in stepping)
-
-
-def _between(draft: Draft) -> None:
-    """Something between the micro-batches of a step."""
-    if draft.one_in(2):
-        draft.ops.append(Evaluation(draft.passes(False, same=True)))
-        return
-    choice = draft.draw(st.sampled_from((*range(len(draft.optimizers)), "models", "modules")))
-    draft.ops.append(ZeroGrad(choice))
-    cleared = {
-        (i, unit)
-        for i, model in enumerate(draft.models)
-        for unit in range(len(model.units) + 1)
-        if isinstance(choice, str) or (i, unit) in draft.optimizers[choice]
-    }
-    draft.pending = {key: ranks for key, ranks in draft.pending.items() if key[:2] not in cleared}

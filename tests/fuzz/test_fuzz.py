@@ -4,6 +4,8 @@ By default a few programs, always the same ones. ``./run test -m fuzz`` runs man
 
     FSDP_ZPP_FUZZ=3000           how many (3000)
     FSDP_ZPP_FUZZ_SEED=7         which; by default others each time, whose seed a failure prints
+    FSDP_ZPP_FUZZ_WITHOUT=SAM,fused   features (fuzz/features.py) that no program has
+    FSDP_ZPP_FUZZ_ONLY=SAM            the only ones that programs may have
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fuzz import compare
-from fuzz.draft import HAS_RESET, HAS_UNUSED_FLAG
+from fuzz import compare, features
+from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, is_left_out
 from fuzz.found import FOUND
 from fuzz.program import Program, as_script
-from fuzz.strategies import programs, strategies_with_codecs, strategies_without_codecs
+from fuzz.strategies import programs
 from harness.impatient_pool import ImpatientPool
 from harness.pool import WorkerError, device_type
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
@@ -27,32 +29,64 @@ pytestmark = pytest.mark.skipif(device_type() != "cpu", reason="programs run on 
 
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 KINDS = [
-    (adapter, codecs, share)
-    for adapter, whole in (("fsdp1", 5), ("fsdp1 flat", 2), ("fsdp2", 5))
-    for codecs, share in ((False, whole * 3), (True, whole))
+    *(
+        (adapter, flavour, 4, whole * share)
+        for adapter, whole in (("fsdp1", 5), ("fsdp1 flat", 2), ("fsdp2", 5))
+        for flavour, share in (("plain", 12), ("codecs", 4), ("local", 2), ("hook", 1))
+        if (flavour != "hook" or adapter != "fsdp2") and (flavour != "local" or adapter != "fsdp1 flat")
+    ),
+    *((adapter, "plain", world, 3) for world in (2, 3, 6, 8) for adapter in ("fsdp1", "fsdp2")),
+    *((adapter, "codecs", 6, 2) for adapter in ("fsdp1", "fsdp2")),
+    *((adapter, "local", world, 2) for world in (2, 6) for adapter in ("fsdp1", "fsdp2")),
 ]
-"""An adapter, whether there are codecs, and the share of all programs."""
-SHARES = sum(share for _, _, share in KINDS)
+"""An adapter, a flavour of strategies, the number of ranks, and the share of all programs."""
+LEFT_OUT = {"local": "local steps", "hook": "comm hook", "codecs": "codecs"}
+ALL_SHARES = sum(share for *_, share in KINDS)
 over_kinds = pytest.mark.parametrize(
-    ("adapter", "codecs", "share"), KINDS, ids=[f"{adapter}{' codecs' * codecs}" for adapter, codecs, _ in KINDS]
+    ("adapter", "flavour", "world", "share"),
+    [
+        pytest.param(*kind, id=f"{kind[0]} {kind[1]}{f' {kind[2]} ranks' * (kind[2] != 4)}")
+        for kind in KINDS
+        if not is_left_out(LEFT_OUT.get(kind[1], "")) and not (kind[2] != 4 and is_left_out("other worlds"))
+    ],
 )
 
 
+class Workers:
+    """Pools of the sizes that programs ask for, one at a time."""
+
+    def __init__(self) -> None:
+        self._pool: ImpatientPool | None = None
+
+    def run(self, function: Callable[..., Any], program: Program) -> list[Any]:
+        """Run ``function(program)`` on as many ranks as the program has."""
+        if self._pool is None or self._pool.world != program.world:
+            self.stop()
+            self._pool = ImpatientPool(program.world)
+        return self._pool.run(function, program)
+
+    def stop(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.stop(kill=True)
+
+
 @pytest.fixture(scope="module")
-def workers() -> Iterator[ImpatientPool]:
-    """A pool for programs."""
-    pool = ImpatientPool(4)
-    yield pool
-    pool.stop(kill=True)
+def workers() -> Iterator[Workers]:
+    """Pools for programs."""
+    workers = Workers()
+    yield workers
+    workers.stop()
 
 
-def check(workers: ImpatientPool, program: Program) -> None:
+def check(workers: Workers, program: Program) -> None:
     """Fail unless ours does what stock does."""
     try:
         if any(workers.run(compare.run_stock, program)):
             reject()  # torch refuses it
     except WorkerError:
         reject()
+    features.count((*program.features, *([f"{program.world} ranks"] if program.world != 4 else [])))
     try:
         differences = workers.run(compare.run_ours, program)
     except WorkerError as error:
@@ -61,10 +95,10 @@ def check(workers: ImpatientPool, program: Program) -> None:
         assert difference is None, f"rank {rank}: {difference}\n\n{as_script(program)}"
 
 
-def property_of(workers: ImpatientPool, adapter: str, codecs: bool) -> Callable[[], Any]:
+def property_of(workers: Workers, adapter: str, flavour: str, world: int) -> Callable[[], Any]:
     """The property, for hypothesis."""
 
-    @given(programs(adapter, strategies_with_codecs() if codecs else strategies_without_codecs()))
+    @given(programs(adapter, flavour, world))
     def equals_stock(program: Program) -> None:
         check(workers, program)
 
@@ -72,7 +106,7 @@ def property_of(workers: ImpatientPool, adapter: str, codecs: bool) -> Callable[
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
-def test_programs_that_once_differed(workers: ImpatientPool, program: Program) -> None:
+def test_programs_that_once_differed(workers: Workers, program: Program) -> None:
     if program.adapter == "fsdp2" and not HAS_RESET and any(getattr(op, "fails", None) for op in program.ops):
         pytest.skip("this torch does not come back from an exception in a backward")
     if program.zero_unused and not HAS_UNUSED_FLAG:
@@ -81,16 +115,16 @@ def test_programs_that_once_differed(workers: ImpatientPool, program: Program) -
 
 
 @over_kinds
-def test_random_programs_equal_stock(workers: ImpatientPool, adapter: str, codecs: bool, share: int) -> None:
-    few = settings(max_examples=200 * share // SHARES, derandomize=True, phases=[Phase.generate], **QUIET)
-    few(property_of(workers, adapter, codecs))()
+def test_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
+    few = settings(max_examples=200 * share // ALL_SHARES, derandomize=True, phases=[Phase.generate], **QUIET)
+    few(property_of(workers, adapter, flavour, world))()
 
 
 @pytest.mark.fuzz
 @over_kinds
-def test_many_random_programs_equal_stock(workers: ImpatientPool, adapter: str, codecs: bool, share: int) -> None:
-    count = int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // SHARES
+def test_many_random_programs_equal_stock(workers: Workers, adapter: str, flavour: str, world: int, share: int) -> None:
+    count = int(os.environ.get("FSDP_ZPP_FUZZ", "3000")) * share // ALL_SHARES
     which = int(os.environ.get("FSDP_ZPP_FUZZ_SEED", secrets.randbelow(1 << 32)))
     print(f"{count} programs of FSDP_ZPP_FUZZ_SEED={which}")
     many = settings(max_examples=count, **QUIET)
-    seed(which)(many(property_of(workers, adapter, codecs)))()
+    seed(which)(many(property_of(workers, adapter, flavour, world)))()

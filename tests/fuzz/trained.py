@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import models as harness_models
-from harness.adapter import Adapter
+from harness.adapter import STOCK, Adapter
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from torch import nn
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
 )
+from torch.distributed.tensor import Shard
 
-from .modules import Net
-from .program import Program
+from fsdp_zpp import QuantizedReduceState, quantized_reduce_hook
+
+from . import optimizers
+from .modules import Block, Net
+from .program import Model, Program
 
 ADAPTERS: dict[str, Adapter] = {
     "fsdp1": Fsdp1(),
@@ -29,7 +38,9 @@ class Trained:
     """The models and the optimizers of a program, sharded by stock FSDP or by ours."""
 
     def __init__(self, program: Program, strategy: Any) -> None:
-        self.program, self.strategy = program, strategy
+        self.program = program
+        self.hook = program.strategy if program.hook and strategy is not STOCK else None
+        self.strategy = STOCK if program.hook else strategy
         self.adapter = ADAPTERS[program.adapter]
         self.is_fsdp1 = program.adapter != "fsdp2"
         self.models = [self.make(i, 0) for i in range(len(program.models))]
@@ -40,27 +51,60 @@ class Trained:
         torch.manual_seed(seed * 10 + i)
         spec = self.program.models[i]
         net = Net(spec).to(harness_models.device())
+        self.before_sharding(i, net)
         arguments = self._arguments()
+        listed = list(net.blocks[:2]) if spec.listed else []
         for block, unit in enumerate(spec.units):
-            if unit.wrapped:
-                sharded = self.adapter.apply(net.blocks[block], self.strategy, **arguments)
-                net.blocks[block] = sharded
-        model = self.adapter.apply(net, self.strategy, **arguments)
-        if self.program.zero_unused:
-            model.set_reduce_scatter_unused_params(True)
+            strategy = self.program.inner if self.program.inner and block % 2 and self.strategy else self.strategy
+            inside = net.blocks[block]
+            if unit.nested:
+                inside.branches[0] = self.adapter.apply(inside.branches[0], strategy, **arguments)
+            if inside in listed:
+                if inside is listed[-1]:
+                    self.adapter.apply(listed, self.strategy, **arguments)
+            elif unit.wrapped:
+                net.blocks[block] = self.adapter.apply(inside, strategy, **arguments)
+        model = net if spec.rootless else self.adapter.apply(net, self.strategy, **arguments)
+        for root in self.roots_of(model, spec):
+            if self.program.zero_unused:
+                root.set_reduce_scatter_unused_params(True)
+            if self.hook is not None:
+                state = QuantizedReduceState(
+                    self.hook.gradients, error_feedback=self.hook.error_feedback, gpus_per_node=self.hook.gpus_per_node
+                )
+                root.register_comm_hook(state, quantized_reduce_hook)
         return model
+
+    def before_sharding(self, i: int, net: Net) -> None:
+        """Called with the i-th model before it is sharded."""
+
+    def roots_of(self, model: Any, spec: Model) -> list[Any]:
+        """What FSDP takes for roots."""
+        if not spec.rootless:
+            return [model]
+        return [block for block in model.blocks if isinstance(block, FSDPModule | FullyShardedDataParallel)]
+
+    def roots(self, i: int) -> list[Any]:
+        """What FSDP takes for roots in a model."""
+        return self.roots_of(self.models[i], self.program.models[i])
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         if self.is_fsdp1:
             arguments |= {"use_orig_params": self.adapter.use_orig_params, "device_id": harness_models.device()}
         if self.program.precision is not None:
-            names = {"bf16": torch.bfloat16, "fp32": torch.float32, "none": None}
+            names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "none": None}
             param, reduce = (names[name] for name in self.program.precision.split())
             if self.is_fsdp1:
                 arguments["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce)
             else:
                 arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if self.program.prefetch and self.is_fsdp1:
+            arguments |= {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST}
+        if self.program.columns:
+            arguments["shard_placement_fn"] = _columns
+        if self.program.offload:
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         return arguments
 
     def net(self, i: int) -> Net:
@@ -71,25 +115,35 @@ class Trained:
         """Its blocks, sharded or not, and itself at the end."""
         return [*self.net(i).blocks, self.models[i]]
 
+    def block(self, i: int, unit: int) -> Block:
+        """A block within its wrapper."""
+        return next(module for module in self.net(i).blocks[unit].modules() if isinstance(module, Block))
+
     def parameters(self, i: int, unit: int) -> list[nn.Parameter]:
-        """The trainable parameters of a block, or of what is in none."""
+        """The parameters of a block, or of what is in none, that an optimizer has."""
         blocks = self.net(i).blocks
         if unit < len(blocks):
             chosen = list(blocks[unit].parameters())
         else:
             others = {p for block in blocks for p in block.parameters()}
             chosen = [p for p in self.models[i].parameters() if p not in others]
-        return [p for p in chosen if p.requires_grad]
+        return [p for p in chosen if p.requires_grad or (self.program.with_frozen and not self._is_of_no_unit(i, unit))]
+
+    def _is_of_no_unit(self, i: int, unit: int) -> bool:
+        spec = self.program.models[i]
+        return spec.rootless and unit == len(spec.units)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """New optimizers for the units that each has."""
-        made: list[torch.optim.Optimizer] = []
         # What is not used gets a gradient if errors are fed back, and would be decayed.
         decays = self.program.strategy.error_feedback is None
-        for owned in self.program.optimizers:
-            parameters = [p for i, unit in owned for p in self.parameters(i, unit)]
-            if self.program.optimizer == "sgd":
-                made.append(torch.optim.SGD(parameters, lr=0.2, momentum=0.5, weight_decay=0.1 * decays))
-            else:  # a large epsilon, or rounding would decide where a gradient is near zero
-                made.append(torch.optim.AdamW(parameters, lr=0.05, eps=0.01, weight_decay=0.3 * decays))
-        return made
+        owned = [[p for i, unit in owned for p in self.parameters(i, unit)] for owned in self.program.optimizers]
+        if self.program.interleaved:
+            every = [p for parameters in owned for p in parameters]
+            owned = [every[at :: len(owned)] for at in range(len(owned))]
+        return [optimizers.make(self.program.optimizer, parameters, decays) for parameters in owned]
+
+
+def _columns(parameter: nn.Parameter) -> Shard | None:
+    world = dist.get_world_size()
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % world == 0 else None

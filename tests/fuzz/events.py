@@ -1,0 +1,199 @@
+"""What happens between steps, and between the micro-batches of a step."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from .draft import Draft, branches_of
+from .features import Feature
+from .program import (
+    Evaluation,
+    Freeze,
+    Load,
+    Move,
+    OptimizersAnew,
+    Resume,
+    Show,
+    Summon,
+    Tune,
+    Write,
+    ZeroGrad,
+)
+
+EVENTS = ("Evaluation", "Freeze", "Load", "Write", "Summon", "Move", "Resume")
+OF_FEATURES = {
+    Feature.FREEZE_BRANCH: "Freeze",
+    Feature.FREEZE_KEEPING_GRADIENTS: "Freeze",
+    Feature.FROZEN_IN_OPTIMIZER: "Freeze",
+    Feature.ADAPTERS: "Evaluation",
+    Feature.INFERENCE: "Evaluation",
+    Feature.OPTIMIZERS_ANEW: "OptimizersAnew",
+    Feature.SHOWN: "Show",
+    Feature.RESHARD: "Reshard",
+}
+
+
+def between_steps(draft: Draft) -> None:
+    """Draw something between steps."""
+    kinds = [kind for kind in EVENTS if not draft.local_steps or kind in ("Evaluation", "Freeze")]
+    kinds += [kind for feature, kind in OF_FEATURES.items() if feature in draft.features for _ in range(3)]
+    kind = draft.draw(st.sampled_from(kinds))
+    draw = draft.draw
+    if kind == "Evaluation":
+        evaluate(draft)
+    elif kind == "Freeze":
+        freeze(draft)
+    elif kind == "Load":
+        assign = draft.adapter == "fsdp2" and draft.frozen == draft.frozen_for_good() and draft.one_in(2)
+        draft.ops.append(Load(draw(st.sampled_from(draft.load_kinds)), assign))
+    elif kind == "Write":
+        draft.ops.append(Write(draw(st.sampled_from(("in place", "data", "summon")))))
+    elif kind == "Resume":
+        alike = draft.frozen == draft.frozen_for_good() and Feature.TWO_IN_A_UNIT not in draft.features
+        rootless = any(model.rootless for model in draft.models)
+        if alike and not rootless and all(len({i for i, _ in owned}) == 1 for owned in draft.optimizers):
+            draft.ops.append(ZeroGrad("models"))
+            draft.ops.append(Resume())
+    elif kind == "OptimizersAnew":
+        draft.mark(Feature.OPTIMIZERS_ANEW)
+        evaluate(draft)
+        draft.ops.append(OptimizersAnew())
+    elif kind == "Show":
+        show(draft)
+    elif kind == "Reshard":
+        draft.mark(Feature.RESHARD)
+        draft.ops.append(Tune("reshard", *_unit(draft)))
+    else:
+        draft.ops.append(Summon() if kind == "Summon" else Move())
+
+
+def within_a_step(draft: Draft) -> None:
+    """Draw something between the micro-batches of a step."""
+    if draft.has(Feature.FREEZE_WITHIN_STEP, 2):
+        freeze(draft, within=True)
+        return
+    if draft.one_in(2):
+        evaluate(draft)
+        return
+    owned = range(len(draft.optimizers)) if Feature.TWO_IN_A_UNIT not in draft.features else ()
+    choice = draft.draw(st.sampled_from((*owned, "models", "modules")))
+    draft.ops.append(ZeroGrad(choice))
+    cleared = {
+        (i, unit)
+        for i, model in enumerate(draft.models)
+        for unit in range(len(model.units) + 1)
+        if isinstance(choice, str) or (i, unit) in draft.optimizers[choice]
+    }
+    draft.pending = {key: ranks for key, ranks in draft.pending.items() if key[:2] not in cleared}
+
+
+def evaluate(draft: Draft) -> None:
+    """Draw a forward in evaluation."""
+    has_adapters = any(b.adapter for model in draft.models for unit in model.units for b in unit.branches)
+    reference = has_adapters and draft.has(Feature.ADAPTERS, 2)
+    # FSDP keeps tensors that it makes in its first forward, which are none to train with if they are of inference.
+    inference = draft.has_run and draft.has(Feature.INFERENCE, 2)
+    unshard(draft)
+    direct = direct_call(draft)
+    draft.ops.append(Evaluation(draft.passes(False, same=True), reference, inference, direct))
+    if draft.has(Feature.SHOWN, 2):
+        show(draft)
+
+
+def show(draft: Draft) -> None:
+    """Look at what modules show."""
+    draft.mark(Feature.SHOWN)
+    draft.ops.append(Show())
+
+
+def direct_call(draft: Draft) -> tuple[int, int] | None:
+    """A unit to call by itself, once models have run."""
+    if Feature.DIRECT_CALL not in draft.features or not draft.has_run or not draft.one_in(2):
+        return None
+    units = [(i, u) for i, model in enumerate(draft.models) for u in range(2 * model.listed, len(model.units))]
+    if not units:
+        return None
+    draft.mark(Feature.DIRECT_CALL)
+    return draft.draw(st.sampled_from(units))
+
+
+def unshard(draft: Draft) -> None:
+    """Perhaps gather a unit before a forward."""
+    for feature, values in ((Feature.UNSHARD, (0,)), (Feature.UNSHARD_ASYNC, (1, 2))):
+        if draft.has(feature, 2):
+            draft.ops.append(Tune("unshard", *_unit(draft), draft.draw(st.sampled_from(values))))
+
+
+def set_up(draft: Draft) -> None:
+    """Draw what is set before training."""
+    if draft.adapter != "fsdp2":
+        return
+    if draft.has(Feature.PREFETCH):
+        for _ in range(draft.draw(st.integers(1, 3))):
+            what = draft.draw(st.sampled_from(("forward prefetch", "backward prefetch")))
+            draft.ops.append(Tune(what, *_unit(draft), draft.draw(st.integers(1, 15))))
+    if draft.has(Feature.DIVIDE_FACTOR):
+        for _ in range(draft.draw(st.integers(1, 2))):
+            draft.ops.append(Tune("divide factor", *_unit(draft), draft.draw(st.integers(1, 5))))
+    if draft.has(Feature.RESHARD):
+        draft.ops.append(Tune("reshard after forward", *_unit(draft), draft.draw(st.integers(0, 1))))
+
+
+def _unit(draft: Draft) -> tuple[int, int]:
+    """Any unit: the root of a model comes first, to which draws shrink."""
+    i = draft.draw(st.integers(0, len(draft.models) - 1))
+    n = len(draft.models[i].units)
+    return i, n - draft.draw(st.integers(0, n))
+
+
+def freeze(draft: Draft, within: bool = False) -> None:
+    """Draw what is frozen, or no longer."""
+    parts = _parts(draft)
+    wholes = [] if within and Feature.FREEZE_BRANCH in draft.features else _wholes(draft)
+    choices: list[tuple[int, int, int | None]] = [*((*unit, None) for unit in wholes), *parts]
+    if not choices or not draft.freezes:
+        return
+    i, unit, branch = draft.draw(st.sampled_from(choices))
+    each = range(len(branches_of(draft.models[i])[unit])) if branch is None else [branch]
+    keys = {(i, unit, b) for b in each}
+    if within and draft.adapter == "fsdp2" and not draft.zero_unused and draft.is_uneven(keys):
+        return  # could not be evened out any more
+    if within:
+        draft.mark(Feature.FREEZE_WITHIN_STEP)
+    elif draft.has(Feature.FREEZE_KEEPING_GRADIENTS, 1 if Feature.ZEROS in draft.features else 2):
+        pass
+    else:
+        draft.ops.append(ZeroGrad("models"))
+    if branch is not None:
+        draft.mark(Feature.FREEZE_BRANCH)
+    frozen = not keys <= draft.frozen
+    draft.ops.append(Freeze(i, unit, frozen, branch))
+    draft.frozen = draft.frozen | keys if frozen else draft.frozen - keys
+
+
+def _wholes(draft: Draft) -> list[tuple[int, int]]:
+    """Units that may be frozen or unfrozen as a whole."""
+    for_good = draft.frozen_for_good()
+    return [
+        (i, unit)
+        for i, model in enumerate(draft.models)
+        for unit, each in enumerate(model.units)
+        if each.wrapped
+        and not any(branch.adapter for branch in each.branches)
+        and (Feature.FROZEN_IN_OPTIMIZER in draft.features or not any(key[:2] == (i, unit) for key in for_good))
+        and not any(branch.half for branch in each.branches)
+    ]
+
+
+def _parts(draft: Draft) -> list[tuple[int, int, int]]:
+    """Branches that may be frozen or unfrozen."""
+    if not draft.features & {Feature.FREEZE_BRANCH, Feature.FROZEN_IN_OPTIMIZER} or draft.adapter == "fsdp1 flat":
+        return []
+    for_good = set() if Feature.FROZEN_IN_OPTIMIZER in draft.features else draft.frozen_for_good()
+    return [
+        (i, unit, b)
+        for i, model in enumerate(draft.models)
+        for unit, each in enumerate(model.units)
+        for b, branch in enumerate(each.branches)
+        if not branch.adapter and not branch.half and not (each.tied and b < 2) and (i, unit, b) not in for_good
+    ]

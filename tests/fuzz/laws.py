@@ -1,0 +1,108 @@
+"""What must be so with codecs, beside staying near stock: laws that a run keeps to or notes in ``Trace.wrong``.
+
+- Weights that a forward computes with are within the codec's error of the full-precision weights: what is stale is not.
+- What is frozen for good does not change.
+
+:mod:`fuzz.gradient_law` has the one for gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_zpp import Int4, Int4Delta, Int8, Strategy
+
+from . import program as ops
+from .features import is_left_out
+from .program import Program
+from .trace import Trace
+
+MARGIN = 1.05
+"""For rounding of scales."""
+IN_16_BITS = 2.0**-7
+
+
+def weight_error(strategy: Strategy) -> float:
+    """The largest error of a gathered weight, as a share of the largest weight."""
+    if isinstance(strategy.weights, Int4Delta):
+        return 0.1  # of changes, each of which is a part of the weight at the rates of programs
+    return {Int8: 1 / 254, Int4: 1 / 14}.get(type(strategy.weights), 0.0)  # type: ignore[call-overload]
+
+
+class SeenWeights:
+    """The weights that forwards have computed with.
+
+    Args:
+        program: The program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        used = [program.strategy, *([program.inner] if program.inner else [])]
+        self.bound = max(map(weight_error, used)) * MARGIN + IN_16_BITS * program.has_half + 1e-6
+        self._seen: dict[tuple[int, str], list[Tensor]] = {}
+
+    def watch(self, i: int, net: nn.Module) -> None:
+        """Note the weights of the i-th model whenever a module of it runs."""
+        for name, module in net.named_modules():
+            if isinstance(getattr(module, "weight", None), nn.Parameter):
+                module.register_forward_pre_hook(lambda module, args, key=(i, name): self._note(key, module))
+
+    def _note(self, key: tuple[int, str], module: Any) -> None:
+        self._seen.setdefault(key, []).append(module.weight.detach().float().clone())
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._seen.clear()
+
+    def check(self, i: int, full: dict[str, Tensor]) -> list[str]:
+        """What has been seen of the i-th model that is not near its full weights."""
+        largest = max(float(value.abs().max()) for value in full.values())
+        wrong = []
+        for (model, name), seen in self._seen.items():
+            truth = full.get(f"{name}.weight")
+            if model != i or truth is None:
+                continue
+            error = max(float((each.cpu() - truth).abs().max()) for each in seen)
+            if not error <= self.bound * largest and truth.isfinite().all():
+                wrong.append(
+                    f"a forward saw {name}.weight {error:.3g} from its value, the largest weight is {largest:.3g}"
+                )
+        return wrong
+
+
+def changed_though_frozen(program: Program, trace: Trace) -> list[str]:
+    """Which weights have changed from the start to the end, though they were frozen all along."""
+    if program.with_frozen or any(isinstance(op, ops.Load | ops.Write) for op in program.ops):
+        return []
+    wrong = []
+    for i, model in enumerate(program.models):
+        for unit, each in enumerate(model.units):
+            for b, branch in enumerate(each.branches):
+                if branch.frozen and not (each.tied and b < 2):
+                    prefix = f"weight of model {i}: blocks.{unit}.branches.{b}."
+                    names = [name for name in trace.shown if name.startswith(f"start: {prefix}")]
+                    ends = [f"end: {name.removeprefix('start: ')}" for name in names]
+                    wrong += [
+                        f"{end} has changed though it is frozen"
+                        for name, end in zip(names, ends, strict=True)
+                        if not trace.shown[name].equal(trace.shown[end])
+                    ]
+    return wrong
+
+
+def has_gradient_law(program: Program) -> bool:
+    """Whether the first step's gradient is to be checked: weights are exact until then, and nothing is fed back."""
+    s = program.strategy
+    return (
+        program.adapter == "fsdp2"
+        and not is_left_out("gradient law")
+        and any(isinstance(codec, Int4 | Int8) for codec in s.gradient_codecs)
+        and s.weights is None
+        and s.error_feedback is None
+        and program.inner is None
+        and not (program.has_half or program.scaler or program.interleaved)
+        and not any(op.what == "divide factor" for op in program.ops if isinstance(op, ops.Tune))
+        and program.optimizer not in ("sam", "lbfgs")
+    )
