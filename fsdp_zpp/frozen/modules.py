@@ -154,7 +154,16 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 
 def plain_class(module: nn.Module) -> type:
-    """The class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since."""
+    """The class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since.
+
+    Raises:
+        RuntimeError: If another of its parameters was parametrized since, which its class has to know.
+    """
+    if parametrized := list(getattr(module, "parametrizations", ())):
+        raise RuntimeError(
+            f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
+            "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"
+        )
     frozen = next(cls for cls in type(module).__mro__ if cls.__bases__[:1] == (FrozenModule,))
     return frozen.__bases__[1]
 

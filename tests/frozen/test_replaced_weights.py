@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -202,3 +203,9 @@ def test_other_weights_of_a_quantized_layer_may_be_computed_from_others() -> Non
     before = layer(x)
     parametrize.register_parametrization(layer, "bias", Doubled())
     torch.testing.assert_close(layer(x) - before, layer.parametrizations.bias.original.expand(2, 64))
+    for use in (copy.deepcopy, dequantize_frozen_params):
+        with pytest.raises(RuntimeError, match=r"bias of a .*FrozenLinear .* is parametrized"):
+            use(layer)
+    parametrize.remove_parametrizations(layer, "bias")
+    dequantize_frozen_params(layer)
+    torch.testing.assert_close(layer(x), before + layer.bias / 2)

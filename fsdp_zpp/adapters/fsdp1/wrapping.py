@@ -21,6 +21,7 @@ from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
+from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_of
 from fsdp_zpp.runtime.validation import check_instance, mesh_for
@@ -70,7 +71,7 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     check_arguments(strategy, group, arguments)
     unit = StrategyUnit(strategy, mesh_for(strategy, group))
     mixed_precision = arguments["mixed_precision"]
-    quantize_for(
+    unit.left_unquantized = quantize_for(
         strategy,
         arguments["module"],
         unit.ranks,
@@ -87,6 +88,7 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
         return FullyShardedDataParallel(**own | not_again | {"ignored_modules": None, "ignored_states": others})
 
     works_in = _group_of(unit)
+    packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, works_in, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
@@ -96,6 +98,8 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
+    if packed & _torch_adoption.flattened_sites(module):
+        unit.leave_weights_uncoded()
     _adopt(module, unit)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
@@ -140,7 +144,7 @@ def _on_lazy_init(root: nn.Module) -> None:
     if found:
         name = model_name(root)
         setattr(root, _LIFECYCLE_HOOKS, set_up_model(root, name, found))
-        warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.ranks) for managed in found))
+        warn_if_nothing_is_frozen(root, name, [managed.unit for managed in found])
         _torch_backward.set_up_reductions(root)
 
 
