@@ -15,11 +15,14 @@ from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.unit import StrategyUnit
 
+from .base import UngroupedPayload, make_units
 from .encoding import FrozenOptions, quantize_selected
 from .modules import frozen_modules
 from .placement import Placement
+from .report import log_report
 from .resharding import follow_strategy
 from .selection import PACKED, SHARDED, select
+from .weight import FrozenBase, out_of_inference_mode
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -71,8 +74,25 @@ def quantize_for(
     return report.left
 
 
-def warn_if_nothing_is_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
-    """Log once, and why, if a strategy has a codec for frozen weights, but none of the model's weights was quantized."""
+def prepare_frozen(root: nn.Module) -> None:
+    """Make the units of the frozen base below ``root``, with all checks of a first use, and log nothing. Collective.
+
+    Raises:
+        ValueError: As :func:`make_units`.
+    """
+    for base in _bases_of(root):
+        reports, base.reports = base.reports, []
+        if any(isinstance(weight.holder, UngroupedPayload) for weight in base.weights):
+            with out_of_inference_mode():
+                make_units(base)
+        base.reports = reports
+
+
+def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
+    """Log what was quantized for strategies; if they have a codec for frozen weights and none was, say so, and why."""
+    for base in _bases_of(root):
+        log_report(base.reports)
+        base.reports = []
     asked = [unit for unit in units if unit.strategy.frozen is not None]
     if not asked or any(True for _ in frozen_modules(root)):
         return
@@ -83,14 +103,18 @@ def warn_if_nothing_is_frozen(root: nn.Module, model: str, units: Sequence[Strat
     # A call that wraps more of a model finds what earlier calls have left, and wrapped.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
     told = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
+    why = f"; frozen parameters that stay as they are: {told}" if told else ""
     # Weights that are packed already take as little memory as was asked for.
     level = logging.INFO if any(reason.startswith(PACKED) for reason in left) else logging.WARNING
     if asked[0].ranks.rank == 0:
         logger.log(
             level,
-            "%s: frozen=%s is NOT active: no frozen weight can or should be quantized; frozen parameters that stay as "
-            "they are: %s",
+            "%s: frozen=%s is NOT active: no frozen weight can or should be quantized%s",
             model,
             asked[0].strategy.frozen,
-            told or "none",
+            why,
         )
+
+
+def _bases_of(root: nn.Module) -> list[FrozenBase]:
+    return list({weight.base: None for _, _, weight in frozen_modules(root)})

@@ -190,7 +190,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with what something else has put in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
+    """``F.linear`` with what has been put in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
     if not isinstance(weight, FrozenTensor):
         # Made of the dequantized weight, whose dtype need not be that of the input.
         dtype = compute_dtype(x)

@@ -109,7 +109,8 @@ def select(
                 id(parameter) in stuck or parameter.dim() < 2 or _stays(parameter, owner, take_sharded)
             ):
                 # Before the other checks: a sharded parameter may have another shape and class now.
-                reason = SHARDED if owner is not None or id(parameter) in stuck else OTHERWISE_SHARDED
+                foreign = owner is None and isinstance(parameter, DTensor)
+                reason = OTHERWISE_SHARDED if foreign else SHARDED
             else:
                 kind = type(parameter) if owner is None else owner.kind
                 reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel, packed)
@@ -134,8 +135,8 @@ def refuse_sharded(selection: Selection, remedy: str) -> None:
         )
     if sharded := selection.left.get(OTHERWISE_SHARDED):
         raise ValueError(
-            f"{sharded[0][0]} is {OTHERWISE_SHARDED} (tensor parallelism, say), and a frozen base is sharded over "
-            "data-parallel ranks alone; pass such weights in ignored_params, which leaves them as they are"
+            f"{sharded[0][0]} is {OTHERWISE_SHARDED} (tensor parallelism, or FSDP around this module), and a frozen "
+            "base is made of whole weights; pass such weights in ignored_params, which leaves them as they are"
         )
 
 

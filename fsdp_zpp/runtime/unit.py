@@ -227,6 +227,7 @@ class ManagedUnit(Generic[U]):
         shards: Returns this rank's current shards.
         owners: Returns, for each parameter, the modules on which it is registered, if these show other tensors while
             the unit is unsharded; by default nothing, for adapters whose modules always show the parameters.
+        numel: The number of values of its parameters, on all ranks together.
     """
 
     name: str
@@ -234,6 +235,7 @@ class ManagedUnit(Generic[U]):
     parameters: Callable[[], Sequence[nn.Parameter]]
     shards: Callable[[], Sequence[Tensor]]
     owners: Callable[[], Iterable[Sequence[nn.Module]]] = tuple
+    numel: int = 0
 
     @property
     def is_trained(self) -> bool:

@@ -16,7 +16,7 @@ from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
+from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
@@ -135,22 +135,26 @@ def _readopt(module: FullyShardedDataParallel) -> None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
+    instances = [(path, m) for path, m in root.named_modules() if isinstance(m, FullyShardedDataParallel)]
     found = [
         _managed(_name_of(path), unit, module)
-        for path, module in root.named_modules()
-        if isinstance(module, FullyShardedDataParallel) and isinstance(unit := unit_of(module), StrategyUnit)
+        for path, module in instances
+        if isinstance(unit := unit_of(module), StrategyUnit)
     ]
     check_one_group(found)
     if found:
         name = model_name(root)
-        setattr(root, _LIFECYCLE_HOOKS, set_up_model(root, name, found))
-        warn_if_nothing_is_frozen(root, name, [managed.unit for managed in found])
+        prepare_frozen(root)
+        sizes = [_torch_adoption.numel_of(m) for _, m in instances if not isinstance(unit_of(m), StrategyUnit)]
+        hooks = set_up_model(root, name, found, [numel for numel in sizes if numel])
+        setattr(root, _LIFECYCLE_HOOKS, hooks)
+        log_frozen(root, name, [managed.unit for managed in found])
         _torch_backward.set_up_reductions(root)
 
 
 def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
     parameters, shards = partial(_torch_adoption.parameters_of, instance), partial(_torch_adoption.shard_of, instance)
-    return ManagedUnit(name, unit, parameters, shards)
+    return ManagedUnit(name, unit, parameters, shards, numel=_torch_adoption.numel_of(instance))
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:

@@ -13,7 +13,7 @@ from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement, parame
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
+from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
@@ -211,11 +211,15 @@ def _on_lazy_init(root: nn.Module) -> None:
         unit = unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group.parameter_owners)
+            group.check_gather()
+            found[group.name] = ManagedUnit(
+                group.name, unit, group.parameters, group.shards, group.parameter_owners, group.numel()
+            )
             groups[group] = unit.mesh
     model, members = model_name(root), list(found.values())
-    hooks = set_up_model(root, model, members)
-    warn_if_nothing_is_frozen(root, model, [managed.unit for managed in members])
+    prepare_frozen(root)
+    hooks = set_up_model(root, model, members, _torch.sizes_of_other_groups(root, groups))
+    log_frozen(root, model, [managed.unit for managed in members])
     _torch_backward.watch_backwards(root, hooks.gradients_synchronized, lambda: _agree_on_use(groups))
 
 
