@@ -25,7 +25,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 
 from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
-from .summary import log_summary
+from .summary import Groups, log_summaries
 from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
 from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel, too_small_units
 
@@ -202,13 +202,16 @@ def weights_moved(module: nn.Module) -> None:
         unit.invalidate()
 
 
-def set_up_model(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LifecycleHooks:
+def set_up_model(
+    root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]], others: Sequence[int] = ()
+) -> LifecycleHooks:
     """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
 
     Args:
         root: Its outermost part.
         model: The model's name in errors and in the log line.
         units: Its units.
+        others: The numbers of values of the units below ``root`` that torch alone manages.
 
     Raises:
         ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
@@ -216,20 +219,20 @@ def set_up_model(root: nn.Module, model: str, units: Sequence[ManagedUnit[Strate
     """
     # First: the collectives below hang if ranks have different units.
     _check_agreement(model, units)
-    groups = defaultdict(list)
+    groups: Groups = defaultdict(list)
     for managed in units:
         managed.unit.rename(managed.name)
         groups[managed.unit.strategy, managed.unit.ranks].append(managed)
-    for (strategy, ranks), members in groups.items():
-        resolved = members[0].unit.resolved
-        log_summary(strategy, resolved, ranks, model, len(members), sum(map(_error_nbytes, members)))
+    for (_, ranks), members in groups.items():
         # Nodes that have trained on their own hold different weights.
         if not any(managed.unit.fragment is not None and managed.unit.fragment.progress.made for managed in members):
             held = (shard for managed in members for shard in managed.shards())
-            check_replicas(held, ranks, resolved.scopes.optimizer, model)
+            check_replicas(held, ranks, members[0].unit.scopes.optimizer, model)
     _prefetch_secondary_shards([managed.unit.gather for managed in units if managed.unit.can_prefetch])
     changes = WeightChanges(units, too_small_units(units))
-    return LifecycleHooks(units, _train_locally(root, model, units), changes)
+    hooks = LifecycleHooks(units, _train_locally(root, model, units), changes)
+    log_summaries(model, groups, others)  # after all that may raise
+    return hooks
 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LocalTraining | None:
@@ -276,16 +279,8 @@ def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> 
             if unit.ranks.group is group:
                 # A node size that was left to the launcher and the same one given explicitly are no difference.
                 strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
-                facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}"
+                facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}{', packed' * unit.packed}"
         check_agreement(group, f"the first forward of {model}", facts)
-
-
-def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
-    """Bytes of error state that a unit will take on this rank."""
-    reduce = managed.unit.reduce
-    if reduce is None or not managed.is_trained():
-        return 0
-    return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
 
 
 def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

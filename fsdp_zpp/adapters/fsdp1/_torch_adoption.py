@@ -20,6 +20,7 @@ _NEEDED = (
     Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
     Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
     Needed(_FLAT, "_local_shard _params", "the shard and the parameters of an instance"),
+    Needed(_FLAT, "_param_infos _shapes", "which modules its parameters are of, and their sizes"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
@@ -45,6 +46,18 @@ def parameters_of(module: FullyShardedDataParallel) -> list[nn.Parameter]:
     """The parameters of ``module``'s own unit as an optimizer may hold them by now: original, or flat."""
     handle = module._handle
     return [] if handle is None else list(handle.flat_param._params or (handle.flat_param,))
+
+
+def flattened_sites(module: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
+    """The modules of the parameters in ``module``'s own flat parameter, with the names there."""
+    handle = module._handle
+    return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
+
+
+def numel_of(module: FullyShardedDataParallel) -> int:
+    """The number of values in ``module``'s own flat parameter, without padding."""
+    handle = module._handle
+    return 0 if handle is None else sum(shape.numel() for shape in handle.flat_param._shapes)
 
 
 def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:

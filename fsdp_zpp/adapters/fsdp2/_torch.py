@@ -6,7 +6,7 @@ Each of these files has a table of the names it needs, which is checked before t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -93,6 +93,10 @@ class StrategyGroup(GatheringGroup):
         """What this rank holds of the parameters."""
         return [param._sharded_param_data for param in self.fsdp_params]
 
+    def numel(self) -> int:
+        """The number of values of its parameters, on all ranks together."""
+        return _numel_of(self)
+
     def trained_shards(self) -> list[Tensor]:
         """Those of parameters that are trained."""
         return [param._sharded_param_data for param in self.fsdp_params if param.sharded_param.requires_grad]
@@ -129,6 +133,21 @@ def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:
     """The group of a module, if it was adopted."""
     groups = [group for group in groups_of(module._get_fsdp_state()) if isinstance(group, StrategyGroup)]
     return groups[0] if groups else None
+
+
+def sizes_of_other_groups(root: nn.Module, groups: Collection[StrategyGroup]) -> list[int]:
+    """The numbers of values of the parameter groups below ``root`` that are not among ``groups``."""
+    below = {
+        id(group): group
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for group in groups_of(module._get_fsdp_state())
+    }
+    return [_numel_of(group) for group in below.values() if group not in groups]
+
+
+def _numel_of(group: FSDPParamGroup) -> int:
+    return sum(param.sharded_param.numel() for param in group.fsdp_params)
 
 
 def after_moves(callback: Callable[[nn.Module], None]) -> None:

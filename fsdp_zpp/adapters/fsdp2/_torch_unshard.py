@@ -130,6 +130,15 @@ class GatheringGroup(ReducingGroup):
         else:
             self._all_gather_result = self._gathered(gather, self.plan, async_op)
 
+    def check_gather(self) -> None:
+        """Before the first gather, raise what it would raise.
+
+        Raises:
+            TypeError: If a strategy can't gather what only torch can put together.
+        """
+        if isinstance(self._all_gather_comm, ShardGather) and self.plan.by_torch:
+            self._all_gather_comm.check()
+
     def _gathered(self, gather: ShardGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """As torch's ``foreach_all_gather``, without the two copies of the shards that it makes for a collective."""
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
