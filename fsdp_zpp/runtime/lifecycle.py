@@ -151,10 +151,14 @@ class LifecycleHooks:
         return any(id(p) in held for managed in self._units for p in managed.parameters())
 
     def backward_ended(self, synchronized: bool) -> None:
-        """Handle the end of a backward, which may have synchronized gradients, for a step to come."""
-        if not synchronized:
+        """Handle the end of a backward, which may have synchronized gradients."""
+        if synchronized:
+            self.gradients_synchronized()
+        else:
             self._changes.look()
-            return
+
+    def gradients_synchronized(self) -> None:
+        """Handle a backward that has synchronized gradients, for a step to come."""
         self._changes.step()
         if self._local_training is not None:
             self._local_training.gradients_synchronized()

@@ -6,17 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, SCOPES, over_pairs
+from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import logits, train
 from harness.wiretap import wiretap
+from torch import nn
+from torch.distributed.tensor import Shard
 
-from fsdp_zpp import Strategy
+from fsdp_zpp import Strategy, invalidate
 
 EVERY_SCOPE = (*SCOPES, "NGG", "NII")
+CASE = Case(model=(("width", 24), ("hidden", 40)))
+"""Sizes that can be cut along any dimension."""
 
 
 def evaluated(adapter: Adapter, model: Any) -> None:
@@ -67,7 +73,7 @@ def kinds_shown_after_state_dicts(model: Any) -> Any:
 
 
 def kinds_after(way: Callable[[Adapter, Any], None], adapter: Adapter, strategy: Strategy | None) -> Any:
-    model = adapter.make(Case(), strategy)
+    model = adapter.make(CASE, strategy)
     way(adapter, model)
     return kinds(adapter, model)
 
@@ -91,8 +97,6 @@ def test_modules_show_what_stock_would_show(
 
 def written_after_an_evaluation(adapter: Adapter, strategy: Strategy | None) -> Any:
     """In a worker: logits once blocks were written to in place, through what they show, and announced."""
-    from fsdp_zpp import invalidate
-
     model = adapter.make(Case(), strategy)
     logits(model)
     with torch.no_grad():
@@ -110,7 +114,7 @@ def write_reaches_the_weights(adapter: Adapter, strategy: Strategy) -> float:
 
 def gathered_after_an_evaluation(adapter: Adapter, strategy: Strategy) -> int:
     """In a worker: bytes that gathers of forwards and of an accumulating backward send once weights are kept."""
-    model = adapter.make(Case(), strategy)
+    model = adapter.make(CASE, strategy)
     logits(model)
     with wiretap(2) as tap:
         logits(model)
@@ -126,3 +130,17 @@ def test_what_is_kept_is_put_back_not_gathered(pool: Callable[[int], Pool], adap
     strategy = Strategy(scopes, gpus_per_node=2)
     assert pool(4).run(gathered_after_an_evaluation, adapter, strategy) == [0] * 4
     assert max(pool(4).run(write_reaches_the_weights, adapter, strategy)) <= 1e-5
+
+
+def along_the_last_dimension(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_torch_unshards_is_shown_as_by_stock(
+    pool: Callable[[int], Pool], way: Callable[[Adapter, Any], None]
+) -> None:
+    adapter = Fsdp2(arguments=(("shard_placement_fn", along_the_last_dimension),))
+    strategy = Strategy("NGG", gpus_per_node=2)
+    assert all(pool(4).run(shows_as_stock, way, adapter, strategy))
+    assert pool(4).run(gathered_after_an_evaluation, adapter, strategy) == [0] * 4

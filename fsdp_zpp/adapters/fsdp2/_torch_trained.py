@@ -7,7 +7,7 @@ from fsdp_zpp.torch_internals import Needed, check_needed
 _NEEDED = (
     Needed(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-        "sharded_param _unsharded_param",
+        "sharded_param _unsharded_param to_unsharded",
         "telling what is trained",
     ),
 )
