@@ -67,7 +67,7 @@ class ExactTail(Codec):
         return tails_of(payload, self.tail)
 
     def nbytes(self, numel: int) -> int:
-        return _aligned(self.codec.nbytes(numel)) + 4 * self.tail
+        return -(-self.codec.nbytes(numel) // ALIGNMENT) * ALIGNMENT + 4 * self.tail
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         codec = self.blockwise

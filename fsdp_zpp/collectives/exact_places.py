@@ -42,36 +42,52 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
     return exact
 
 
-@dataclass(frozen=True, eq=False)
 class ExactPlaces:
     """Where the values lie that travel in the tails of some rows.
 
     Args:
-        indices: Of the values of each row's tail in a flat tensor, int64 [rows * tail].
-        tail: Length of a tail. Where a chunk has fewer small values, some are there twice, or another one is as well.
+        indices: Of the values of each row's tail in a flat tensor, int64 [rows, tail]. Where a chunk has fewer small
+            values, some are there twice, or another one is as well.
+
+    Attributes:
+        tail: Length of a tail.
+        device: Of the tensors that have the values.
     """
 
-    indices: Tensor
-    tail: int
+    def __init__(self, indices: Tensor) -> None:
+        self._indices, self._flat = indices, indices.view(-1)
+        self.tail, self.device = indices.shape[1], indices.device
 
     @cached_property
     def key(self) -> Hashable:
         """What places have in common that are the same."""
-        return tuple(self.indices.tolist())
+        return tuple(self._flat.tolist())
 
     def take(self, values: Tensor) -> Tensor:
         """Take the values out of a flat tensor, which has zeros there afterwards: [rows, tail]."""
-        taken = values.index_select(0, self.indices)
-        values.index_fill_(0, self.indices, 0)
-        return taken.view(-1, self.tail)
+        taken = values[self._indices]
+        values.index_fill_(0, self._flat, 0)
+        return taken
+
+    def take_from_rows(self, values: Tensor, rows: int) -> Tensor:
+        """As :meth:`take`, for one row's places, which are those of each of ``rows`` equal parts of ``values``."""
+        parts = values.view(rows, -1)
+        taken = parts[:, self._flat]
+        parts.index_fill_(1, self._flat, 0)
+        return taken
 
     def put(self, tails: Tensor, values: Tensor) -> None:
         """Put tails [rows, tail] in their places in a flat tensor."""
-        values.index_copy_(0, self.indices, tails.reshape(-1).to(values.dtype))
+        values.index_put_((self._indices,), tails if tails.dtype == values.dtype else tails.to(values.dtype))
+
+    def put_sum(self, tails: Tensor, scale: float, values: Tensor) -> None:
+        """Put ``scale`` times the sums of the tails of several peers [peers, rows, tail] in their places."""
+        sums = tails.sum(0)
+        self.put(torch.mul(sums, scale, out=values.new_empty(sums.shape)), values)
 
 
 class PlacesInChunks:
-    """The places of small values in chunks that a hop encodes; computed once for each layout.
+    """The places of small values in chunks that a hop encodes; computed when the layout changes.
 
     Args:
         mesh: The ranks.
@@ -80,30 +96,37 @@ class PlacesInChunks:
     def __init__(self, mesh: ProcessMesh) -> None:
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._found: dict[Hashable, ExactPlaces | None] = {}
+        self._found: dict[tuple[str, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
 
     def _cached(
         self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
     ) -> ExactPlaces | None:
         if layout is None or not layout.exact or not numel:
             return None
-        key = (layout.exact, layout.numel, numel, which, device)
-        if key not in self._found:
-            self._found[key] = _places(layout, numel, rows(), device)
-        return self._found[key]
+        found = self._found.get((which, numel))
+        if found is None or found[0] is not layout or found[1] != device:
+            found = self._found[which, numel] = layout, device, _places(layout, numel, rows(), device)
+        return found[2]
 
     # ---- of tensors that have a chunk for each rank
 
     def of_all_ranks(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
         """In the chunks of all ranks, by local index, then node: the order in which hops exchange them."""
-        nodes, gpus = range(self._nodes), range(self._gpus)
-        order = [node * self._gpus + local for local in gpus for node in nodes]
-        return self._cached(layout, numel, "all", device, lambda: self._ranks(numel, order, order))
+
+        def rows() -> _Rows:
+            order = [node * self._gpus + local for local in range(self._gpus) for node in range(self._nodes)]
+            return self._ranks(numel, order, order)
+
+        return self._cached(layout, numel, "all", device, rows)
 
     def of_own_local_index(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
         """In the chunks of the ranks of all nodes with this local index."""
-        order = [node * self._gpus + self._local for node in range(self._nodes)]
-        return self._cached(layout, numel, "own index", device, lambda: self._ranks(numel, order, range(len(order))))
+
+        def rows() -> _Rows:
+            order = [node * self._gpus + self._local for node in range(self._nodes)]
+            return self._ranks(numel, order, range(self._nodes))
+
+        return self._cached(layout, numel, "own index", device, rows)
 
     def of_own_rank(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
         """In this rank's chunk alone."""
@@ -184,7 +207,7 @@ def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device) -
         return None
     tail = -(-longest // _MULTIPLE) * _MULTIPLE
     indices = [_padded(in_chunks[chunk], tail) + place for chunk, place in zip(rows.chunks, rows.places, strict=True)]
-    return ExactPlaces(torch.cat(indices).to(device), tail)
+    return ExactPlaces(torch.stack(indices).to(device))
 
 
 def _padded(indices: Tensor, length: int) -> Tensor:

@@ -105,7 +105,7 @@ class GradientReduce:
     @property
     def has_accumulated(self) -> bool:
         """Whether there are accumulated gradients of earlier micro-batches."""
-        return self._accumulated.is_there
+        return self._accumulated.sums is not None
 
     @property
     def accumulated_names(self) -> frozenset[str]:
@@ -114,7 +114,7 @@ class GradientReduce:
 
     def drop_accumulated(self) -> None:
         """Forget the gradients of earlier micro-batches."""
-        self._accumulated.drop()
+        self._accumulated.sums = None
 
     def error_nbytes(self, numel: int) -> int:
         """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
@@ -174,7 +174,7 @@ class GradientReduce:
         self._two_hop.layout = layout
         if self.errors is not None:
             self.errors.begin(gradient.device)
-        accumulated = self._accumulated.take(layout, divided_by)
+        accumulated = None if self._accumulated.sums is None else self._accumulated.take(layout, divided_by)
         if self._gradient_scope == "G" and accumulated is not None:
             last = torch.empty_like(accumulated)
             return _PendingWithAccumulated(

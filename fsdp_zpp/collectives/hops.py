@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from fsdp_zpp.codecs.base import Codec, FullPrecision
-from fsdp_zpp.codecs.exact_tail import exact_tail, tails_of
+from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.exact_tail import exact_tail
 
 from .error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from .exact_places import ExactPlaces
@@ -183,14 +183,14 @@ def encode(
     """
     with labelled("encode", label):
         taken = None
-        if exact is not None and not isinstance(codec, FullPrecision):
+        if exact is not None and not codec.is_lossless:
             taken, codec = exact.take(values), exact_tail(codec, exact.tail)
         if errors is None:
             payload = codec.encode(values, rows, cols)
         else:
             payload = encode_with_feedback(codec, values, rows, cols, errors)
         if taken is not None:
-            tails_of(payload, taken.shape[1]).copy_(taken)
+            payload.view(torch.float32)[:, -taken.shape[1] :].copy_(taken)
         return payload
 
 
@@ -199,11 +199,11 @@ def decode(
 ) -> None:
     """:meth:`Codec.decode` for the unit ``label``; small values come from the tails to their places ``exact``."""
     with labelled("decode", label):
-        if exact is None or isinstance(codec, FullPrecision):
+        if exact is None or codec.is_lossless:
             codec.decode(payload, out, rows, cols)
             return
         exact_tail(codec, exact.tail).decode(payload, out, rows, cols)
-        exact.put(tails_of(payload, exact.tail), out)
+        exact.put(payload.view(torch.float32)[:, -exact.tail :], out)
 
 
 def decode_sum(
@@ -217,11 +217,11 @@ def decode_sum(
 ) -> None:
     """:meth:`Codec.decode_sum` of ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
     with labelled("decode_sum", label):
-        if exact is None or isinstance(codec, FullPrecision):
+        if exact is None or codec.is_lossless:
             codec.decode_sum(received, out, 1, cols, scale)
             return
         exact_tail(codec, exact.tail).decode_sum(received, out, 1, cols, scale)
-        exact.put(tails_of(received, exact.tail).sum(0).mul_(scale), out)
+        exact.put_sum(received.view(torch.float32)[..., -exact.tail :], scale, out)
 
 
 def decode_sum_encode(
@@ -238,7 +238,7 @@ def decode_sum_encode(
 
     Small values, at the places ``exact`` in the sums, go from tails to tails.
     """
-    if exact is not None and (isinstance(codec, FullPrecision) or isinstance(next_codec, FullPrecision)):
+    if exact is not None and (codec.is_lossless or next_codec.is_lossless):
         # Only one of the two has tails.
         chunks = received.shape[1]
         sums = torch.empty(chunks * numel, dtype=torch.float32, device=received.device)
@@ -252,7 +252,8 @@ def decode_sum_encode(
         else:
             payload = decode_sum_encode_with_feedback(codec, received, numel, next_codec, scale, errors)
         if exact is not None:
-            torch.mul(tails_of(received, exact.tail).sum(0), scale, out=tails_of(payload, exact.tail))
+            sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
+            torch.mul(sums, scale, out=payload.view(torch.float32)[:, -exact.tail :])
         return payload
 
 
@@ -266,6 +267,6 @@ def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractConte
 
     Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
     """
-    if profiled():
+    if getattr(profiler, "_is_profiler_enabled", True):  # as profiled(), which would be a call more for each label
         return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
     return _NOTHING

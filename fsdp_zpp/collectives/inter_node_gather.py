@@ -156,9 +156,7 @@ class Run:
             return self._encode(values)
         if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
             values = values.clone()  # the optimizer's shard itself is not to be written to
-        small = values.view(self._rows, -1)
-        taken = small.index_select(1, exact.indices)
-        small.index_fill_(1, exact.indices, 0)
+        taken = exact.take_from_rows(values, self._rows)
         payload = self._encode(values)
         codec.tails(payload).copy_(taken)
         return payload

@@ -120,9 +120,11 @@ class TwoHopReduce(ABC):
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
-        numel = gradient.numel() // (chunks * gpus)
-        starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
-        errors = self._errors_of("intra", starts, numel, gradient.device)
+        numel = gradient.shape[0] // (chunks * gpus)
+        errors = None
+        if self._errors is not None:
+            starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
+            errors = self._errors_of("intra", starts, numel, gradient.device)
         payload = encode(codec, gradient, chunks, gpus, self.label, errors, self._exact(numel, gradient.device))
         return codec, self._intra.all_to_all(payload, self.label).view(gpus, chunks, -1)
 
@@ -145,6 +147,10 @@ class TwoHopReduce(ABC):
 class TwoHopReduceScatter(TwoHopReduce):
     """To a chunk on each rank: optimizer scope ``G``."""
 
+    _spared_layout: FlatLayout | None = None
+    _spared_of: tuple[int, torch.device] | None = None
+    _found: tuple[ExactPlaces | None, ...] = (None, None, None)
+
     def start(
         self,
         gradient: Tensor,
@@ -159,8 +165,8 @@ class TwoHopReduceScatter(TwoHopReduce):
             log_launched(self.label)
             return DONE
         codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
-        errors = self._inter_errors(out)
-        exact = self._places.of_own_local_index(self.layout, numel, gradient.device)
+        errors = None if self._errors is None else self._inter_errors(out)
+        _, exact, own = self._spared(numel, out.device)
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
             payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
@@ -170,20 +176,27 @@ class TwoHopReduceScatter(TwoHopReduce):
         else:
             intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
             payload = decode_sum_encode(intra_codec, received, numel, codec, mean, self.label, errors, exact)
-        own = self._places.of_own_rank(self.layout, numel, gradient.device)
         return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
 
+    def _spared(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
+        """The places of small values in the chunks of all ranks, in those that go between nodes, in this rank's."""
+        layout, places = self.layout, self._places
+        if self._spared_layout is not layout or self._spared_of != (numel, device):
+            asked = (places.of_all_ranks, places.of_own_local_index, places.of_own_rank)
+            self._found = tuple(of(layout, numel, device) for of in asked)
+            self._spared_layout, self._spared_of = layout, (numel, device)
+        return self._found
+
     def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._places.of_all_ranks(self.layout, numel, device)
+        return self._spared(numel, device)[0]
 
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
         return self._places.of_own_local_index(self.layout, part // self._nodes, device)
 
     def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
         numel, local = out.numel(), self._rank % self._gpus
-        return self._errors_of(
-            "inter", [(node * self._gpus + local) * numel for node in range(self._nodes)], numel, out.device
-        )
+        starts = [(node * self._gpus + local) * numel for node in range(self._nodes)]
+        return self._errors_of("inter", starts, numel, out.device)
 
     def _reduce_single_level(
         self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float
@@ -195,7 +208,7 @@ class TwoHopReduceScatter(TwoHopReduce):
             self._reduce_natively(gradient, out, mean * factor)
         else:
             codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            own = self._places.of_own_rank(self.layout, out.numel(), out.device)
+            own = self._spared(out.numel(), out.device)[2]
             decode_sum(codec, received, out, 1, mean * factor, self.label, own)
 
     def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:

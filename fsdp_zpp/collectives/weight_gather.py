@@ -17,13 +17,15 @@ their use. This file has the rest.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, full_precision
-from fsdp_zpp.codecs.exact_tail import exact_tail
 
 from .exact_places import ExactPlaces, PlacesInChunks
+from .flat_layout import FlatLayout
 from .hops import Traffic, decode, hop_over
 from .inter_node_gather import StaleShard, gather_between_nodes
 from .mesh import ProcessMesh
@@ -63,6 +65,9 @@ class WeightGather:
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
         self._places = PlacesInChunks(mesh)
+        self.secondary.find_exact = self._find_exact
+        self._settled_for: Any = None
+        self._settled: tuple[ExactPlaces | None, Codec] = (None, full_precision(torch.float32))
 
     @property
     def label(self) -> str:
@@ -86,9 +91,14 @@ class WeightGather:
             ValueError: If the sizes do not fit, before any communication.
             StaleSecondaryError: If the secondary shard is reused but ``version`` has changed.
         """
-        secondary, exact = self.secondary, self._exact_places(out)
+        secondary = self.secondary
         codec = secondary.codec or full_precision(out.dtype)
-        sent_as = codec if exact is None else exact_tail(codec, exact.tail)
+        if secondary.codec is None:
+            exact, sent_as = None, codec
+        elif self._settled_for == (out.shape, out.device):
+            exact, sent_as = self._settled
+        else:
+            exact, sent_as = self._settle(codec, out)
         if shard is not None:
             self._check_sizes(shard, out)
         values = None
@@ -109,14 +119,20 @@ class WeightGather:
         # Rows come by local index, then node; decoding transposes that grid to the order of ranks.
         decode(codec, payload, out, self._gpus, self._nodes, secondary.label, exact)
 
-    def _exact_places(self, out: Tensor) -> ExactPlaces | None:
-        """The places in ``out`` of what no codec encodes, and, for the secondary shard, those in this rank's shard."""
-        secondary = self.secondary
-        if secondary.codec is None or secondary.source is None:
-            return None
-        layout, numel = secondary.source.layout(out.numel()), out.numel() // self._world
-        secondary.exact = self._places.of_own_rank(layout, numel, out.device)
-        return self._places.of_all_ranks(layout, numel, out.device)
+    def _settle(self, codec: Codec, out: Tensor) -> tuple[ExactPlaces | None, Codec]:
+        """Look up the places of small values in what is gathered, and what it is sent as, until its size changes."""
+        numel, device = out.numel() // self._world, out.device
+        sent_as = self.secondary.sent_as(codec, numel, device)
+        exact = self._places.of_all_ranks(self._layout(numel), numel, device)
+        self._settled_for, self._settled = (out.shape, device), (exact, sent_as)
+        return self._settled
+
+    def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_rank(self._layout(numel), numel, device)
+
+    def _layout(self, numel: int) -> FlatLayout | None:
+        source = self.secondary.source
+        return None if source is None else source.layout(numel * self._world)
 
     def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
         source = self.secondary.source

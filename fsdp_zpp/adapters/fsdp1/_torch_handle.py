@@ -22,7 +22,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import HandleTrainingState, no_dispatch_record_stream, runtime_utils
-from ._torch_layout import TrainedLayout
+from ._torch_layout import GradientLayout
 from ._torch_views import ViewingHandle
 
 _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
@@ -77,7 +77,7 @@ class StrategyHandle(ViewingHandle):
     _was_gathered: bool
     _holds_decoded_weights: bool
     _version: ShardVersion
-    _layout: TrainedLayout
+    _layout: GradientLayout
     _version_at_summon: Hashable
 
     def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -87,7 +87,7 @@ class StrategyHandle(ViewingHandle):
         self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
-        self._version, self._layout = ShardVersion(), TrainedLayout(state)
+        self._version, self._layout = ShardVersion(), GradientLayout(state)
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
         self.zero_padding()
         self.prepare_views()
@@ -187,12 +187,15 @@ class StrategyHandle(ViewingHandle):
     def accumulate(self, gradient: Tensor) -> None:
         """Reduce the gradient of a micro-batch that is not the last, as far as the gradient scope says."""
         assert self.reduction is not None
-        self.reduction.accumulate(gradient, self._layout.of(gradient.numel())).finish()
+        self.reduction.accumulate(gradient, self._layout.whole(gradient.shape[0])).finish()
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
         """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
         assert self.reduction is not None
-        self.reduction.start(gradient, out, layout=self._layout.of(gradient.numel())).finish()
+        # Only errors are to know which parameters are frozen.
+        layouts, numel = self._layout, gradient.shape[0]
+        layout = layouts.whole(numel) if self.reduction.errors is None else layouts.trained(numel)
+        self.reduction.start(gradient, out, 1.0, layout).finish()
 
     def end_backward(self, synchronized: bool) -> None:
         """The backward is over."""
@@ -246,7 +249,7 @@ class StrategyHandle(ViewingHandle):
 
     def layout(self, numel: int) -> FlatLayout:
         """Where parameters lie in a gathered flat parameter of ``numel`` values."""
-        return self._layout.of(numel)
+        return self._layout.whole(numel)
 
     def is_trained(self) -> bool:
         """Whether the flat parameter requires a gradient, or an original one, which the next forward passes on."""

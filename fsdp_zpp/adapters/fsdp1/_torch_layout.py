@@ -20,8 +20,8 @@ _NEEDED = (
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
-class TrainedLayout:
-    """Where the trained parameters of an instance lie in its flat gradient, which has frozen ones in it as well.
+class GradientLayout:
+    """Where the parameters of an instance lie in its flat gradient.
 
     Args:
         instance: The instance, which has a flat parameter.
@@ -29,16 +29,27 @@ class TrainedLayout:
 
     def __init__(self, instance: FullyShardedDataParallel) -> None:
         self._instance = instance
+        self._whole: FlatLayout | None = None
         self._found: dict[tuple[int, tuple[bool, ...]], FlatLayout] = {}
 
-    def of(self, numel: int) -> FlatLayout:
-        """The layout of a gradient of ``numel`` values, padding included."""
-        flat_param: Any = self._instance._handle.flat_param  # type: ignore[union-attr]
-        trained = tuple([parameter.requires_grad for parameter in flat_param._params or ()])
-        found = self._found.get((numel, trained))
+    def whole(self, numel: int) -> FlatLayout:
+        """The layout of all parameters in a tensor of ``numel`` values, padding included."""
+        whole = self._whole
+        if whole is None or whole.numel != numel:
+            whole = self._whole = _layout(self._flat_param, numel, ())
+        return whole
+
+    def trained(self, numel: int) -> FlatLayout:
+        """That of those that are trained; a flat gradient has frozen ones in it as well."""
+        flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
+        found = self._found.get((numel, flags))
         if found is None:
-            found = self._found[numel, trained] = _layout(flat_param, numel, trained)
+            found = self._found[numel, flags] = _layout(self._flat_param, numel, flags)
         return found
+
+    @property
+    def _flat_param(self) -> Any:
+        return self._instance._handle.flat_param  # type: ignore[union-attr]
 
 
 def _layout(flat_param: Any, numel: int, trained: tuple[bool, ...]) -> FlatLayout:

@@ -208,7 +208,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
     states = {
-        (name := _name_of(path)): state.of_unit(name, _torch_layout.TrainedLayout(instance).of)
+        (name := _name_of(path)): state.of_unit(name, _torch_layout.GradientLayout(instance).trained)
         for path, instance in instances.items()
     }
     hooked: list[ManagedUnit[HookedUnit]] = []

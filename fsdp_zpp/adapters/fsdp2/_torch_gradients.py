@@ -45,6 +45,11 @@ def has_gradient(param: FSDPParam) -> bool:
     return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
 
+def with_gradient(params: list[FSDPParam]) -> list[FSDPParam]:
+    """Those for which :func:`has_gradient` holds."""
+    return [p for p in params if p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]
+
+
 def small_parameters(group: FSDPParamGroup) -> frozenset[str]:
     """The FQNs of the parameters that codecs leave as they are. See [Note: Small parameters] in exact_places.py."""
     params = group.fsdp_params
@@ -166,9 +171,11 @@ class GradientGroup(FSDPParamGroup):
         pieces = (Piece(places[id(p)], p._param_fqn or "", p._sharded_param_data.numel()) for p in params)
         return FlatLayout.dense(pieces, small_parameters(self))
 
-    def is_reduced(self, param: FSDPParam) -> bool:
-        """Whether torch reduces a gradient of ``param``, or zeros in its place."""
-        return has_gradient(param) or (self.reduces_unused and param._unsharded_param.requires_grad)
+    def reduced_by_torch(self, params: list[FSDPParam]) -> list[FSDPParam]:
+        """Those of ``params`` of which torch reduces a gradient, or zeros in its place."""
+        if not self.reduces_unused:
+            return with_gradient(params)
+        return [param for param in params if param._unsharded_param.requires_grad or has_gradient(param)]
 
     @property
     def reduces_unused(self) -> bool:

@@ -37,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ._torch_gradients import GradientGroup, flatten_gradients, has_gradient, take_gradient
+from ._torch_gradients import GradientGroup, flatten_gradients, has_gradient, take_gradient, with_gradient
 from ._torch_transforms import without_dynamo
 
 _torchs_post_backward = without_dynamo(FSDPParamGroup.post_backward)
@@ -193,7 +193,7 @@ class ReducingGroup(GradientGroup):
     def _reduce_step(self, *unused: Any) -> None:
         """Reduce in the last micro-batch of a step, by torch's own post_backward."""
         params = self._step = self.reduced_params()
-        any_gradient = any(map(has_gradient, params))
+        any_gradient = bool(with_gradient(params))
         # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
         whole = any_gradient and self.reduction is not None and self.reduction.errors is not None
         if self.reduction is not None and (self._took_part or whole):
@@ -205,7 +205,7 @@ class ReducingGroup(GradientGroup):
         for param, _, _ in self._unused.values():
             param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         if self.reduction is not None:
-            self.step_layout = self.layout_of([param for param in params if self.is_reduced(param)])
+            self.step_layout = self.layout_of(self.reduced_by_torch(params))
         try:
             _torchs_post_backward(self, *unused)
         finally:
