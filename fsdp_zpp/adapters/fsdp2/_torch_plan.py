@@ -24,6 +24,7 @@ _NEEDED = (
     Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules shared_param_names", "the same"),
     Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
     Needed("torch.nn.Module", "_parameters", "the same"),
+    Needed("torch", "_foreach_copy_", "parameters of several dtypes"),
 )
 check_needed("adapter for fully_shard", _NEEDED)
 

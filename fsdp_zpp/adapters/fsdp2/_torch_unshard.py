@@ -37,7 +37,7 @@ _NEEDED = (
     ),
     Needed(
         f"{_FSDP}._fsdp_collectives.AllGatherResult",
-        "all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
+        "_replace all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
         "param_all_gather_input_numels all_gather_input_split_sizes",
         "handing over what was gathered",
     ),
