@@ -91,7 +91,7 @@ def make_model(options: Namespace, device: torch.device) -> Any:
     if not has_files:
         model = AutoModelForCausalLM.from_config(config)
     elif options.full_shard:
-        model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype="auto")
     else:
         with init_empty_weights():  # the values come from the files, to every rank the rows that it keeps
             model = AutoModelForCausalLM.from_config(config)
