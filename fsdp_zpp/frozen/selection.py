@@ -135,8 +135,8 @@ def refuse_sharded(selection: Selection, remedy: str) -> None:
         )
     if sharded := selection.left.get(OTHERWISE_SHARDED):
         raise ValueError(
-            f"{sharded[0][0]} is {OTHERWISE_SHARDED} (tensor parallelism, or FSDP around this module), and a frozen "
-            "base is made of whole weights; pass such weights in ignored_params, which leaves them as they are"
+            f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), and "
+            "a frozen base is made of whole weights; pass such weights in ignored_params, which leaves them as they are"
         )
 
 
