@@ -1,7 +1,7 @@
 """Local steps replay the trajectories that torchft's own tests of its streaming DiLoCo are held to.
 
-The numbers are those of ``test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked_updates_*``
-of github.com/meta-pytorch/torchft at commit 7eb7087885f7ffaf51148a9df3289d73b8709fbd: two replicas of two fragments of one
+The numbers are those of github.com/meta-pytorch/torchft at commit 7eb7087885f7ffaf51148a9df3289d73b8709fbd, in its
+test_fixtures, those of DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0 to 5: two replicas of two fragments of one
 weight each, an inner step of -2, an outer learning rate of 2, and each fragment exchanged every six steps.
 """
 
