@@ -81,8 +81,11 @@ def ours(strategy: Strategy) -> Iterator[None]:
     """A context in which transformers shards with a strategy."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        with mock.patch("transformers.distributed.fsdp.fully_shard", partial(fully_shard, strategy=strategy)):
+        with mock.patch(
+            "transformers.distributed.fsdp.fully_shard", wraps=partial(fully_shard, strategy=strategy)
+        ) as f:
             yield
+            assert f.called
     finally:
         torch.use_deterministic_algorithms(deterministic)
 
