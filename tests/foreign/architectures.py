@@ -30,6 +30,7 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
+    "head_dim": 8,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
 }

@@ -30,11 +30,17 @@ COSINE = 0.97
 NOISE = 1e-5
 """The share of the whole gradient's norm below which a parameter's has no direction but rounding's."""
 
+CLEAR = 20.0
+"""What routers are multiplied by: at random, experts are nearly tied, and any rounding of weights routes anew."""
+
 
 def make(architecture: str, strategy: Strategy | None) -> nn.Module:
     """A model with random weights, the same on every rank, whose layers are units."""
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config_of(architecture)).to(models.device())
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")):
+            parameter.data.mul_(CLEAR)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == 2 and type(module[0]) is not nn.Linear:
             if any("experts" in name for name, each in model.named_modules() if each is module):
