@@ -41,10 +41,9 @@ class Measured(Unsharded):
                 self.largest = {p: torch.zeros(()) for model in self.models for p in model.parameters()}
             elif isinstance(op, ops.MicroBatch):
                 for p in self.largest:
-                    if p.grad is not None:
-                        largest = (p.grad - before[p]).abs().max().float()
-                        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-                        self.largest[p] += largest
+                    largest = torch.zeros(()) if p.grad is None else (p.grad - before[p]).abs().max().float()
+                    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                    self.largest[p] += largest
         return {
             f"gradient of model {i}: {name}": float(self.largest[p])
             for i, model in enumerate(self.models)
