@@ -130,7 +130,7 @@ class CodecState:
             if isinstance(unit, StrategyUnit) and unit.gather is not None and unit.gather.secondary.sends_deltas:
                 parts[f"weights of {path}"] = unit.gather.secondary
                 meshes.add(unit.ranks)
-            if isinstance(unit, StrategyUnit) and unit.fragment is not None and unit.fragment.is_trainable:
+            if isinstance(unit, StrategyUnit) and unit.fragment is not None:
                 parts[f"local steps of {path}"] = unit.fragment
                 meshes.add(unit.ranks)
         self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes)
@@ -152,7 +152,7 @@ def _optimizer_states(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], parts: Mapping[str, SavedState]
 ) -> dict[str, SavedState]:
     given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    fragments = [part for part in parts.values() if isinstance(part, Fragment)]
+    fragments = [part for part in parts.values() if isinstance(part, Fragment) and part.was_trained]
     if not fragments:
         return {}
     if not given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,11 +33,15 @@ class Progress:
 class Fragment:
     """The weights of a unit, which nodes train on their own and exchange.
 
+    What was trained since its last exchange is exchanged, once, whether or not it is still trained by then. Parameters
+    that never were stay out of it.
+
     Args:
         config: When and how.
         outer: Makes its exchanges.
         share: This rank's share of them, if all ranks of a node hold the same weights.
-        trained_shards: Returns what this rank holds of the weights.
+        shards: Returns what this rank holds of each parameter of the unit, by FQN; the same names on all ranks.
+        trained: Returns the FQNs of those that steps change now: they require a gradient, or have one.
         invalidate: Marks the weights as changed.
 
     Attributes:
@@ -53,69 +57,98 @@ class Fragment:
         config: LocalSteps,
         outer: OuterStep,
         share: NodeShare | None,
-        trained_shards: Callable[[], Sequence[Tensor]],
+        shards: Callable[[], Mapping[str, Tensor]],
+        trained: Callable[[], Collection[str]],
         invalidate: Callable[[], None],
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[Any, Callable[[Any], None]]] = {}
-        self._own: list[Tensor] | None = None
-        self._share, self._trained_shards, self._invalidate = share, trained_shards, invalidate
+        self._own: dict[str, Tensor] | None = None
+        self._share, self._shards, self._trained, self._invalidate = share, shards, trained, invalidate
+        self._changed: set[str] = set()  # trained since their last exchange
+        self._sent: list[str] = []  # on their way
         self._loaded: dict[str, Any] | None = None
         self.was_reloaded = False
 
     @property
-    def is_trainable(self) -> bool:
-        """Whether it has weights that require gradients; the same on all ranks."""
-        return len(self._trained_shards()) > 0
+    def was_trained(self) -> bool:
+        """Whether any of its weights are trained, or ever were; the same on all ranks."""
+        return bool(self.outer.names) or len(self._trained()) > 0
 
     @property
-    def _exchanged(self) -> Sequence[Tensor]:
-        """What this rank exchanges of the weights."""
-        whole = self._trained_shards()
-        return whole if self._share is None else self._share.of(whole)
+    def weights(self) -> list[Tensor]:
+        """What this rank holds of what was ever trained."""
+        return list(self._of(self.outer.names).values())
 
-    def start(self) -> None:
-        """Adopt the weights as the agreed ones, which all nodes must hold alike."""
-        self.outer.start(self._exchanged)
+    def _of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """What this rank holds of some parameters, in the unit's order."""
+        return {name: shard for name, shard in self._shards().items() if name in names}
 
-    @property
-    def weights(self) -> Sequence[Tensor]:
-        """What this rank holds of the weights."""
-        return self._trained_shards()
+    def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
+        """What this rank exchanges of them."""
+        whole = self._of(names)
+        return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
+
+    def start(self, *, anew: bool = False) -> None:
+        """Have what is trained by now adopt its weights, which all nodes hold alike, as the agreed ones.
+
+        Args:
+            anew: Whether parameters do that have agreed weights already.
+        """
+        new = set(self._trained()) - (frozenset() if anew else self.outer.names)
+        if new:
+            self.outer.start(self._exchanged(new))
+
+    def note_trained(self) -> None:
+        """Note what a step changes."""
+        self.start()
+        self._changed |= set(self._trained())
 
     @property
     def holds_agreed(self) -> bool:
         """Whether this rank's weights are the agreed ones."""
-        return self.outer.agrees_with(self._exchanged)
+        return self.outer.agrees_with(self._exchanged(self.outer.names))
 
     def restart(self) -> None:
         """Adopt the weights as the agreed ones, and forget all exchanges."""
+        names = self.outer.names
         self.outer.reset()
-        self.start()
-        self.progress.arrives = None
+        self.outer.start(self._exchanged(names))
+        self.progress.arrives, self._sent, self._changed = None, [], set()
 
-    def send(self, arrives: int) -> None:
-        """Send what the weights have changed, to be received after the step ``arrives``."""
-        self.outer.send(self._exchanged)
+    def send(self, arrives: int, *, all_trained: bool = False) -> None:
+        """Send what was trained, to be received after the step ``arrives``.
+
+        Args:
+            arrives: That step.
+            all_trained: Whether to send what is trained now, too, if no step has changed it.
+        """
+        shards = self._exchanged(self._changed | (set(self._trained()) if all_trained else set()))
+        self.outer.send(shards)
+        self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
 
     def receive(self, mix: float) -> None:
-        """Go on from the agreed weights, or from a mixture of these and this node's own."""
-        self.outer.receive(self._exchanged, mix)
-        self._after_write()
-        self.progress.arrives = None
+        """Go on from the agreed weights; what is trained still, from a mixture of these and this node's own."""
+        trained = set(self._trained()) if mix != 1 else set()
+        self.outer.receive(self._exchanged([name for name in self._sent if name in trained]), mix)
+        # What is not trained any more is not exchanged again, so that it must not be left to differ.
+        self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
+        self._after_write(self._sent)
+        self.progress.arrives, self._sent = None, []
 
-    def _after_write(self) -> None:
+    def _after_write(self, names: Collection[str]) -> None:
         if self._share is not None:
-            self._share.gather(self._trained_shards(), self.outer.label)
+            self._share.gather([*self._of(names).values()], self.outer.label)
         self._invalidate()
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
         """Have the agreed weights in place of this node's own. Collective over the node."""
-        self._own = [shard.detach().clone() for shard in self._trained_shards()]
-        self.outer.receive(self._exchanged)
-        self._after_write()
+        names = self.outer.names
+        self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
+        self.outer.receive(self._exchanged(names))
+        self._after_write(names)
         try:
             yield
         finally:
@@ -123,14 +156,14 @@ class Fragment:
             self._own = None
 
     @torch.no_grad()
-    def _write(self, own: Sequence[Tensor]) -> None:
-        for shard, kept in zip(self._trained_shards(), own, strict=True):
-            shard.copy_(kept)
+    def _write(self, own: Mapping[str, Tensor]) -> None:
+        for name, shard in self._of(own.keys()).items():
+            shard.copy_(own[name])
         self._invalidate()
 
     def weights_loaded(self) -> None:
         """Handle weights that were loaded, which a state that was loaded with them replaces."""
-        self.was_reloaded = self._loaded is None and self.outer.has_started
+        self.was_reloaded = self._loaded is None and bool(self.outer.names)
 
     # ---- in checkpoints
 
@@ -139,10 +172,14 @@ class Fragment:
         if self._loaded is not None:
             return self._loaded
         # This node's own, also while the agreed ones are shown.
-        held = self._trained_shards() if self._own is None else self._own
-        own = [shard.detach().to("cpu", copy=True) for shard in held]
-        exchanges = self.outer.state_dict() if self.outer.has_started else None
-        return {"progress": asdict(self.progress), "exchanges": exchanges, "weights": own}
+        held = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
+        return {
+            "progress": asdict(self.progress),
+            "exchanges": self.outer.state_dict() if self.outer.names else None,
+            "weights": {name: shard.detach().to("cpu", copy=True) for name, shard in held.items()},
+            "changed": sorted(self._changed),
+            "sent": self._sent,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave, from the next forward on.
@@ -150,10 +187,12 @@ class Fragment:
         Raises:
             ValueError: If it was saved for other weights.
         """
-        found, saved = ([list(shard.shape) for shard in of] for of in (self._trained_shards(), state["weights"]))
+        held = self._shards()
+        saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
+        found = {name: list(held[name].shape) for name in saved if name in held}
         if found != saved:
             raise ValueError(
-                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank trains {found}"
+                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {found}"
             )
         # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
         self._loaded = state
@@ -166,13 +205,14 @@ class Fragment:
         self._loaded = None
         self._write(state["weights"])
         if state["exchanges"] is not None:
-            self.outer.load_state_dict(state["exchanges"], self._exchanged)
+            self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))
+        self._changed, self._sent = set(state["changed"]), list(state["sent"])
         for value, restore in self.pending.values():
             restore(value)
         self.pending.clear()
 
     def reset(self) -> None:
         """Start over from the weights of the next forward."""
-        self._loaded, self.progress = None, Progress()
+        self._loaded, self.progress, self._changed, self._sent = None, Progress(), set(), []
         self.pending.clear()
         self.outer.reset()

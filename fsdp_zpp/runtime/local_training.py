@@ -45,7 +45,7 @@ class LocalTraining:
         self, model: str, fragments: Sequence[Fragment], ranks: ProcessMesh, steps_are_announced: Callable[[], bool]
     ) -> None:
         self._model, self._all, self._ranks = model, fragments, ranks
-        self._trained = [fragment for fragment in fragments if fragment.is_trainable]
+        self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
         self._awaits_step = self._shows_agreed = False
@@ -58,6 +58,11 @@ class LocalTraining:
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
         self._awaits_step = True
+        self._note_trained()
+
+    def _note_trained(self) -> None:
+        for fragment in self._all:
+            fragment.note_trained()
 
     def step_ended(self) -> None:
         """Handle a step that an optimizer of the model has made, or that a gradient scaler has skipped.
@@ -70,6 +75,7 @@ class LocalTraining:
             return
         self._awaits_step = False
         for fragment in self._all:
+            fragment.note_trained()
             fragment.progress.made += 1
         progress = self._all[0].progress
         if progress.made > progress.exchanged + 1:
@@ -95,17 +101,17 @@ class LocalTraining:
             self._exchange_after(progress.exchanged + 1)
 
     def _prepare(self) -> None:
-        """Restore what was loaded, and have agreed weights of all that is trained by now."""
+        """Restore what was loaded, and have agreed weights of all that was trained so far."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
         for fragment in self._all:  # what was frozen when a state was saved is not in it
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
-        self._trained = [fragment for fragment in self._all if fragment.is_trainable]
-        for fragment in self._trained:
+        for fragment in self._all:
             # Until the first step is made, weights may be set in ways that nothing tells of.
-            if not fragment.outer.has_started or (furthest.made == 0 and not self._awaits_step):
-                fragment.start()
+            fragment.start(anew=furthest.made == 0 and not self._awaits_step)
+        # By places that don't change when one of them is frozen, so that the others are due when they were.
+        self._trained = [fragment for fragment in self._all if fragment.was_trained]
         self._restart_from_loaded()
 
     def _restart_from_loaded(self) -> None:
@@ -169,7 +175,7 @@ class LocalTraining:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
         for fragment in self._trained:
-            fragment.send(step)
+            fragment.send(step, all_trained=True)
         for fragment in self._trained:
             fragment.receive(1.0)
         for fragment in self._all:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -108,7 +108,8 @@ class StrategyUnit:
         on_invalidate: Called with ``by_step`` in every :meth:`invalidate`, for what the adapter itself keeps of the old
             weights.
         on_drop_gradients: Called in every :meth:`drop_gradients`, for what the adapter itself has accumulated.
-        trained_shards: Returns what this rank holds of those of its parameters that are trained.
+        named_shards: Returns what this rank holds of each of its parameters, by FQN, ready to be read and written to.
+        trained_names: Returns the FQNs of those that require a gradient or have one.
     """
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
@@ -122,7 +123,8 @@ class StrategyUnit:
         self.traffic = Traffic()
         self.on_invalidate: Callable[[bool], None] = lambda by_step: None
         self.on_drop_gradients: Callable[[], None] = lambda: None
-        self.trained_shards: Callable[[], Sequence[Tensor]] = tuple
+        self.named_shards: Callable[[], Mapping[str, Tensor]] = dict
+        self.trained_names: Callable[[], Collection[str]] = tuple
         self.gather = self._make_gather()
         self.packed = False
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
@@ -171,7 +173,8 @@ class StrategyUnit:
         replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
         outer = OuterStep(local_steps, self.ranks, self.traffic)
         share = None if replicas is None else NodeShare(replicas, self.traffic)
-        return Fragment(local_steps, outer, share, lambda: self.trained_shards(), self.invalidate)
+        shards, trained = lambda: self.named_shards(), lambda: self.trained_names()
+        return Fragment(local_steps, outer, share, shards, trained, self.invalidate)
 
     @property
     def keeps_weights(self) -> bool:

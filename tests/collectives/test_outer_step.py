@@ -30,6 +30,11 @@ Weights = list[list[torch.Tensor]]
 """Of each round, the shards."""
 
 
+def named(shards: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Shards by names, as an exchange takes them."""
+    return {str(index): shard for index, shard in enumerate(shards)}
+
+
 def initial(local: int) -> list[torch.Tensor]:
     """The weights of a local index, the same on all nodes."""
     generator = torch.Generator().manual_seed(local)
@@ -49,26 +54,27 @@ def train(
 
     Returns:
         The weights after each round, the agreed ones in the end, the bytes that the collectives sent between nodes,
-        the bytes counted, and the elements of this rank.
+        the bytes counted, and the elements of a node's chunk.
     """
     mesh, traffic = process_mesh(dist.group.WORLD, gpus_per_node), Traffic()
     shards = [shard.to(device(), dtype) for shard in initial(dist.get_rank() % gpus_per_node)]
     outer = OuterStep(config, mesh, traffic)
-    outer.start(shards)
+    outer.start(named(shards))
     after: Weights = []
     with wiretap(gpus_per_node) as tap:
         for round_ in range(ROUNDS):
             for shard, step in zip(shards, steps_of(round_, dist.get_rank()), strict=True):
                 shard += step.to(shard)
-            outer.exchange(shards)
+            outer.exchange(named(shards))
             after.append([shard.cpu().clone() for shard in shards])
             if round_ == resume_after:
                 state = outer.state_dict()
-                outer.exchange([shard + 1 for shard in shards])  # what was saved does not change with it
+                outer.exchange(named([shard + 1 for shard in shards]))  # what was saved does not change with it
                 outer = OuterStep(config, mesh, traffic)
-                outer.load_state_dict(state, shards)
-    numel = sum(shard.numel() for shard in shards)
-    return after, outer.agreed.cpu()[:numel], tap.total("inter"), traffic.sent, numel
+                outer.load_state_dict(state, named(shards))
+    agreed = torch.cat([part.cpu() for part in outer.agreed.values()])
+    chunk = sum(-(-shard.numel() // mesh.topology.nodes) for shard in shards)
+    return after, agreed, tap.total("inter"), traffic.sent, chunk
 
 
 def expected(config: LocalSteps, gpus_per_node: int, local: int) -> Weights:
@@ -151,11 +157,11 @@ def errors_left(reset_every: int) -> list[list[bool]]:
     outer = OuterStep(LocalSteps(codec=Int4(32), error_feedback=LoCo(reset_every=reset_every)), mesh, Traffic())
     shards = [torch.randn(40, device=device())]
     dist.broadcast(shards[0], 0)
-    outer.start(shards)
+    outer.start(named(shards))
     found = []
     for _ in range(4):
         shards[0] += torch.randn_like(shards[0])
-        outer.exchange(shards)
+        outer.exchange(named(shards))
         state = outer.state_dict()
         found.append([state[name]["errors"][hop] is not None for name, hop in EACH_WAY])
     return found
@@ -171,9 +177,9 @@ def agreed_dtype() -> torch.dtype:
     torch.set_default_dtype(torch.bfloat16)
     try:
         outer = OuterStep(LocalSteps(), process_mesh(dist.group.WORLD, 2), Traffic())
-        outer.start([torch.zeros(5, device=device())])
-        outer.exchange([torch.ones(5, device=device())])
-        return outer.agreed.dtype
+        outer.start(named([torch.zeros(5, device=device())]))
+        outer.exchange(named([torch.ones(5, device=device())]))
+        return outer.agreed["0"].dtype
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -188,8 +194,7 @@ def test_each_byte_between_nodes_is_counted(
     pool: Callable[[int], Pool], layout: tuple[int, int], codec: Codec | None
 ) -> None:
     nodes = layout[0] // layout[1]
-    for _, _, sent, counted, numel in pool(4).run(train, LocalSteps(codec=codec), layout[1]):
-        chunk = -(-numel // nodes)
+    for _, _, sent, counted, chunk in pool(4).run(train, LocalSteps(codec=codec), layout[1]):
         payload = 4 * chunk if codec is None else codec.nbytes(chunk)
         # To each other node its chunk of the changes, and from each chunk's owner the update.
         assert sent == sum(counted.values()) == ROUNDS * 2 * (nodes - 1) * payload
@@ -214,14 +219,14 @@ def refusals() -> list[str]:
     mesh = process_mesh(dist.group.WORLD, 2)
     plain, fed_back = LocalSteps(), LocalSteps(error_feedback=LoCo())
     outer, other, larger = (OuterStep(config, mesh, Traffic(), "root") for config in (plain, fed_back, plain))
-    outer.start([torch.zeros(5)])
-    other.start([torch.zeros(5)])
-    larger.start([torch.zeros(9)])
+    outer.start(named([torch.zeros(5)]))
+    other.start(named([torch.zeros(5)]))
+    larger.start(named([torch.zeros(9)]))
     calls: list[Callable[[], Any]] = [
         lambda: OuterStep(plain, process_mesh(dist.group.WORLD, 4), Traffic(), "root"),
-        lambda: outer.exchange([torch.zeros(6)]),
-        lambda: outer.load_state_dict(larger.state_dict(), [torch.zeros(5)]),
-        lambda: outer.load_state_dict(other.state_dict(), [torch.zeros(5)]),
+        lambda: outer.exchange(named([torch.zeros(6)])),
+        lambda: outer.load_state_dict(larger.state_dict(), named([torch.zeros(5)])),
+        lambda: outer.load_state_dict(other.state_dict(), named([torch.zeros(5)])),
     ]
     messages = []
     for call in calls:
@@ -235,7 +240,7 @@ def test_what_does_not_fit_is_refused(pool: Callable[[int], Pool]) -> None:
     for messages in pool(4).run(refusals):
         for message, part in zip(
             messages,
-            ("is one node", "got shards of shapes [[6]]", "has shards of shapes [[9]]", "with error feedback"),
+            ("is one node", "got shards of {'0': 6} values", "has shards of {'0': 9} values", "with error feedback"),
             strict=True,
         ):
             assert part in message

@@ -106,7 +106,7 @@ def counted_and_planned(
 def bytes_kept(model: nn.Module) -> tuple[int, int, int]:
     """Bytes of the outer state, of the errors of exchanges, and of those of gradients."""
     units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
-    exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.is_trainable]
+    exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.outer.names]
     outer = bytes_in([(each["agreed"], each["momentum"]) for each in exchanges])
     gradients = [unit.errors.state_dict() for unit in units if unit.errors is not None]
     return outer, bytes_in(exchanges) - outer, bytes_in(gradients)
@@ -188,10 +188,11 @@ def peaks_of_exchanges(gpus_per_node: int, numel: int) -> dict[tuple[str, str, s
         replicated = resolved.scopes.optimizer == "N"
         held = torch.ones(numel if replicated else -(-numel // gpus_per_node), dtype=dtype)
         share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
-        fragment = Fragment(local_steps, OuterStep(local_steps, mesh, Traffic()), share, partial(list, [held]), int)
+        outer = OuterStep(local_steps, mesh, Traffic())
+        fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), partial(list, ["weight"]), int)
         fragment.start()
         with PeakOfNewMemory() as memory:
-            fragment.send(1)
+            fragment.send(1, all_trained=True)
             fragment.receive(1.0)
         planned = exchange_memory(size, resolved, local_steps, Precision(storage=dtype)).working
         found[letters, str(codec), str(dtype)] = memory.peak, planned

@@ -72,11 +72,6 @@ def is_trained(module: FullyShardedDataParallel) -> bool:
     return handle is not None and any(p.requires_grad for p in (handle.flat_param, *(handle.flat_param._params or ())))
 
 
-def trained_shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
-    """What this rank holds of ``module``'s own unit, if it is trained."""
-    return shard_of(module) if any(parameter.requires_grad for parameter in parameters_of(module)) else []
-
-
 def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
     """The handle of ``module``'s flat parameter, if a strategy has adopted it; it reads weights ahead of a gather."""
     handle = module._handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.collectives.exact_places import sent_exactly
@@ -11,11 +12,16 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
+_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
 _NEEDED = (
     Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the layout of a flat gradient"),
     Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
-    Needed("torch.distributed.fsdp._flat_param.FlatParamHandle", "flat_param", "the same"),
-    Needed(_FLAT, "_fqns _params _shapes _numels_with_padding _is_padding_mask", "the same"),
+    Needed(
+        "torch.distributed.fsdp._flat_param.FlatParamHandle",
+        "flat_param rank world_size uses_sharded_strategy",
+        "the same",
+    ),
+    Needed(_FLAT, "_local_shard _fqns _params _shapes _numels_with_padding _is_padding_mask", "the same"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
@@ -46,6 +52,36 @@ class GradientLayout:
         if found is None:
             found = self._found[numel, flags] = _layout(self._flat_param, numel, flags)
         return found
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """What this rank holds of the original parameters, by FQN; a parameter may have nothing here."""
+        handle: Any = self._instance._handle
+        if handle is None:
+            return {}
+        flat_param = handle.flat_param
+        if hasattr(flat_param, "_local_shard"):  # from FSDP's lazy initialization on
+            handle.prepare_read()  # parameters that were replaced
+            shard = flat_param._local_shard
+        else:
+            shard = flat_param.detach()
+        first = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
+        layout = _layout(flat_param, shard.numel() * (handle.world_size if handle.uses_sharded_strategy else 1), ())
+        bounds = (
+            (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
+        )
+        held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
+        return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def trained_names(self) -> list[str]:
+        """The FQNs of those that require a gradient or have one."""
+        handle: Any = self._instance._handle
+        if handle is None:
+            return []
+        flat_param = handle.flat_param
+        if not flat_param._params:
+            return list(flat_param._fqns) if flat_param.requires_grad or flat_param.grad is not None else []
+        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
+        return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
 
     @property
     def _flat_param(self) -> Any:

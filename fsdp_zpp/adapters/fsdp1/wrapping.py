@@ -124,7 +124,8 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
     handle = _torch_adoption.adopt_handle(module, unit)
     if unit.gather is not None:
         unit.gather.secondary.source = handle
-    unit.trained_shards = partial(_torch_adoption.trained_shard_of, module)
+    layout = _torch_layout.GradientLayout(module)
+    unit.named_shards, unit.trained_names = layout.named_shards, layout.trained_names
     if handle is None:
         # Not those of a flat parameter that the instance no longer has.
         unit.on_invalidate, unit.on_drop_gradients = lambda by_step: None, lambda: None

@@ -33,7 +33,9 @@ _NEEDED = (
     Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
     Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what gradients are divided by"),
     Needed(_PARAM, "sharded_param _sharded_param_data _param_fqn _module_info _orig_size", "the shards"),
-    Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module shared_modules", "the modules that hold a parameter"),
+    Needed(
+        f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules", "the modules that hold a parameter"
+    ),
     Needed("torch.distributed.fsdp.FSDPModule", "_apply", "moves of a model"),
 )
 check_needed("adapter for fully_shard", _NEEDED)
@@ -46,6 +48,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
 from ._torch_gradients import divided_by
+from ._torch_trained import is_trained
 from ._torch_unshard import GatheringGroup, ShardGather
 
 __all__ = [
@@ -97,9 +100,23 @@ class StrategyGroup(GatheringGroup):
         """The number of values of its parameters, on all ranks together."""
         return _numel_of(self)
 
-    def trained_shards(self) -> list[Tensor]:
-        """Those of parameters that are trained."""
-        return [param._sharded_param_data for param in self.fsdp_params if param.sharded_param.requires_grad]
+    def named_shards(self) -> dict[str, Tensor]:
+        """What this rank holds of the parameters, by their names in the group's modules."""
+        return {name: param._sharded_param_data for name, param in zip(self._names(), self.fsdp_params, strict=True)}
+
+    def trained_names(self) -> list[str]:
+        """The names of those that require a gradient, sharded or as modules show them, or have one."""
+        named = zip(self._names(), self.fsdp_params, strict=True)
+        return [name for name, param in named if is_trained(param) or param.sharded_param.grad is not None]
+
+    def _names(self) -> list[str]:
+        # FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.
+        paths: dict[nn.Module, str] = {}
+        for index, module in enumerate(self.modules):
+            for path, part in module.named_modules(prefix=str(index)):
+                paths.setdefault(part, path)
+        infos = [param._module_info for param in self.fsdp_params]
+        return [f"{paths[info.module]}.{info.param_name}" for info in infos]
 
     def parameter_owners(self) -> list[tuple[nn.Module, ...]]:
         """For each parameter, the modules on which it is registered."""

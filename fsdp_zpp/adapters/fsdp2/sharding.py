@@ -172,7 +172,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     assert isinstance(sharded, FSDPModule)
     world = unit.mesh.topology.world
     unit.on_invalidate, unit.on_drop_gradients = group.weights_changed, group.drop_gradients
-    unit.trained_shards = group.trained_shards
+    unit.named_shards, unit.trained_names = group.named_shards, group.trained_names
     if unit.gather is not None:
         unit.gather.secondary.source = group
         sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
