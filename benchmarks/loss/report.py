@@ -62,6 +62,7 @@ TABLES = {
     "gradients on 2 x 1": Table(lambda records: gaps.table(gaps.Runs(records)), (ON_2X1,)),
     "gradients and weights on 2 x 1": Table(lambda records: gaps.table(gaps.Runs(records), "w8:"), (ON_2X1,)),
     "gradients on 2 x 2": Table(lambda records: gaps.table(gaps.Runs(records)), (ON_2X2,)),
+    "small parameters": Table(lambda records: tables.small_parameters(*records), ("small-parameters-cpu",)),
     "straddling": Table(lambda records: tables.straddling(*records), ("straddling-cpu",)),
 }
 """By their names on the page."""

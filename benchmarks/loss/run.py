@@ -4,6 +4,7 @@
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 1 --batch 64 --seeds 0,1,2
     python benchmarks/loss/run.py local-steps --nodes 2 --gpus-per-node 1 --seeds 0,1,2
     python benchmarks/loss/run.py straddling
+    python benchmarks/loss/run.py small-parameters
 
 A run leaves one file of JSON with its figures and its manifest in ``runs/``; those in ``results/`` are what README.md
 reports, through report.py.
@@ -23,6 +24,7 @@ STUDIES = {
     "compare": "examples/train.py under strategies and under torch's FULL_SHARD, with the same seed and data",
     "convergence": "a small GPT-2 under many ways to encode gradients and weights, with and without error feedback",
     "local-steps": "the same GPT-2 on nodes that train on their own and exchange weights every few steps",
+    "small-parameters": "what codecs leave of the gradients of small parameters on 64 ranks",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",
 }
 

@@ -67,6 +67,18 @@ def by_strategy(results: Sequence[Record]) -> str:
     return markdown(head, ((label, *row) for label, row in rows.items()))
 
 
+def small_parameters(result: Record) -> str:
+    """What codecs leave of gradients, if all are encoded and if small parameters are left as they are."""
+    head = ("", "lowest cosine, all encoded", "as sent", "most new zeros of a small one, all encoded", "as sent")
+    rows = []
+    for row in result["rows"]:
+        both = row["encoded"], row["spared"]
+        cosines = (f"{each['cosine']:.3f} ({each['of']})" for each in both)
+        zeros = (f"{100 * each['zeros']:.1f} %" for each in both)
+        rows.append((row["model"], *cosines, *zeros))
+    return markdown(head, rows)
+
+
 def straddling(result: Record) -> str:
     """Relative errors, by what is encoded."""
     head = ("", *result["rows"][0]["errors"])
