@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from manifest import manifest
 from records import write
 from tables import in_columns, small_parameters as table
@@ -61,16 +60,16 @@ def gradients_of(config: AutoConfig) -> dict[str, Tensor]:
     return {name: p.grad for name, p in layers[0].named_parameters() if p.grad is not None}
 
 
+def _padded(gradient: Tensor) -> Tensor:
+    """With as many zero rows as make a multiple of the ranks."""
+    return torch.cat([gradient, gradient.new_zeros(-len(gradient) % RANKS, *gradient.shape[1:])])
+
+
 def rounded(gradients: dict[str, Tensor], *, spare: bool) -> dict[str, Tensor]:
     """What ``fully_shard`` gives back of the gradients of a unit, with or without small parameters left as they are."""
     exact = dict(zip(gradients, sent_exactly([g.shape for g in gradients.values()]), strict=True))
     order = sorted(gradients, key=exact.__getitem__) if spare else list(gradients)
-    padded = {
-        name: F.pad(gradients[name].flatten(1), (0, 0, 0, -len(gradients[name]) % RANKS))
-        if gradients[name].dim() > 1
-        else F.pad(gradients[name], (0, -len(gradients[name]) % RANKS))
-        for name in order
-    }
+    padded = {name: _padded(gradients[name]) for name in order}
     pieces = [Piece(i, name, padded[name].numel() // RANKS) for i, name in enumerate(order)]
     small = [name for name in order if exact[name]] if spare else []
     layout = FlatLayout.dense(pieces, small)
@@ -86,14 +85,15 @@ def rounded(gradients: dict[str, Tensor], *, spare: bool) -> dict[str, Tensor]:
     }
 
 
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Of any magnitude: torch's has an epsilon, which tiny gradients (of OPT's key biases) are below."""
+    return (one.mul(other).sum() / one.norm() / other.norm()).item() if one.norm() > 0 else 0.0
+
+
 def figures(gradients: dict[str, Tensor], seen: dict[str, Tensor]) -> dict[str, Any]:
     """The lowest cosine of a parameter, and the most zeros that a small one has beyond the exact ones."""
     exact = dict(zip(gradients, sent_exactly([g.shape for g in gradients.values()]), strict=True))
-    cosines = {
-        name: F.cosine_similarity(seen[name].flatten(), g.flatten(), dim=0).item()
-        for name, g in gradients.items()
-        if g.norm() > 0
-    }
+    cosines = {name: cosine(seen[name].double(), g.double()) for name, g in gradients.items() if g.norm() > 0}
     worst = min(cosines, key=cosines.__getitem__)
     zeros = {
         name: ((seen[name] == 0).float().mean() - (g == 0).float().mean()).item()
