@@ -60,7 +60,10 @@ class GradientLayout:
             return {}
         flat_param = handle.flat_param
         if hasattr(flat_param, "_local_shard"):  # from FSDP's lazy initialization on
-            handle.prepare_read()  # parameters that were replaced
+            # Parameters may have been replaced. Of a flat parameter that is not sharded, this would replace accumulated
+            # gradients as well.
+            if handle.uses_sharded_strategy or flat_param.grad is None:
+                handle.prepare_read()
             shard = flat_param._local_shard
         else:
             shard = flat_param.detach()
