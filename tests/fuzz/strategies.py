@@ -13,7 +13,7 @@ from fsdp_zpp.config.strategy import LEGAL_LEVELS
 from . import features as registry
 from .architectures import models
 from .draft import Draft
-from .events import OF_FEATURES, between_steps, set_up
+from .events import OF_FEATURES, between_steps, evaluate, set_up
 from .features import HAS_UNUSED_FLAG, Feature
 from .program import Program
 from .steps import step
@@ -105,7 +105,9 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
     drawn = [draw(models(adapter, plain, features, world)) for _ in range(roots)]
-    zero_unused = adapter == "fsdp2" and HAS_UNUSED_FLAG and not local and draw(st.booleans())
+    # Stock asks sharded parameters whether unused ones get zeros, which adapters may have left frozen.
+    zeroing = adapter == "fsdp2" and HAS_UNUSED_FLAG and not local and Feature.ADAPTERS not in features
+    zero_unused = zeroing and draw(st.booleans())
     # A local state dict within a node is refused, and torch's own HYBRID_SHARD can't have one.
     kinds = tuple(kind for kind in LOAD_KINDS[adapter] if kind != "LOCAL_STATE_DICT" or chosen.optimizer != "I")
     if Feature.ROOTLESS in features:
@@ -130,6 +132,8 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         for _ in range(draw(st.integers(1 if features & set(OF_FEATURES) else 0, 2))):
             between_steps(draft)
         step(draft, scaler)
+    if features or draft.one_in(2):
+        evaluate(draft)  # since what is stale only shows in a forward
     program = Program(
         adapter,
         chosen,
