@@ -91,6 +91,7 @@ def make_model(options: Namespace, device: torch.device) -> Any:
     if not has_files:
         model = AutoModelForCausalLM.from_config(config)
     elif options.full_shard:
+        # In the adapters' dtype: torch's FullyShardedDataParallel takes one dtype a layer.
         model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=torch.float32)
     else:
         with init_empty_weights():  # the values come from the files, to every rank the rows that it keeps

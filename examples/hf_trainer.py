@@ -58,7 +58,8 @@ def main() -> None:
     )
     if options.lora:
         adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        model, strategy = get_peft_model(model, adapters), Strategy.mixzpp(gpus_per_node=options.gpus_per_node)
+        model = get_peft_model(model.to(torch.bfloat16), adapters)  # in 16 bits, as bases are published
+        strategy = Strategy.mixzpp(gpus_per_node=options.gpus_per_node)
 
     arguments = TrainingArguments(
         output_dir=str(options.output),

@@ -24,7 +24,7 @@ from .payload import PayloadLayout
 
 
 @op("quantize")
-def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Callable[[Tensor], Tensor]:
+def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int, tail: int = 0) -> Callable[[Tensor], Tensor]:
     """Quantize a ``rows x cols`` grid of chunks into the rows of a payload, in transposed order.
 
     Args:
@@ -34,10 +34,11 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Cal
         cols: Columns of the grid, from 1 to 65535.
         bits: Width of a code, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
+        tail: Number of fp32 values at the end of each row, a multiple of 4, that the caller fills in.
 
     Returns:
-        The payload, uint8 ``[rows * cols, PayloadLayout(bits, block).nbytes(numel)]``, with chunk (r, c) in row
-        ``c * rows + r``. The values determine every byte, padding included.
+        The payload, uint8 ``[rows * cols, PayloadLayout(bits, block, tail).nbytes(numel)]``, with chunk (r, c) in row
+        ``c * rows + r``. The values determine every byte, padding included, but the tail is uninitialized.
 
     Raises:
         TypeError: If ``values`` has another dtype.
@@ -45,33 +46,34 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int) -> Cal
             out of range.
     """
     numel = check_values("values", values, rows, cols)
-    return backend_for(values).quantize(numel, rows, cols, PayloadLayout(bits, block), values.dtype)
+    return backend_for(values).quantize(numel, rows, cols, PayloadLayout(bits, block, tail), values.dtype)
 
 
 @op("dequantize", ("out",))
 def dequantize(
-    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int
+    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, tail: int = 0
 ) -> Callable[[Tensor, Tensor], None]:
     """Dequantize the ``rows x cols`` grid of a payload's rows into chunks in transposed order.
 
     ``quantize`` over an ``a x b`` grid followed by ``dequantize`` over the ``b x a`` grid restores the order.
 
     Args:
-        payload: uint8 ``[rows * cols, PayloadLayout(bits, block).nbytes(numel)]``, contiguous, starting at a multiple
-            of 16 bytes of its storage.
+        payload: uint8 ``[rows * cols, PayloadLayout(bits, block, tail).nbytes(numel)]``, contiguous, starting at a
+            multiple of 16 bytes of its storage.
         out: Flat, contiguous ``[rows * cols * numel]`` in bf16, fp16 or fp32. Row ``r * cols + c`` of the payload is
             written to chunk ``c * rows + r``.
         rows: Rows of the payload's grid, from 1 to 65535.
         cols: Columns of the grid, from 1 to 65535.
         bits: Width of a code, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
+        tail: Number of fp32 values at the end of each row, a multiple of 4, which are not read.
 
     Raises:
         TypeError: If ``payload`` or ``out`` has another dtype.
         ValueError: If a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
             argument is out of range.
     """
-    layout, numel = check_sum(payload, "", out, rows, cols, bits, block)
+    layout, numel = check_sum(payload, "", out, rows, cols, bits, block, tail)
     # The sum over one peer, times 1, is exact, so that one kernel serves both ops.
     one_peer = backend_for(payload).dequantize_sum(1, numel, rows, cols, layout, out.dtype)
     return lambda payload, out: one_peer(payload, out, 1.0)
@@ -79,7 +81,7 @@ def dequantize(
 
 @op("dequantize_sum", ("out",))
 def dequantize_sum(
-    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float
+    payload: Tensor, out: Tensor, rows: int, cols: int, bits: int, block: int, scale: float, tail: int = 0
 ) -> Callable[[Tensor, Tensor, float], None]:
     """Dequantize the payloads of several peers, sum them and scale the sum: the last step of a reduction.
 
@@ -92,12 +94,13 @@ def dequantize_sum(
         bits: Width of a code, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
         scale: Factor on the sum; 1 / world makes it a mean.
+        tail: As for ``dequantize``.
 
     Raises:
         TypeError: If ``payload`` or ``out`` has another dtype.
         ValueError: As for ``dequantize``, or if there is no peer.
     """
-    layout, numel = check_sum(payload, "peers", out, rows, cols, bits, block)
+    layout, numel = check_sum(payload, "peers", out, rows, cols, bits, block, tail)
     return backend_for(payload).dequantize_sum(payload.shape[0], numel, rows, cols, layout, out.dtype)
 
 
@@ -112,6 +115,7 @@ def dequantize_sum_quantize(
     out_bits: int,
     out_block: int,
     scale: float,
+    tail: int = 0,
 ) -> Callable[[Tensor, float], Tensor]:
     """``dequantize_sum`` into fp32 followed by ``quantize``, fused so that the sums never go through memory.
 
@@ -125,22 +129,32 @@ def dequantize_sum_quantize(
         out_bits: Width of a code of the result.
         out_block: Number of values of the result that share a scale.
         scale: Factor on the sum.
+        tail: Number of fp32 values at the end of each row of ``payload`` and of the result, a multiple of 4. The
+            former are not read, the latter are for the caller to fill in.
 
     Returns:
-        The payload of the scaled sum, uint8 ``[rows * cols, PayloadLayout(out_bits, out_block).nbytes(numel)]``, with
-        the sum of the peers' rows ``r * cols + c`` in row ``c * rows + r``.
+        The payload of the scaled sum, uint8 ``[rows * cols, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``,
+        with the sum of the peers' rows ``r * cols + c`` in row ``c * rows + r``.
 
     Raises:
         TypeError: If ``payload`` is not uint8.
         ValueError: As for ``dequantize_sum``, or if ``numel`` is negative.
     """
-    layouts = check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block)
+    layouts = check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block, tail)
     return backend_for(payload).dequantize_sum_quantize(payload.shape[0], numel, rows, cols, *layouts)
 
 
 @op("quantize_with_feedback", ("errors",))
 def quantize_with_feedback(
-    values: Tensor, errors: Tensor, rows: int, cols: int, bits: int, block: int, error_block: int, beta: float
+    values: Tensor,
+    errors: Tensor,
+    rows: int,
+    cols: int,
+    bits: int,
+    block: int,
+    error_block: int,
+    beta: float,
+    tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
     """``quantize`` with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
 
@@ -150,13 +164,14 @@ def quantize_with_feedback(
     Args:
         values: As for ``quantize``.
         errors: Updated in place, in the order of the payload's rows: fp32 ``[rows * cols * numel]``, or quantized,
-            uint8 ``[rows * cols, PayloadLayout(8, error_block).nbytes(numel)]``.
+            uint8 ``[rows * cols, PayloadLayout(8, error_block).nbytes(numel)]``, without tails.
         rows: As for ``quantize``.
         cols: As for ``quantize``.
         bits: As for ``quantize``.
         block: As for ``quantize``.
         error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
         beta: Weight of the old errors, at least 0 and less than 1.
+        tail: As for ``quantize``.
 
     Returns:
         The payload, as from ``quantize``.
@@ -168,7 +183,7 @@ def quantize_with_feedback(
     numel = check_values("values", values, rows, cols)
     error_layout = check_errors(errors, rows * cols, numel, error_block)
     check_device(values=values, errors=errors)
-    layout = PayloadLayout(bits, block)
+    layout = PayloadLayout(bits, block, tail)
     return backend_for(values).quantize_with_feedback(numel, rows, cols, layout, error_layout, values.dtype)
 
 
@@ -184,6 +199,7 @@ def dequantize_sum_quantize_with_feedback(
     scale: float,
     error_block: int,
     beta: float,
+    tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
     """``dequantize_sum_quantize`` in the same order, with the error feedback of ``quantize_with_feedback`` on the sums.
 
@@ -198,16 +214,17 @@ def dequantize_sum_quantize_with_feedback(
         scale: Factor on the sum. The errors are added to the product.
         error_block: Number of values of the errors that share a scale; 0 if the errors are fp32.
         beta: Weight of the old errors, at least 0 and less than 1.
+        tail: As for ``dequantize_sum_quantize``.
 
     Returns:
-        The payload of the corrected sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block).nbytes(numel)]``.
+        The payload of the corrected sums, uint8 ``[chunks, PayloadLayout(out_bits, out_block, tail).nbytes(numel)]``.
 
     Raises:
         TypeError: If ``payload`` or ``errors`` has another dtype.
         ValueError: As for ``dequantize_sum_quantize`` and ``quantize_with_feedback``.
     """
     chunks = payload.shape[1] if payload.dim() == 3 else 1  # check_requantize refuses any other payload
-    layouts = check_requantize(payload, numel, 1, chunks, bits, block, out_bits, out_block)
+    layouts = check_requantize(payload, numel, 1, chunks, bits, block, out_bits, out_block, tail)
     error_layout = check_errors(errors, chunks, numel, error_block)
     check_device(payload=payload, errors=errors)
     backend = backend_for(payload)
@@ -216,45 +233,47 @@ def dequantize_sum_quantize_with_feedback(
 
 @op("quantize_delta")
 def quantize_delta(
-    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int
+    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Quantize the difference between values and those that a payload encodes.
 
     Args:
         values: Flat, contiguous ``[chunks * numel]`` in bf16, fp16 or fp32.
-        base: uint8 ``[chunks, PayloadLayout(base_bits, base_block).nbytes(numel)]``, contiguous, starting at a multiple
-            of 16 bytes of its storage.
+        base: uint8 ``[chunks, PayloadLayout(base_bits, base_block, tail).nbytes(numel)]``, contiguous, starting at a
+            multiple of 16 bytes of its storage.
         base_bits: Width of a code of ``base``, 4 or 8.
         base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
         bits: Width of a code of the result.
         block: Number of values of the result that share a scale.
+        tail: As for ``dequantize_sum_quantize``, of ``base`` and of the result.
 
     Returns:
-        The payload of ``values - base``, uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``, in order.
+        The payload of ``values - base``, uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, in order.
 
     Raises:
         TypeError: If ``values`` or ``base`` has another dtype.
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
             of range.
     """
-    *layouts, numel = check_delta(values, base, base_bits, base_block, bits, block)
+    *layouts, numel = check_delta(values, base, base_bits, base_block, bits, block, tail)
     return backend_for(values).quantize_delta(base.shape[0], numel, *layouts, values.dtype)
 
 
 @op("add_delta")
 def add_delta(
-    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int
+    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int = 0
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Add a payload of deltas to the payload of their base.
 
     Args:
         base: As for ``quantize_delta``.
-        delta: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``, with the alignment of ``base``.
+        delta: uint8 ``[chunks, PayloadLayout(bits, block, tail).nbytes(numel)]``, with the alignment of ``base``.
         numel: Number of values in a chunk. The padded size of a payload does not tell it.
         base_bits: Width of a code of ``base``, 4 or 8.
         base_block: Number of values of ``base`` that share a scale, a power of two from 32 to 4096.
         bits: Width of a code of ``delta``.
         block: Number of values of ``delta`` that share a scale.
+        tail: As for ``dequantize_sum_quantize``, of ``base``, ``delta`` and the result.
 
     Returns:
         The payload of the sum, encoded as ``base`` is and of its shape.
@@ -263,7 +282,7 @@ def add_delta(
         TypeError: If ``base`` or ``delta`` is not uint8.
         ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
     """
-    layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block)
+    layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block, tail)
     return backend_for(base).add_delta(base.shape[0], numel, *layouts)
 
 
@@ -273,7 +292,7 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Call
 
     Args:
         payload: uint8 ``[chunks, PayloadLayout(bits, block).nbytes(numel)]``. Rows may lie apart, but each is
-            contiguous and starts at a multiple of 16 bytes of the storage.
+            contiguous and starts at a multiple of 16 bytes of the storage: of rows with a tail, give what precedes it.
         out: Contiguous, ``chunks * numel`` values of any shape in bf16, fp16 or fp32.
         bits: Width of a code, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.

@@ -51,7 +51,7 @@ def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: P
         wanted = ", ".join([lead, *map(str, row)] if lead else map(str, row))
         raise ValueError(
             f"payload has shape {tuple(payload.shape)}, but {chunks} chunks of {numel} values with bits "
-            f"{layout.bits} and block {layout.block} make ({wanted})"
+            f"{layout.bits}, block {layout.block} and tail {layout.tail} make ({wanted})"
         )
     # The offset stands in for the address, which a tensor lacks while tracing; allocators align storages to more.
     if not payload.is_contiguous() or payload.storage_offset() % ALIGNMENT:
@@ -76,10 +76,10 @@ def check_device(**tensors: Tensor) -> None:
 
 
 def check_sum(
-    payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bits: int, block: int
+    payload: Tensor, lead: str, out: Tensor, rows: int, cols: int, bits: int, block: int, tail: int
 ) -> tuple[PayloadLayout, int]:
     """Check a payload and the output of its sum; return the payload's layout and the size of a chunk."""
-    layout = PayloadLayout(bits, block)
+    layout = PayloadLayout(bits, block, tail)
     numel = check_values("out", out, rows, cols)
     check_payload(payload, lead, rows * cols, numel, layout)
     check_device(payload=payload, out=out)
@@ -87,12 +87,12 @@ def check_sum(
 
 
 def check_requantize(
-    payload: Tensor, numel: int, rows: int, cols: int, bits: int, block: int, out_bits: int, out_block: int
+    payload: Tensor, numel: int, rows: int, cols: int, bits: int, block: int, out_bits: int, out_block: int, tail: int
 ) -> tuple[PayloadLayout, PayloadLayout]:
     """Check payloads of several peers that are summed and quantized; return their layout and the result's."""
     if numel < 0:
         raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
-    layout, out_layout = PayloadLayout(bits, block), PayloadLayout(out_bits, out_block)
+    layout, out_layout = PayloadLayout(bits, block, tail), PayloadLayout(out_bits, out_block, tail)
     check_grid(rows, cols)
     check_payload(payload, "peers", rows * cols, numel, layout)
     return layout, out_layout
@@ -115,10 +115,10 @@ def check_errors(errors: Tensor, chunks: int, numel: int, error_block: int) -> P
 
 
 def check_delta(
-    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int
+    values: Tensor, base: Tensor, base_bits: int, base_block: int, bits: int, block: int, tail: int
 ) -> tuple[PayloadLayout, PayloadLayout, int]:
     """Check values and the base of their delta; return the layouts of base and delta and the size of a chunk."""
-    layouts = PayloadLayout(base_bits, base_block), PayloadLayout(bits, block)
+    layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
     # check_payload refuses a base without two axes; until then any count will do.
     chunks = base.shape[0] if base.dim() == 2 else 1
     numel = check_values("values", values, 1, chunks)
@@ -128,12 +128,12 @@ def check_delta(
 
 
 def check_add_delta(
-    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int
+    base: Tensor, delta: Tensor, numel: int, base_bits: int, base_block: int, bits: int, block: int, tail: int
 ) -> tuple[PayloadLayout, PayloadLayout]:
     """Check a base and the delta that is added to it; return their layouts."""
     if numel < 0:
         raise ValueError(f"numel is {numel}, but a chunk must have at least 0 values")
-    layouts = PayloadLayout(base_bits, base_block), PayloadLayout(bits, block)
+    layouts = PayloadLayout(base_bits, base_block, tail), PayloadLayout(bits, block, tail)
     chunks = base.shape[0] if base.dim() == 2 else 1
     check_payload(base, "", chunks, numel, layouts[0])
     check_payload(delta, "", chunks, numel, layouts[1])

@@ -57,6 +57,9 @@ class Op(Generic[P, R]):
         kinds = [parameter.annotation for parameter in own.parameters.values()]
         self._arguments, self._tensors = len(kinds), kinds.count(Tensor)
         assert kinds[: self._tensors] == [Tensor] * self._tensors, f"{name} must take its tensors first"
+        defaults = (parameter.default for parameter in own.parameters.values())
+        self._defaults = tuple(default for default in defaults if default is not inspect.Parameter.empty)
+        self._required = self._arguments - len(self._defaults)
         self._integers = _select([place for place, kind in enumerate(kinds) if kind is int])
         self._inputs = _select([place for place, kind in enumerate(kinds) if kind is not int])
 
@@ -68,8 +71,12 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return self._op(*args, **kwargs)
-        if kwargs or len(args) != self._arguments:
-            args = self.__signature__.bind(*args, **kwargs).args  # type: ignore[assignment]
+        given = len(args)
+        if kwargs or given != self._arguments:
+            if given == self._required and not kwargs:
+                args += self._defaults  # type: ignore[assignment]
+            else:
+                args = self._complete(args, kwargs)  # type: ignore[assignment]
         signature = self._integers(args)
         for tensor in args[: self._tensors]:
             # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd: it raises in a backward.
@@ -83,6 +90,12 @@ class Op(Generic[P, R]):
         prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
         return prepared(*self._inputs(args))
 
+    def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position, defaults included."""
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
     def _prepare_for(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)
         if len(self._prepared) >= _MAX_PREPARED:
@@ -94,6 +107,7 @@ class Op(Generic[P, R]):
         """The op as torch has it. It checks its arguments, too, also while tracing."""
 
         def run(*args: Any) -> R:
+            args += self._defaults[len(args) - self._required :]  # torch leaves out what equals its default
             signature = self._integers(args)
             for tensor in args[: self._tensors]:
                 signature += _seen_of(tensor)
@@ -101,6 +115,7 @@ class Op(Generic[P, R]):
             return prepared(*self._inputs(args))
 
         def trace(*args: Any) -> R:
+            args += self._defaults[len(args) - self._required :]
             # Not kept: sizes may be symbolic here.
             return self._prepare(*args)(*self._inputs(args))
 

@@ -3,11 +3,14 @@
 A *chunk* is a run of contiguous values, one rank's shard. It is quantized in blocks of ``block`` values. No block spans
 two chunks; the last block of a chunk may be partial. The payload of a chunk is one row of bytes::
 
-    | codes, ``bits`` each | zeros to 16 | one fp32 scale a block | zeros to 16 |
+    | codes, ``bits`` each | zeros to 16 | one fp32 scale a block | zeros to 16 | ``tail`` fp32 values |
 
 An int8 code is one two's-complement byte. Two int4 codes share a byte: value ``2i`` is the low nibble, value ``2i + 1``
 the high one. So code ``i`` of a little-endian word starts at bit ``i * bits``, whatever the width, and kernels can
 handle both widths as 32-bit words. The padding is zero because ranks compare payloads byte by byte.
+
+The tail is room for values that travel exactly. It belongs to the caller: the ops neither read nor write it, so in a
+payload that an op returns it is uninitialized. An empty chunk has a tail like any other; its row is the tail alone.
 
 Encoding takes ``scale = truncated(max(absmax * ((1 + SCALE_RAISE) / qmax), MIN_SCALE))`` and
 ``code = round_half_even(value * (1 / scale))``; decoding takes ``code * scale``. Each operation rounds to fp32. An
@@ -31,6 +34,9 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes. Rows and their scales start at multiples of this, the widest access of a GPU thread."""
 
+TAIL_STEP = ALIGNMENT // 4
+"""Tails have a multiple of this many fp32 values, so that no padding follows them."""
+
 BITS = (4, 8)
 # A thread reads up to 32 codes (16 bytes of int4) with one scale, so they must all belong to one block.
 MIN_BLOCK = 32
@@ -49,18 +55,20 @@ SCALE_RAISE = 2.0**-22
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """Where the codes and the scales lie in a chunk's payload.
+    """Where the codes, the scales and the tail lie in a chunk's payload.
 
     Args:
         bits: Width of a code, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
+        tail: Number of fp32 values at the end of each row, a multiple of 4.
 
     Raises:
-        ValueError: If ``bits`` or ``block`` has any other value.
+        ValueError: If ``bits``, ``block`` or ``tail`` has any other value.
     """
 
     bits: int
     block: int
+    tail: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -69,6 +77,11 @@ class PayloadLayout:
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(
                 f"block is {self.block!r}, but a block is a power of two from {MIN_BLOCK} to {MAX_BLOCK} values"
+            )
+        if self.tail < 0 or self.tail % TAIL_STEP:
+            raise ValueError(
+                f"tail is {self.tail!r}, but a row ends in a multiple of 4 fp32 values; round it up, and set the "
+                "surplus to 0"
             )
 
     @property
@@ -97,9 +110,17 @@ class PayloadLayout:
         start = self.scales_offset(numel)
         return payload[:, start : start + 4 * self.blocks(numel)].view(torch.float32)
 
-    def nbytes(self, numel: int) -> int:
-        """The length of a row in bytes: 0 for an empty chunk, otherwise a multiple of 16."""
+    def tail_offset(self, numel: int) -> int:
+        """The offset of the tail in the row, in bytes: a multiple of 16."""
         return self.scales_offset(numel) + _align(4 * self.blocks(numel))
+
+    def tails(self, payload: Tensor, numel: int) -> Tensor:
+        """A view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
+        return payload[..., self.tail_offset(numel) :].view(torch.float32)
+
+    def nbytes(self, numel: int) -> int:
+        """The length of a row in bytes, a multiple of 16. That of an empty chunk is the tail's."""
+        return self.tail_offset(numel) + 4 * self.tail
 
 
 def _align(nbytes: int) -> int:

@@ -24,8 +24,6 @@ def dequantize_sum(
     """See ``kernels.dequantize_sum``."""
 
     def call(payload: Tensor, out: Tensor, scale: float) -> None:
-        if numel == 0:
-            return
         total = _sum_peers(payload.view(peers, rows * cols, -1), numel, layout).mul_(scale)
         out.view(cols, rows, numel).copy_(total.view(rows, cols, numel).transpose(0, 1))
 
@@ -38,8 +36,6 @@ def dequantize_sum_quantize(
     """See ``kernels.dequantize_sum_quantize``."""
 
     def call(payload: Tensor, scale: float) -> Tensor:
-        if numel == 0:
-            return payload.new_empty((rows * cols, 0))
         return _encode(_sum_peers(payload, numel, layout).mul_(scale), rows, cols, out_layout)
 
     return call
@@ -80,8 +76,6 @@ def quantize_delta(
     """See ``kernels.quantize_delta``."""
 
     def call(values: Tensor, base: Tensor) -> Tensor:
-        if numel == 0:
-            return base.new_empty((chunks, 0))
         delta = values.view(chunks, numel).float() - _decode(base, numel, base_layout)
         return _encode(delta, 1, chunks, layout)
 
@@ -94,8 +88,6 @@ def add_delta(
     """See ``kernels.add_delta``."""
 
     def call(base: Tensor, delta: Tensor) -> Tensor:
-        if numel == 0:
-            return torch.empty_like(base)
         values = _decode(base, numel, base_layout) + _decode(delta, numel, layout)
         return _encode(values, 1, chunks, base_layout)
 
@@ -115,8 +107,6 @@ def _encode_with_feedback(
 ) -> Tensor:
     """Quantize fp32 ``[n, numel]`` values plus errors into payload rows, and update the errors in place."""
     n, numel = values.shape
-    if numel == 0:
-        return values.new_empty((n, 0), dtype=torch.uint8)
     old = errors.view(n, numel) if error_layout is None else _decode(errors, numel, error_layout)
     corrected = values + old
     payload = _encode(corrected, 1, n, layout)
@@ -189,6 +179,8 @@ def _sum_peers(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
 def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     """Decode payload rows ``[n, nbytes]`` to fp32 ``[n, numel]``."""
     n, blocks = payload.shape[0], layout.blocks(numel)
+    if numel == 0:  # torch views no rows without bytes as floats
+        return payload.new_empty((n, 0), dtype=torch.float32)
     codes, scales = layout.codes(payload, numel).view(torch.int8), layout.scales(payload, numel)
 
     # The end of a partial last block stays uninitialized; the returned slice excludes it.

@@ -32,7 +32,7 @@ def fine_tune(folder: Path, *options: str | Path) -> tuple[list[float], dict[str
 
 def make_base(folder: Path, tied: bool) -> None:
     """A model in a folder, without a tokenizer, and bytes that it knows."""
-    llama.make_base(tied=tied).cpu().save_pretrained(folder / "base")
+    llama.make_base(llama.ADAPTED, tied).cpu().save_pretrained(folder / "base")
     text = "".join(f"{a} and {b}\n" for a in range(60) for b in range(60))
     (folder / "text.txt").write_bytes(text.encode())
 
@@ -41,11 +41,11 @@ def make_base(folder: Path, tied: bool) -> None:
 def test_fine_tunes_a_local_model(tmp_path: Path, options: list[str], tied: bool) -> None:
     make_base(tmp_path, tied)
     _, sent = fine_tune(tmp_path, "--save-base", tmp_path / "quantized", *options)
-    adapted = PeftModel.from_pretrained(llama.make_base(tied=tied).cpu(), tmp_path / "out" / "adapter")
+    adapted = PeftModel.from_pretrained(llama.make_base(llama.ADAPTED, tied).cpu(), tmp_path / "out" / "adapter")
     base = sum(parameter.numel() for name, parameter in adapted.named_parameters() if "lora" not in name)
     # All that goes between nodes in all steps is less than the base once, which full precision sends in every step.
     assert 0 < sent["gather inter"] < 4 * base
-    empty = llama.make_base(tied=tied).cpu().requires_grad_(False)
+    empty = llama.make_base(llama.ADAPTED, tied).cpu().requires_grad_(False)
     load_frozen_params(empty, tmp_path / "quantized")
     loaded = PeftModel.from_pretrained(empty, tmp_path / "out" / "adapter")
     tokens = torch.tensor([list(b"12 and 34\n56 and 7")])

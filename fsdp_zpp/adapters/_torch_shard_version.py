@@ -1,22 +1,32 @@
-"""Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory."""
+"""Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
+
+torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, nor
+those of fused optimizers and, to DTensors, of ``torch._foreach_*``. With FSDP_ZPP_CHECK=1 a version is a fingerprint of
+what the shards hold instead, and so differs after any write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from fsdp_zpp.collectives.fingerprint import check_is_on, fingerprint
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _NEEDED = (
     Needed("torch.multiprocessing.reductions", "StorageWeakRef", "noticing that shards were moved"),
     Needed("torch.UntypedStorage", "_cdata", "the same"),
     Needed("torch.Tensor", "_version", "noticing writes to the shards"),
+    Needed("torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "the values of shards that encode them"),
 )
 check_needed("adapters", _NEEDED)
 
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _version_of = attrgetter("_version")
 
@@ -29,6 +39,7 @@ class ShardVersion:
     """
 
     def __init__(self) -> None:
+        self._of_contents = check_is_on()
         self._storages: list[int] = []
         self._references: list[StorageWeakRef] = []
         self._moves = 0
@@ -40,8 +51,23 @@ class ShardVersion:
             memory: The tensors that are gathered, but for subclasses without a storage of their own.
             counted: These, and the tensors through which users and optimizers write to them.
         """
+        if self._of_contents:
+            # Of what is counted, DTensors hold what is in the memory; other subclasses are not in it.
+            subclasses = (
+                each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)
+            )
+            return tuple(fingerprint(part) for each in (*memory, *subclasses) for part in _parts(each))
         storages = [tensor.untyped_storage()._cdata for tensor in memory]
         if storages != self._storages:
             self._storages, self._moves = storages, self._moves + 1
             self._references = [StorageWeakRef(tensor.untyped_storage()) for tensor in memory]
         return self._moves, *map(_version_of, counted)
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The tensor, or those that it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.collectives.agreement import check_agreement
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import process_mesh
@@ -75,14 +77,19 @@ class QuantizedReduceState:
         self.codecs = (intra, codec)
         self.error_feedback = error_feedback
         self._is_of_unit = False
+        self._layout: Callable[[int], FlatLayout] | None = None
         self._units: dict[str, ErrorFeedbackState] = {}
         self._reduce = self._reduction("comm hook")
 
     def _reduction(self, label: str) -> GradientReduce:
         return GradientReduce(self.mesh, *self.codecs, self.traffic, label, error_feedback=self.error_feedback)
 
-    def of_unit(self, name: str) -> QuantizedReduceState:
+    def of_unit(self, name: str, layout: Callable[[int], FlatLayout] | None = None) -> QuantizedReduceState:
         """A state for one unit of the model, for FSDP to pass to the hook: each unit has errors of its own.
+
+        Args:
+            name: The unit's name.
+            layout: Returns where parameters lie in the unit's flat gradient, given its size.
 
         Raises:
             ValueError: If there is one of that name already, and it has errors.
@@ -92,7 +99,7 @@ class QuantizedReduceState:
                 "this QuantizedReduceState already feeds back the errors of a model; make another one for each model"
             )
         unit = copy.copy(self)  # shallow: all units count into one Traffic
-        unit._is_of_unit = True
+        unit._is_of_unit, unit._layout = True, layout
         unit._reduce = self._reduction(name)
         if unit._reduce.errors is not None:
             self._units[name] = unit._reduce.errors
@@ -120,7 +127,8 @@ class QuantizedReduceState:
                 "error feedback keeps errors for each unit of a model, but this QuantizedReduceState was not passed to "
                 "model.register_comm_hook; pass the state itself there, together with quantized_reduce_hook"
             )
-        self._reduce(gradient, out)
+        layout = None if self._layout is None else self._layout(gradient.numel())
+        self._reduce.start(gradient, out, layout=layout).finish()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""

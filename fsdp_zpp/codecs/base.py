@@ -25,9 +25,11 @@ class Codec(ABC):
 
     Attributes:
         for_frozen_only: Whether the codec is for weights that are quantized once, not for what each step sends.
+        is_lossless: Whether it sends values as they are.
     """
 
     for_frozen_only: ClassVar[bool] = False
+    is_lossless: ClassVar[bool] = False
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
@@ -115,6 +117,8 @@ def check_block(codec: Codec, block: object) -> None:
 @dataclass(frozen=True)
 class FullPrecision(Codec):
     """No codec: values are sent as they are, in ``dtype``. A strategy writes it as ``None``."""
+
+    is_lossless: ClassVar[bool] = True
 
     dtype: torch.dtype
 

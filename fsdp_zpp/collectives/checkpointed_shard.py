@@ -10,13 +10,13 @@ are sent whole.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .fingerprint import fingerprint
 from .hops import Hop
 
 
@@ -69,10 +69,3 @@ class CheckpointedShard:
 
 NOTHING: dict[str, Any] = {"row": None, "fresh": False, "fingerprint": None}
 """The state dict where there is nothing to be saved."""
-
-
-def fingerprint(shard: Tensor) -> str:
-    """A hash of the values, in which -0 and 0 are equal. Waits for the device."""
-    # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
-    values = (shard.detach() + 0.0).cpu().contiguous().view(torch.uint8)
-    return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Blockwise, Int8
+from fsdp_zpp.codecs.exact_tail import without_tail
 from fsdp_zpp.kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
+
+from .held_errors import Extent, HeldErrors
 
 
 class ErrorBuffer:
@@ -26,48 +29,41 @@ class ErrorBuffer:
     Args:
         beta: Weight of the old errors.
         codec: Encodes the errors at rest; None keeps them in fp32.
-
-    Attributes:
-        state: The errors, in the order of the payload's rows: fp32 [chunks * numel], or uint8 [chunks,
-            codec.nbytes(numel)].
     """
 
     def __init__(self, beta: float, codec: Int8 | None) -> None:
         self.beta = beta
         self._codec = codec
-        self._numel = 0
-        self._kept: Tensor | None = None
+        self._held: HeldErrors | None = None
+        self._kept: HeldErrors | None = None
         self._is_new = False
-        self._state: Tensor | None = None
 
     @property
     def state(self) -> Tensor:
-        assert self._state is not None
-        return self._state
+        """The errors, in the order of the payload's rows: fp32 [chunks * numel], or uint8 [chunks, nbytes]."""
+        assert self._held is not None
+        return self._held.state
 
     @property
     def block(self) -> int:
         """Errors that share a scale; 0 if they are fp32."""
         return 0 if self._codec is None else self._codec.block
 
-    def prepare(self, chunks: int, numel: int, device: torch.device) -> ErrorBuffer:
-        """Have errors for ``chunks`` chunks of ``numel`` values; they start from zero if the shape differs."""
-        shape = (chunks * numel,) if self._codec is None else (chunks, self._codec.nbytes(numel))
-        if self._state is None or self._state.shape != shape:
-            dtype = torch.float32 if self._codec is None else torch.uint8
-            self._state, self._is_new = torch.zeros(shape, dtype=dtype, device=device), True
-        self._numel = numel
+    def prepare(self, extent: Extent, device: torch.device) -> ErrorBuffer:
+        """Have errors for what ``extent`` says; parameters without any start from zero."""
+        held = self._held
+        if held is None:
+            self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
+        elif held.extent != extent:
+            self._held = held.in_extent(extent)
         return self
 
     # ---- for codecs without kernels of their own
 
-    def read(self, chunks: int) -> Tensor:
+    def read(self) -> Tensor:
         """The errors in fp32, flat."""
-        if self._codec is None:
-            return self.state
-        values = torch.empty(chunks * self._numel, dtype=torch.float32, device=self.state.device)
-        self._codec.decode(self.state, values, 1, chunks)
-        return values
+        assert self._held is not None
+        return self._held.values()
 
     def write(self, errors: Tensor, chunks: int) -> None:
         """Replace the errors by fp32 ones."""
@@ -77,11 +73,11 @@ class ErrorBuffer:
 
     def move(self, device: torch.device) -> None:
         """Move the errors to ``device``; after a checkpoint was loaded they are on the CPU."""
-        self._state = None if self._state is None else self._state.to(device)
+        self._held = None if self._held is None else self._held.to(device)
 
     def snapshot(self) -> None:
         """Keep a copy of the errors, to which :meth:`rollback` returns."""
-        self._kept = None if self._state is None else self._state.clone()
+        self._kept = None if self._held is None else self._held.copy()
 
     def commit(self) -> None:
         """Keep the errors as they are now, and drop the copy."""
@@ -90,40 +86,39 @@ class ErrorBuffer:
     def rollback(self) -> None:
         """Return to the errors of the last :meth:`snapshot`, or to none if they are newer than that."""
         if self._kept is not None or self._is_new:
-            self._state = self._kept
+            self._held = self._kept
         self.commit()
 
     def rollback_if(self, condition: Tensor) -> None:
         """As :meth:`rollback` if ``condition``, a number on a device, is not 0. The host does not wait for it."""
-        if self._state is not None and (self._kept is not None or self._is_new):
-            before = self._kept if self._kept is not None else torch.zeros_like(self._state)
-            torch.where(
-                condition.to(self._state.device, non_blocking=True).bool(), before, self._state, out=self._state
-            )
+        held, kept = self._held, self._kept
+        if held is not None and (kept is not None or self._is_new):
+            if kept is not None and kept.extent != held.extent:
+                kept = kept.in_extent(held.extent)
+            before = torch.zeros_like(held.state) if kept is None else kept.state
+            torch.where(condition.to(held.state.device, non_blocking=True).bool(), before, held.state, out=held.state)
         self.commit()
 
     def reset(self) -> None:
         """Drop all errors."""
-        self._state = None
+        self._held = None
         self.commit()
 
     def rescale(self, factor: Tensor) -> None:
         """Multiply the errors by ``factor``, a number on their device."""
-        if self._state is not None:
-            values = self._state if self._codec is None else self._codec.scales(self._state, self._numel)
-            values.mul_(factor)
+        if self._held is not None:
+            self._held = self._held.rescaled(factor)
 
     # ---- in checkpoints
 
     def state_dict(self, scale: Tensor | None) -> dict[str, Any] | None:
         """The errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
-        if self._state is None:
+        if self._held is None:
             return None
-        copy = ErrorBuffer(self.beta, self._codec)
-        copy._state, copy._numel = self._state.clone(), self._numel
+        held = self._held.copy()
         if scale is not None:
-            copy.rescale(1 / scale)
-        return {"state": copy.state.cpu(), "numel": self._numel, "block": self.block}
+            held = held.rescaled(1 / scale)
+        return {"block": self.block, **held.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
         """Go on with what :meth:`state_dict` gave.
@@ -140,7 +135,7 @@ class ErrorBuffer:
                 f"the error state was saved with LoCo(dtype={was}), but this model has LoCo(dtype={is_now}); use the "
                 "same, or don't load the codec state"
             )
-        self._state, self._numel = saved["state"].clone(), saved["numel"]
+        self._held = HeldErrors.from_state_dict(saved, self._codec)
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer) -> Tensor:
@@ -153,12 +148,13 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
         cols: As in :meth:`Codec.encode`.
         errors: What earlier calls have left out, which is added; then updated by what this one leaves out.
     """
-    if isinstance(codec, Blockwise):
+    coded, tail = without_tail(codec)
+    if isinstance(coded, Blockwise):
         return quantize_with_feedback(
-            values, errors.state, rows, cols, codec.bits, codec.block, errors.block, errors.beta
+            values, errors.state, rows, cols, coded.bits, coded.block, errors.block, errors.beta, tail
         )
     chunks = rows * cols
-    old = errors.read(chunks)
+    old = errors.read()
     compensated = values.view(rows, cols, -1).transpose(0, 1).flatten().float() + old
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
@@ -172,17 +168,19 @@ def decode_sum_encode_with_feedback(
     codec: Codec, payload: Tensor, numel: int, next_codec: Codec, scale: float, errors: ErrorBuffer
 ) -> Tensor:
     """:meth:`Codec.decode_sum_encode` with error feedback on what it encodes, as in :func:`encode_with_feedback`."""
-    if not isinstance(codec, Blockwise) or not isinstance(next_codec, Blockwise):
+    (source, tail), (target, next_tail) = without_tail(codec), without_tail(next_codec)
+    if not isinstance(source, Blockwise) or not isinstance(target, Blockwise) or tail != next_tail:
         return encode_with_feedback(next_codec, codec.sums(payload, numel, scale), 1, payload.shape[1], errors)
     return dequantize_sum_quantize_with_feedback(
         payload,
         errors.state,
         numel,
-        codec.bits,
-        codec.block,
-        next_codec.bits,
-        next_codec.block,
+        source.bits,
+        source.block,
+        target.bits,
+        target.block,
         scale,
         errors.block,
         errors.beta,
+        tail,
     )

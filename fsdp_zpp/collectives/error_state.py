@@ -16,7 +16,7 @@ scales a loss, which may be another model's: one that then steps only other mode
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,20 +50,13 @@ class ErrorFeedbackState:
         self._last_step_unscaled = False
         self._scale: Tensor | None = None  # the loss scale of committed errors; None is 1
         self._next_scale: Tensor | None = None  # the loss scale of uncommitted errors
-        self._layout: Hashable = None
 
     def buffer(self, hop: str) -> ErrorBuffer | None:
         """The errors of a hop; None if there is no feedback on it."""
         return self._buffers.get(hop)
 
-    def begin(self, device: torch.device, layout: Hashable = None) -> None:
-        """A reduction is about to use the errors, for a gradient of the parameters that ``layout`` identifies."""
-        if layout != self._layout:
-            # Errors are positions in the gradient: in another layout they would be added to other parameters.
-            if self._layout is not None:
-                for buffer in self._buffers.values():
-                    buffer.reset()
-            self._layout = layout
+    def begin(self, device: torch.device) -> None:
+        """A reduction is about to use the errors."""
         if not self._steps_announced and self.has_uncommitted:
             self._count_step()
         if self.has_uncommitted:
@@ -143,7 +136,7 @@ class ErrorFeedbackState:
         """Start anew."""
         for buffer in self._buffers.values():
             buffer.reset()
-        self._steps, self.has_uncommitted, self._scale, self._next_scale, self._layout = 0, False, None, None, None
+        self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The errors, in units of an unscaled loss, and their time, with tensors on the CPU."""

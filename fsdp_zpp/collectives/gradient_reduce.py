@@ -19,7 +19,6 @@ nodes does not depend on the number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,9 @@ from torch import Tensor
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs, error_nbytes
 
+from .accumulated_gradient import AccumulatedGradient
 from .error_state import ErrorFeedbackState
+from .flat_layout import FlatLayout
 from .hops import PendingReduction, Traffic, hop_over
 from .mesh import ProcessMesh
 from .streams import keep_until_read
@@ -81,8 +82,8 @@ class GradientReduce:
         inter = hop_over(mesh.inter, "reduce", "inter", traffic)
         kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
         native = native and inter is None and intra_codec is None and gradient_scope == "G"
-        self._two_hop = kind(mesh.topology, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
-        self._accumulated: Tensor | None = None
+        self._two_hop = kind(mesh, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
+        self._accumulated = AccumulatedGradient()
         self.has_two_hops = intra is not None and inter is not None
         left = {"N": (intra, inter), "I": (inter,), "G": ()}[gradient_scope]
         self.defers_hops = any(hop is not None for hop in left)
@@ -104,39 +105,38 @@ class GradientReduce:
     @property
     def has_accumulated(self) -> bool:
         """Whether there are accumulated gradients of earlier micro-batches."""
-        return self._accumulated is not None
+        return self._accumulated.sums is not None
+
+    @property
+    def accumulated_names(self) -> frozenset[str]:
+        """The FQNs of the parameters that have some, as far as layouts were given."""
+        return self._accumulated.names
 
     def drop_accumulated(self) -> None:
         """Forget the gradients of earlier micro-batches."""
-        self._accumulated = None
+        self._accumulated.sums = None
 
     def error_nbytes(self, numel: int) -> int:
         """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
 
-    def accumulate(self, gradient: Tensor) -> PendingReduction:
+    def accumulate(self, gradient: Tensor, layout: FlatLayout | None = None) -> PendingReduction:
         """Take a micro-batch's gradient as far as the gradient scope says, and add it to those of earlier ones.
 
         Args:
             gradient: As in :meth:`start`.
+            layout: As in :meth:`start`.
         """
+        accumulated, self._two_hop.layout = self._accumulated, layout
         if self._gradient_scope == "N":
             # The gradient is the caller's, who may write to it.
-            self._add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone())
+            accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
             return DONE
         if self._gradient_scope == "I":
-            self._add(self._two_hop.reduce_intra_node(gradient))
+            accumulated.add(self._two_hop.reduce_intra_node(gradient), layout)
             return DONE
         part = torch.empty(gradient.numel() // self._topology.world, dtype=torch.float32, device=gradient.device)
-        return _PendingAccumulation(self, self._two_hop.start(gradient, None, part, 1.0), part)
-
-    def _add(self, part: Tensor) -> None:
-        # Under scope G the current stream is that of the inter-node hop, not the one that allocated ``part``.
-        keep_until_read(part)
-        if self._accumulated is None:
-            self._accumulated = part
-        else:
-            keep_until_read(self._accumulated).add_(part)
+        return _PendingAccumulation(accumulated, self._two_hop.start(gradient, None, part, 1.0), part, layout)
 
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
         """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
@@ -145,26 +145,36 @@ class GradientReduce:
         """
         self.start(gradient, out, factor).finish()
 
-    def start(self, gradient: Tensor, out: Tensor, factor: float = 1.0, layout: Hashable = None) -> PendingReduction:
+    def start(
+        self,
+        gradient: Tensor,
+        out: Tensor,
+        factor: float = 1.0,
+        layout: FlatLayout | None = None,
+        divided_by: float = 1.0,
+    ) -> PendingReduction:
         """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
         Gradients of earlier micro-batches are added to it, and are accumulated no more.
 
         Args:
-            gradient: Flat, contiguous, bf16, fp16 or fp32: [world * numel] for optimizer scope ``G``, chunk i for rank
-                i; [gpus_per_node * numel] for ``I``, chunk i for local index i; [numel] for ``N``.
+            gradient: Flat, contiguous, bf16, fp16 or fp32, which may be written to: [world * numel] for optimizer scope
+                ``G``, chunk i for rank i; [gpus_per_node * numel] for ``I``, chunk i for local index i; [numel] for
+                ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
             factor: Applied in fp32, with the last sum.
-            layout: Identifies the parameters that the gradient consists of. Errors that are fed back belong to one
-                layout; if it changes, they start from zero.
+            layout: The parameters that the gradient consists of, those of accumulated gradients among them; None if
+                they are the same in every call. See [Note: Identity] in flat_layout.py.
+            divided_by: What the caller has divided this gradient by, and not those of earlier micro-batches.
 
         Raises:
             ValueError: If the sizes do not fit, before any communication.
         """
         self._check_sizes(gradient, out)
+        self._two_hop.layout = layout
         if self.errors is not None:
-            self.errors.begin(gradient.device, layout)
-        accumulated, self._accumulated = self._accumulated, None
+            self.errors.begin(gradient.device)
+        accumulated = None if self._accumulated.sums is None else self._accumulated.take(layout, divided_by)
         if self._gradient_scope == "G" and accumulated is not None:
             last = torch.empty_like(accumulated)
             return _PendingWithAccumulated(
@@ -189,13 +199,15 @@ class GradientReduce:
 class _PendingAccumulation(PendingReduction):
     """Of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
 
-    owner: GradientReduce
+    accumulated: AccumulatedGradient
     reduction: PendingReduction
     part: Tensor
+    layout: FlatLayout | None
 
     def finish(self) -> None:
         self.reduction.finish()
-        self.owner._add(self.part)
+        # The current stream is that of the inter-node hop, not the one that allocated it.
+        self.accumulated.add(keep_until_read(self.part), self.layout)
 
 
 @dataclass(slots=True)

@@ -19,8 +19,10 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.exact_tail import exact_tail
 
 from .error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
+from .exact_places import ExactPlaces
 from .streams import keep_until_read
 
 logger = logging.getLogger("fsdp_zpp")
@@ -120,6 +122,7 @@ class PendingHop(PendingReduction):
         out: Receives the sum, flat.
         factor: Applied to the sum, in fp32.
         label: Names the unit.
+        exact: The places of small values in ``out``.
     """
 
     hop: Hop
@@ -128,13 +131,14 @@ class PendingHop(PendingReduction):
     out: Tensor
     factor: float
     label: str
+    exact: ExactPlaces | None = None
 
     def finish(self) -> None:
         if self.payload.is_cuda:
             keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
         received = self.hop.all_to_all(self.payload, self.label)
         log_launched(self.label)
-        decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label)
+        decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label, self.exact)
 
 
 def log_launched(label: str) -> None:
@@ -163,24 +167,61 @@ def _reduce_scatter_single() -> Callable[..., Any]:
 # ---- what is done to values before and after a collective
 
 
-def encode(codec: Codec, values: Tensor, rows: int, cols: int, label: str, errors: ErrorBuffer | None = None) -> Tensor:
-    """:meth:`Codec.encode` for the unit ``label``, with error feedback if there are ``errors``."""
+def encode(
+    codec: Codec,
+    values: Tensor,
+    rows: int,
+    cols: int,
+    label: str,
+    errors: ErrorBuffer | None = None,
+    exact: ExactPlaces | None = None,
+) -> Tensor:
+    """:meth:`Codec.encode` for the unit ``label``, with error feedback if there are ``errors``.
+
+    Small values, at the places ``exact``, are taken out of ``values`` and travel in the rows' tails; see
+    [Note: Small parameters] in exact_places.py.
+    """
     with labelled("encode", label):
+        taken = None
+        if exact is not None and not codec.is_lossless:
+            taken, codec = exact.take(values), exact_tail(codec, exact.tail)
         if errors is None:
-            return codec.encode(values, rows, cols)
-        return encode_with_feedback(codec, values, rows, cols, errors)
+            payload = codec.encode(values, rows, cols)
+        else:
+            payload = encode_with_feedback(codec, values, rows, cols, errors)
+        if taken is not None:
+            payload.view(torch.float32)[:, -taken.shape[1] :].copy_(taken)
+        return payload
 
 
-def decode(codec: Codec, payload: Tensor, out: Tensor, rows: int, cols: int, label: str) -> None:
-    """:meth:`Codec.decode` for the unit ``label``."""
+def decode(
+    codec: Codec, payload: Tensor, out: Tensor, rows: int, cols: int, label: str, exact: ExactPlaces | None = None
+) -> None:
+    """:meth:`Codec.decode` for the unit ``label``; small values come from the tails to their places ``exact``."""
     with labelled("decode", label):
-        codec.decode(payload, out, rows, cols)
+        if exact is None or codec.is_lossless:
+            codec.decode(payload, out, rows, cols)
+            return
+        exact_tail(codec, exact.tail).decode(payload, out, rows, cols)
+        exact.put(payload.view(torch.float32)[:, -exact.tail :], out)
 
 
-def decode_sum(codec: Codec, received: Tensor, out: Tensor, cols: int, scale: float, label: str) -> None:
-    """:meth:`Codec.decode_sum` of ``cols`` chunks, in order, for the unit ``label``."""
+def decode_sum(
+    codec: Codec,
+    received: Tensor,
+    out: Tensor,
+    cols: int,
+    scale: float,
+    label: str,
+    exact: ExactPlaces | None = None,
+) -> None:
+    """:meth:`Codec.decode_sum` of ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
     with labelled("decode_sum", label):
-        codec.decode_sum(received, out, 1, cols, scale)
+        if exact is None or codec.is_lossless:
+            codec.decode_sum(received, out, 1, cols, scale)
+            return
+        exact_tail(codec, exact.tail).decode_sum(received, out, 1, cols, scale)
+        exact.put_sum(received.view(torch.float32)[..., -exact.tail :], scale, out)
 
 
 def decode_sum_encode(
@@ -191,12 +232,29 @@ def decode_sum_encode(
     scale: float,
     label: str,
     errors: ErrorBuffer | None = None,
+    exact: ExactPlaces | None = None,
 ) -> Tensor:
-    """:meth:`Codec.decode_sum_encode` for the unit ``label``, with error feedback if there are ``errors``."""
+    """:meth:`Codec.decode_sum_encode` for the unit ``label``, with error feedback if there are ``errors``.
+
+    Small values, at the places ``exact`` in the sums, go from tails to tails.
+    """
+    if exact is not None and (codec.is_lossless or next_codec.is_lossless):
+        # Only one of the two has tails.
+        chunks = received.shape[1]
+        sums = torch.empty(chunks * numel, dtype=torch.float32, device=received.device)
+        decode_sum(codec, received, sums, chunks, scale, label, exact)
+        return encode(next_codec, sums, 1, chunks, label, errors, exact)
     with labelled("decode_sum_encode", label):
+        if exact is not None:
+            codec, next_codec = exact_tail(codec, exact.tail), exact_tail(next_codec, exact.tail)
         if errors is None:
-            return codec.decode_sum_encode(received, numel, next_codec, scale)
-        return decode_sum_encode_with_feedback(codec, received, numel, next_codec, scale, errors)
+            payload = codec.decode_sum_encode(received, numel, next_codec, scale)
+        else:
+            payload = decode_sum_encode_with_feedback(codec, received, numel, next_codec, scale, errors)
+        if exact is not None:
+            sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
+            torch.mul(sums, scale, out=payload.view(torch.float32)[:, -exact.tail :])
+        return payload
 
 
 def profiled() -> bool:
@@ -209,6 +267,6 @@ def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractConte
 
     Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
     """
-    if profiled():
+    if getattr(profiler, "_is_profiler_enabled", True):  # as profiled(), which would be a call more for each label
         return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
     return _NOTHING

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.codecs.exact_tail import ExactTail, sends_deltas
 
 from .hops import labelled
 from .secondary_shard import SecondaryShard, ShardValues
@@ -121,7 +121,8 @@ def _kind(stale: StaleShard) -> Hashable:
     """What shards must have in common to be encoded as one."""
     values = stale.values
     # A buffer is freed when the last of its units has another one, which a frozen unit never has.
-    return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained
+    exact = None if stale.shard.exact is None else stale.shard.exact.key
+    return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
 
 
 def _all_gather(shard: SecondaryShard, payloads: list[Tensor], label: str) -> list[Tensor]:
@@ -150,17 +151,33 @@ class Run:
     def encode(self) -> Tensor:
         """The payload of all of them, uint8 [rows, nbytes], a row for each."""
         values = _joined([piece for each in self.stale for piece in each.values.tensors])
-        if self._base is None or not isinstance(self._codec, Int4Delta):
-            return self._codec.encode(values, 1, self._rows)
+        exact, codec = self.stale[0].shard.exact, self._codec
+        if exact is None or not isinstance(codec, ExactTail):
+            return self._encode(values)
+        if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
+            values = values.clone()  # the optimizer's shard itself is not to be written to
+        taken = exact.take_from_rows(values, self._rows)
+        payload = self._encode(values)
+        codec.tails(payload).copy_(taken)
+        return payload
+
+    def _encode(self, values: Tensor) -> Tensor:
+        codec = self._codec
+        if self._base is None or not sends_deltas(codec):
+            return codec.encode(values, 1, self._rows)
         own = self._base.unflatten(0, (self._rows, -1))[:, self.stale[0].shard.own_node]
-        return self._codec.encode_delta(own.contiguous(), values)
+        return codec.encode_delta(own.contiguous(), values)
 
     def receive(self, gathered: Tensor) -> Tensor:
         """What all nodes have sent, uint8 [nodes, rows, nbytes], as secondary shards, uint8 [rows * nodes, nbytes]."""
         by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # a part of longer rows is not
-        if self._base is not None and isinstance(self._codec, Int4Delta):
-            by_shard = self._codec.apply_delta(self._base, by_shard, self.stale[0].values.numel)
-        return by_shard
+        codec = self._codec
+        if self._base is None or not sends_deltas(codec):
+            return by_shard
+        changed = codec.apply_delta(self._base, by_shard, self.stale[0].values.numel)
+        if isinstance(codec, ExactTail):
+            codec.tails(changed).copy_(codec.changes.tails(by_shard))  # small values are no deltas
+        return changed
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ from fsdp_zpp.config.local_steps import LocalSteps
 from .devices import for_collectives
 from .error_state import ErrorFeedbackState
 from .gradient_reduce import GradientReduce
+from .held_errors import Extent
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
 from .streams import SideStream, keep_until_read, record_event, wait_for
@@ -189,7 +190,7 @@ class OuterStep:
         self._back.begin(update.device)
         errors = self._back.buffer("back")
         assert errors is not None
-        prepared = errors.prepare(1, update.numel(), update.device)
+        prepared = errors.prepare(Extent(update.numel(), (0,)), update.device)
         payload = encode(self._codec, update, 1, 1, self.label, prepared)
         self._back.step_made()
         return payload

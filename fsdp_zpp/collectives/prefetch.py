@@ -58,12 +58,13 @@ class SecondaryShardPrefetcher:
             for shard in stale
             if id(shard) not in self._excluded and shard.next_codec and shard.source and shard.source.can_be_read()
         }
-        # In this stream: parameters may have been replaced by what it computes.
-        numels = [source.prepare_read() for _, source in ahead.values()]
-        sizes = [codec.nbytes(values.numel)]
-        sizes += (its_codec.nbytes(numel) for (its_codec, _), numel in zip(ahead.values(), numels, strict=True))
+        sizes, device = [codec.nbytes(values.numel)], values.tensors[0].device
+        for shard, (its_codec, source) in ahead.items():
+            numel = source.prepare_read()  # in this stream: parameters may have been replaced by what it computes
+            ahead[shard] = (shard.sent_as(its_codec, numel, device), source)
+            sizes.append(ahead[shard][0].nbytes(numel))
         sent = [(shard, size * shard.peers) for shard, size in zip((needed, *ahead), sizes, strict=True)]
-        with self._stream.after_current(values.tensors[0].device):
+        with self._stream.after_current(device):
             for shard in stale:
                 if id(shard) in self._excluded:
                     shard.keep_base_apart()

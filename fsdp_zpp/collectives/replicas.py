@@ -6,7 +6,8 @@ model of their own, and nothing but the loss would show it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
     if scope == "G":
         return True
     # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.
-    sums = [tensor.detach().view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in held]
+    plain = [part for tensor in held for part in _plain_parts(tensor.detach())]
+    sums = [tensor.view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in plain]
     if not sums:
         return True
     total = torch.stack(sums).sum()
@@ -60,3 +62,13 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
     if mesh.intra is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)
     return bool(bounds[0].item() == -bounds[1].item())
+
+
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """The tensors with values of their own that a tensor subclass consists of; a plain tensor is its only part."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain_parts(getattr(tensor, name))

@@ -24,7 +24,7 @@ their process group's timeout.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,8 +32,11 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, FullPrecision
 from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.codecs.exact_tail import ExactTail, exact_tail, without_tail
 
 from .checkpointed_shard import NOTHING, CheckpointedShard
+from .exact_places import ExactPlaces
+from .flat_layout import FlatLayout
 from .hops import Hop
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
@@ -82,6 +85,9 @@ class ShardSource(Protocol):
     def is_trained(self) -> bool:
         """Whether steps change the weights."""
 
+    def layout(self, numel: int) -> FlatLayout:
+        """Where parameters lie in what is gathered, given its number of values."""
+
 
 class SecondaryShard:
     """What the inter-node hop of one unit leaves on this rank. See the top of this file.
@@ -101,6 +107,8 @@ class SecondaryShard:
         checkpointed: What was loaded from a checkpoint, and may hold the weights as they are now.
         source: Where the weights can be read; None if they can't. FSDP may replace it.
         side_stream: The stream in which it is made, if not in the one that reads it.
+        find_exact: Returns the places of small values in this rank's shard, given its size and device.
+        exact: These places, once the weights were sent; None if there are none.
         next_codec: What will encode the weights for the next gather, if that is known by now.
         stale: Whether the weights have changed since they were encoded.
         unread: Whether it has not been read since it was made.
@@ -119,6 +127,8 @@ class SecondaryShard:
         self.base: Tensor | None = None
         self._payload: Tensor | None = None
         self.checkpointed: CheckpointedShard | None = None
+        self.find_exact: Callable[[int, torch.device], ExactPlaces | None] = lambda numel, device: None
+        self.exact: ExactPlaces | None = None
         self._last_codec: Codec | None = None
         self.next_codec = codec
         self._version: Hashable = None
@@ -135,6 +145,15 @@ class SecondaryShard:
         return same_codec and not self.stale and self._payload is not None
 
     # ---- from stale to fresh
+
+    def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
+        """``codec``, with room for the small values of this rank's ``numel``, which it leaves as they are."""
+        if codec.is_lossless or (
+            isinstance(codec, ExactTail) and self.exact is not None and self.exact.device == device
+        ):
+            return codec
+        self.exact = self.find_exact(numel, device)
+        return codec if self.exact is None else exact_tail(without_tail(codec)[0], self.exact.tail)
 
     def take_base(self) -> Tensor | None:
         """Give away the older secondary shard that a delta is to be sent against, if there is one, for its last use."""

@@ -20,6 +20,7 @@ are encoded again: in fp16 a sum may overflow where the mean does not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, FullPrecision, full_precision
-from fsdp_zpp.config.topology import Topology
 
 from .error_buffer import ErrorBuffer
 from .error_state import ErrorFeedbackState
+from .exact_places import ExactPlaces, PlacesInChunks
+from .flat_layout import FlatLayout
+from .held_errors import Extent
 from .hops import Hop, PendingHop, PendingReduction, decode, decode_sum, decode_sum_encode, encode, log_launched
+from .mesh import ProcessMesh
 from .streams import keep_until_read
 
 
@@ -47,18 +51,21 @@ class TwoHopReduce(ABC):
     """What the two ways to reduce have in common.
 
     Args:
-        topology: The ranks.
+        mesh: The ranks.
         hops: The hop inside a node and the one between nodes; None for a level that has one rank.
         codecs: Of both; None sends the dtype of the gradient.
         errors: Fed back to what is encoded, if any.
         label: Names the unit in profiles and errors.
         optimizer_scope: See the top of this file.
         native: Whether a single hop without a codec is torch's own reduce-scatter.
+
+    Attributes:
+        layout: Where parameters lie in the gradient that is being reduced; None if that is neither known nor changes.
     """
 
     def __init__(
         self,
-        topology: Topology,
+        mesh: ProcessMesh,
         hops: tuple[Hop | None, Hop | None],
         codecs: tuple[Codec | None, Codec | None],
         errors: ErrorFeedbackState | None,
@@ -68,12 +75,15 @@ class TwoHopReduce(ABC):
     ) -> None:
         self.label = label
         self._errors = errors
+        topology, self._rank = mesh.topology, mesh.rank
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
         self._chunks = self._nodes if optimizer_scope == "G" else 1
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
+        self._places = PlacesInChunks(mesh)
+        self.layout: FlatLayout | None = None
 
     @abstractmethod
     def start(
@@ -102,7 +112,7 @@ class TwoHopReduce(ABC):
         codec, received = self._exchange_intra_node(gradient, wire_dtype)
         part = gradient.numel() // self._gpus
         sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
-        decode_sum(codec, received, sums, received.shape[1], mean, self.label)
+        decode_sum(codec, received, sums, received.shape[1], mean, self.label, self._exact_in_sums(part, sums.device))
         return sums
 
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
@@ -110,18 +120,36 @@ class TwoHopReduce(ABC):
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
-        errors = self._errors_of("intra", chunks * gpus, gradient.numel() // (chunks * gpus), gradient.device)
-        received = self._intra.all_to_all(encode(codec, gradient, chunks, gpus, self.label, errors), self.label)
-        return codec, received.view(gpus, chunks, -1)
+        numel = gradient.shape[0] // (chunks * gpus)
+        errors = None
+        if self._errors is not None:
+            starts = [(node * gpus + local) * numel for local in range(gpus) for node in range(chunks)]
+            errors = self._errors_of("intra", starts, numel, gradient.device)
+        payload = encode(codec, gradient, chunks, gpus, self.label, errors, self._exact(numel, gradient.device))
+        return codec, self._intra.all_to_all(payload, self.label).view(gpus, chunks, -1)
 
-    def _errors_of(self, hop: str, chunks: int, numel: int, device: torch.device) -> ErrorBuffer | None:
-        """The errors of what is sent, if they are fed back, ready for ``chunks`` chunks of ``numel`` values."""
+    @abstractmethod
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        """The places of small values in a gradient, of ``numel`` values a chunk."""
+
+    @abstractmethod
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        """The places of small values in the ``part`` values of this local index."""
+
+    def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
+        """The errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
-        return None if buffer is None else buffer.prepare(chunks, numel, device)
+        if self._errors is None or buffer is None:
+            return None
+        return buffer.prepare(Extent(numel, tuple(starts), self.layout), device)
 
 
 class TwoHopReduceScatter(TwoHopReduce):
     """To a chunk on each rank: optimizer scope ``G``."""
+
+    _spared_layout: FlatLayout | None = None
+    _spared_of: tuple[int, torch.device] | None = None
+    _found: tuple[ExactPlaces | None, ...] = (None, None, None)
 
     def start(
         self,
@@ -136,21 +164,39 @@ class TwoHopReduceScatter(TwoHopReduce):
             self._reduce_single_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
             return DONE
-        codec = self._inter_codec or full_precision(wire_dtype or gradient.dtype)
+        codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
+        errors = None if self._errors is None else self._inter_errors(out)
+        _, exact, own = self._spared(numel, out.device)
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
-            payload = encode(codec, sums, 1, self._nodes, self.label, self._inter_errors(out))
+            payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
         elif self._intra is None:
-            payload = encode(codec, gradient, 1, self._nodes, self.label, self._inter_errors(out))
+            payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
             factor *= mean  # there was no intra-node sum to apply the mean to
         else:
-            errors = self._inter_errors(out)
             intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            payload = decode_sum_encode(intra_codec, received, out.numel(), codec, mean, self.label, errors)
-        return PendingHop(self._inter, codec, payload, out, factor, self.label)
+            payload = decode_sum_encode(intra_codec, received, numel, codec, mean, self.label, errors, exact)
+        return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
+
+    def _spared(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
+        """The places of small values in the chunks of all ranks, in those that go between nodes, in this rank's."""
+        layout, places = self.layout, self._places
+        if self._spared_layout is not layout or self._spared_of != (numel, device):
+            asked = (places.of_all_ranks, places.of_own_local_index, places.of_own_rank)
+            self._found = tuple(of(layout, numel, device) for of in asked)
+            self._spared_layout, self._spared_of = layout, (numel, device)
+        return self._found
+
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._spared(numel, device)[0]
+
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_local_index(self.layout, part // self._nodes, device)
 
     def _inter_errors(self, out: Tensor) -> ErrorBuffer | None:
-        return self._errors_of("inter", self._nodes, out.numel(), out.device)
+        numel, local = out.numel(), self._rank % self._gpus
+        starts = [(node * self._gpus + local) * numel for node in range(self._nodes)]
+        return self._errors_of("inter", starts, numel, out.device)
 
     def _reduce_single_level(
         self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float
@@ -162,7 +208,8 @@ class TwoHopReduceScatter(TwoHopReduce):
             self._reduce_natively(gradient, out, mean * factor)
         else:
             codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            decode_sum(codec, received, out, 1, mean * factor, self.label)
+            own = self._spared(out.numel(), out.device)[2]
+            decode_sum(codec, received, out, 1, mean * factor, self.label, own)
 
     def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
         assert self._intra is not None
@@ -197,24 +244,44 @@ class TwoHopAllReduce(TwoHopReduce):
         """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
-        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), wire_codec, factor)
-        if self._optimizer_scope == "N" and self._intra is not None:
+        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
+        of_all = self._optimizer_scope == "N" and self._intra is not None
+        if of_all and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
         decoded = torch.empty(payload.shape[0] * chunk, dtype=out.dtype, device=out.device)
-        decode(codec, payload, decoded, 1, payload.shape[0], self.label)
+        exact = self._places.of_nodes(self.layout, part, chunk, "all" if of_all else "part", out.device)
+        decode(codec, payload, decoded, 1, payload.shape[0], self.label, exact)
         out.copy_(decoded.view(-1, nodes * chunk)[:, :part].reshape(-1)[: out.numel()])
 
-    def _sum_between(self, sums: Tensor, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
-        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes]."""
+    def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_parts(self.layout, numel, device)
+
+    def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_part(self.layout, part, device)
+
+    def _sum_between(self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
+        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes].
+
+        Args:
+            sums: Those of this local index's part of the gradient, padded.
+            part: Its number of values without padding.
+            wire_codec: Stands in for a codec that there is not.
+            factor: Applied with the last sum.
+        """
+        start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device
+        nodes, chunk = self._nodes, sums.numel() // self._nodes
+        own = self._places.of_nodes(self.layout, part, chunk, "own", device)
         if self._inter is None:
             codec = self._intra_codec or wire_codec
-            errors = self._errors_of("back", 1, sums.numel(), sums.device)
-            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors)
-        codec, nodes, chunk = self._inter_codec or wire_codec, self._nodes, sums.numel() // self._nodes
-        errors = self._errors_of("inter", nodes, chunk, sums.device)
-        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors), self.label)
-        errors = self._errors_of("back", 1, chunk, sums.device)
-        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors)
+            errors = self._errors_of("back", [start], chunk, device)
+            return codec, encode(codec, sums.mul_(factor), 1, 1, self.label, errors, own)
+        codec = self._inter_codec or wire_codec
+        starts = [start + node * chunk for node in range(nodes)]
+        errors = self._errors_of("inter", starts, chunk, device)
+        exact = self._places.of_nodes(self.layout, part, chunk, "part", device)
+        received = self._inter.all_to_all(encode(codec, sums, 1, nodes, self.label, errors, exact), self.label)
+        errors = self._errors_of("back", [starts[self._rank // self._gpus]], chunk, device)
+        payload = decode_sum_encode(codec, received.unsqueeze(1), chunk, codec, factor, self.label, errors, own)
         return codec, self._inter.all_gather(payload, self.label)
 
 

@@ -17,11 +17,15 @@ their use. This file has the rest.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, full_precision
 
+from .exact_places import ExactPlaces, PlacesInChunks
+from .flat_layout import FlatLayout
 from .hops import Traffic, decode, hop_over
 from .inter_node_gather import StaleShard, gather_between_nodes
 from .mesh import ProcessMesh
@@ -60,6 +64,10 @@ class WeightGather:
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
+        self._places = PlacesInChunks(mesh)
+        self.secondary.find_exact = self._find_exact
+        self._settled_for: Any = None
+        self._settled: tuple[ExactPlaces | None, Codec] = (None, full_precision(torch.float32))
 
     @property
     def label(self) -> str:
@@ -85,17 +93,23 @@ class WeightGather:
         """
         secondary = self.secondary
         codec = secondary.codec or full_precision(out.dtype)
+        if secondary.codec is None:
+            exact, sent_as = None, codec
+        elif self._settled_for == (out.shape, out.device):
+            exact, sent_as = self._settled
+        else:
+            exact, sent_as = self._settle(codec, out)
         if shard is not None:
             self._check_sizes(shard, out)
         values = None
-        if secondary.is_fresh(codec):
+        if secondary.is_fresh(sent_as):
             secondary.check_version(version)
         else:
             values = self._values(shard, version)
             if self.prefetcher is None:
-                gather_between_nodes([StaleShard(secondary, codec, values)])
+                gather_between_nodes([StaleShard(secondary, sent_as, values)])
             else:
-                self.prefetcher.refresh(secondary, codec, values)
+                self.prefetcher.refresh(secondary, sent_as, values)
         payload = secondary.read()
         # A side stream may have read ``values``, which were allocated in this one. To free them is safe without
         # record_stream by now, for read() has this stream wait for the encoding.
@@ -103,7 +117,22 @@ class WeightGather:
         if self._intra is not None:
             payload = self._intra.all_gather(payload, secondary.label)
         # Rows come by local index, then node; decoding transposes that grid to the order of ranks.
-        decode(codec, payload, out, self._gpus, self._nodes, secondary.label)
+        decode(codec, payload, out, self._gpus, self._nodes, secondary.label, exact)
+
+    def _settle(self, codec: Codec, out: Tensor) -> tuple[ExactPlaces | None, Codec]:
+        """Look up the places of small values in what is gathered, and what it is sent as, until its size changes."""
+        numel, device = out.numel() // self._world, out.device
+        sent_as = self.secondary.sent_as(codec, numel, device)
+        exact = self._places.of_all_ranks(self._layout(numel), numel, device)
+        self._settled_for, self._settled = (out.shape, device), (exact, sent_as)
+        return self._settled
+
+    def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
+        return self._places.of_own_rank(self._layout(numel), numel, device)
+
+    def _layout(self, numel: int) -> FlatLayout | None:
+        source = self.secondary.source
+        return None if source is None else source.layout(numel * self._world)
 
     def _values(self, shard: Tensor | None, version: Hashable) -> ShardValues:
         source = self.secondary.source

@@ -18,6 +18,7 @@ from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.module_names import original_path, parameter_name
 
 from ._hugging_face import guard_save_pretrained, refuse_lost_ties, show_to_peft
+from ._torch_replacing import refuse_replacing
 from .double_buffer import DoubleBuffer
 from .modules import frozen_modules, frozen_sites
 from .placement import Placement
@@ -114,6 +115,7 @@ def base_for(model: nn.Module) -> FrozenBase:
         if root is model or (root is not None and all(module is not root for module in model.modules())):
             return bases[0]  # the base of this model, or of a larger one that contains it
     show_to_peft()
+    refuse_replacing()
     guard_save_pretrained(model)
     base = FrozenBase(model)
     for older in bases:

@@ -87,7 +87,7 @@ def quantize_selected(
         options.codec,
         options.placement,
         len(selection.chosen),
-        sum(candidate.parameter.numel() for candidate in selection.chosen),
+        sum(candidate.shape.numel() for candidate in selection.chosen),
         before,
         after,
         named_left(selection.left),
@@ -100,7 +100,9 @@ def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRow
     """Quantize this rank's chunk of one weight, from what ``read`` returns or, by default, from the model."""
     parameter = candidate.parameter
     own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
-    weight = FrozenWeight(candidate.name, parameter.shape, options.dtype or own_dtype, options.codec, options.placement)
+    if candidate.packed is not None:
+        own_dtype = candidate.packed.dtype
+    weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, options.codec, options.placement)
     device = options.device if options.device is not None else parameter.device
     read = _reader(candidate, options, device) if read is None else read
     with torch.no_grad():
@@ -112,6 +114,8 @@ def install(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: Froze
     """Replace a parameter in all its modules by a frozen weight, whose local payload is ``row``."""
     if candidate.owner is not None:
         candidate.owner.release()  # otherwise FSDP would put the parameter back, and keep its memory
+    if candidate.packed is not None:
+        candidate.packed.release()
     weight.base, weight.holder = base, UngroupedPayload(row)
     base.weights.append(weight)
     for _, module, name in candidate.sites:
@@ -125,10 +129,14 @@ def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) 
         whole = candidate.owner.whole()
         return lambda first, last: whole[first:last]
     if options.broadcast is None:
-        return lambda first, last: parameter[first:last]
+        whole = parameter if candidate.packed is None else candidate.packed.whole()
+        return lambda first, last: whole[first:last]
     group = options.broadcast
     # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs other rows.
-    whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+    if candidate.packed is not None:
+        whole = candidate.packed.whole().to(device)
+    else:
+        whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
     whole = whole.contiguous()
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     return lambda first, last: whole[first:last]

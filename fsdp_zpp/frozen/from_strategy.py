@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.runtime.unit import StrategyUnit
 
+from .base import UngroupedPayload, make_units
 from .encoding import FrozenOptions, quantize_selected
 from .modules import frozen_modules
 from .placement import Placement
+from .report import log_report
 from .resharding import follow_strategy
-from .selection import select
+from .selection import PACKED, SHARDED, select
+from .weight import FrozenBase, out_of_inference_mode
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -31,7 +36,7 @@ def quantize_for(
     device: torch.device | int | None = None,
     dtype: torch.dtype | None = None,
     broadcast: dist.ProcessGroup | None = None,
-) -> None:
+) -> dict[str, tuple[str, ...]]:
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
     A base that is already quantized is resharded over the strategy's nodes.
@@ -45,12 +50,15 @@ def quantize_for(
         dtype: The dtype that FSDP was told to compute in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
 
+    Returns:
+        Names of frozen parameters that stay as they are, by the reason.
+
     Raises:
         ValueError: If weights have no values, or weights that were quantized before can't move.
     """
     follow_strategy(module, mesh)
     if strategy.frozen is None:
-        return
+        return {}
     options = FrozenOptions(
         strategy.frozen,
         Placement(strategy.parameters, mesh),
@@ -58,17 +66,55 @@ def quantize_for(
         dtype=dtype,
         broadcast=broadcast,
     )
-    report, base = quantize_selected(module, select(module, options.min_numel, ignored), options)
+    selection = select(module, options.min_numel, ignored, unpack=isinstance(strategy.frozen, NF4))
+    report, base = quantize_selected(module, selection, options)
     if base is not None and report.weights:
         # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.
         base.reports.append(report)
+    return report.left
 
 
-def warn_if_nothing_is_frozen(root: nn.Module, model: str, strategies: Iterable[tuple[Strategy, ProcessMesh]]) -> None:
-    """Warn once if a strategy has a codec for frozen weights, but none of the model's weights was quantized."""
-    for strategy, mesh in strategies:
-        if strategy.frozen is not None and mesh.rank == 0 and not any(True for _ in frozen_modules(root)):
-            logger.warning(
-                "%s: frozen=%s is NOT active: no frozen weight can or should be quantized", model, strategy.frozen
-            )
-            return
+def prepare_frozen(root: nn.Module) -> None:
+    """Make the units of the frozen base below ``root``, with all checks of a first use, and log nothing. Collective.
+
+    Raises:
+        ValueError: As :func:`make_units`.
+    """
+    for base in _bases_of(root):
+        reports, base.reports = base.reports, []
+        if any(isinstance(weight.holder, UngroupedPayload) for weight in base.weights):
+            with out_of_inference_mode():
+                make_units(base)
+        base.reports = reports
+
+
+def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
+    """Log what was quantized for strategies; if they have a codec for frozen weights and none was, say so, and why."""
+    for base in _bases_of(root):
+        log_report(base.reports)
+        base.reports = []
+    asked = [unit for unit in units if unit.strategy.frozen is not None]
+    if not asked or any(True for _ in frozen_modules(root)):
+        return
+    left: dict[str, list[str]] = {}
+    for unit in asked:
+        for reason, names in unit.left_unquantized.items():
+            left.setdefault(reason, []).extend(names)
+    # A call that wraps more of a model finds what earlier calls have left, and wrapped.
+    reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
+    told = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
+    why = f"; frozen parameters that stay as they are: {told}" if told else ""
+    # Weights that are packed already take as little memory as was asked for.
+    level = logging.INFO if any(reason.startswith(PACKED) for reason in left) else logging.WARNING
+    if asked[0].ranks.rank == 0:
+        logger.log(
+            level,
+            "%s: frozen=%s is NOT active: no frozen weight can or should be quantized%s",
+            model,
+            asked[0].strategy.frozen,
+            why,
+        )
+
+
+def _bases_of(root: nn.Module) -> list[FrozenBase]:
+    return list({weight.base: None for _, _, weight in frozen_modules(root)})

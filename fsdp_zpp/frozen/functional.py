@@ -30,11 +30,16 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
     Returns:
         [..., out].
     """
-    # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    dtype = compute_dtype(x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _FrozenLinear.apply(x, bias, weight, dtype)
     return _linear(x, bias, weight, dtype)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer computes with an input: its own, or autocast's."""
+    # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 @torch.compiler.disable

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._tensor import FrozenTensor, frozen_tensor, refuse_training, refuse_writing
-from .functional import frozen_linear
+from .functional import compute_dtype, frozen_linear
 from .weight import FrozenBase, FrozenWeight
 
 _WEIGHTS = "_fsdp_zpp_frozen"
@@ -38,7 +39,7 @@ class FrozenModule(nn.Module):
         """Return the tensor that stands for a frozen weight; it is dequantized when something computes with it."""
         # Python calls this for names that are not in the instance's __dict__, where a frozen weight never is.
         frozen = frozen_weights_of(self).get(name)
-        if frozen is None:
+        if frozen is None or self._parameters.get(name) is not None:
             return super().__getattr__(name)
         if name in vars(self)[_REPLACED]:
             return vars(self)[_REPLACED][name]()
@@ -153,7 +154,16 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 
 def plain_class(module: nn.Module) -> type:
-    """The class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since."""
+    """The class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since.
+
+    Raises:
+        RuntimeError: If another of its parameters was parametrized since, which its class has to know.
+    """
+    if parametrized := list(getattr(module, "parametrizations", ())):
+        raise RuntimeError(
+            f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
+            "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"
+        )
     frozen = next(cls for cls in type(module).__mro__ if cls.__bases__[:1] == (FrozenModule,))
     return frozen.__bases__[1]
 
@@ -172,4 +182,17 @@ def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     """``nn.Linear.forward`` without a tensor that stands for the weight: making one takes CPU time in every call."""
-    return frozen_linear(x, frozen_weights_of(self)["weight"], self.bias)
+    own = vars(self)
+    if own[_REPLACED] or "weight" in own or "weight" in own["_parameters"]:
+        return _replaced_linear(x, self.weight, self.bias)
+    return frozen_linear(x, own[_WEIGHTS]["weight"], self.bias)
+
+
+@torch.compiler.disable
+def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with what has been put in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
+    if not isinstance(weight, FrozenTensor):
+        # Made of the dequantized weight, whose dtype need not be that of the input.
+        dtype = compute_dtype(x)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return F.linear(x, weight, bias)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int8
+from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.validation import DTYPES
@@ -18,7 +19,7 @@ from fsdp_zpp.runtime.validation import DTYPES
 from .base import drop_weights
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
 from .model_tensors import ModelTensor
-from .modules import FrozenModule, frozen_sites, unfreeze
+from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
 from .placement import place_base
 from .report import FrozenReport, log_report, merge
 from .resharding import check_base_agreement, wrapping_mesh
@@ -103,7 +104,7 @@ def quantize_frozen_params(
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     group = process_group if process_group is not None else dist.group.WORLD
     in_the_model = checkpoint is None and not sync_module_states
-    selection = select(model, min_numel, ignored_params, take_sharded=in_the_model)
+    selection = select(model, min_numel, ignored_params, take_sharded=in_the_model, unpack=isinstance(codec, NF4))
     refuse_sharded(
         selection,
         f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
@@ -183,9 +184,13 @@ def dequantize_frozen_params(model: nn.Module) -> int:
 
     Returns:
         The number of weights that were dequantized.
+
+    Raises:
+        RuntimeError: If another parameter of a quantized module is parametrized.
     """
     sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
     for _, module, name, weight in frozen_sites(model):
+        plain_class(module)  # raises, before anything has changed
         sites.setdefault(weight, []).append((module, name))
     for weight, users in sites.items():
         parameter = nn.Parameter(weight.dequantize(), requires_grad=False)

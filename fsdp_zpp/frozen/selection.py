@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.module_names import parameter_name
+from fsdp_zpp.runtime.packed_weights import holds_packed_values
 from fsdp_zpp.runtime.validation import DTYPES
 
+from .packed_linear import PackedLinear, packed_linear
 from .sharded_params import FlatParamHandleView, ShardedParamHandle, flat_params_in, sharded_params_in
 
 SHARDED = "sharded by FSDP already"
+PACKED = "packed already"
+OTHERWISE_SHARDED = "sharded by another parallelism"
 
 
 @dataclass
@@ -30,11 +34,18 @@ class Candidate:
         parameter: The weight.
         sites: For each module that uses it: the module's path, the module, and its name there.
         owner: Gives it up if it is sharded; None if it is plain.
+        packed: Unpacks it if bitsandbytes has packed it; None if it is plain.
     """
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module, str]]
     owner: ShardedParamHandle | None = None
+    packed: PackedLinear | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape, unpacked."""
+        return self.parameter.shape if self.packed is None else self.packed.shape
 
     @property
     def name(self) -> str:
@@ -64,6 +75,7 @@ def select(
     ignored: Collection[Tensor] = (),
     take_sharded: bool = False,
     only: Collection[Tensor] | None = None,
+    unpack: bool = False,
 ) -> Selection:
     """Choose frozen weights, tied ones once. See the top of this file.
 
@@ -73,6 +85,7 @@ def select(
         ignored: Parameters that stay as they are.
         take_sharded: Whether to choose sharded weights, too, if their owner gives them up.
         only: The parameters to look at. Default: all.
+        unpack: Whether to choose weights that bitsandbytes has packed in 4 bits, too.
     """
     selection = Selection()
     ignored_ids, only_ids = {id(tensor) for tensor in ignored}, {id(tensor) for tensor in only or ()}
@@ -87,6 +100,7 @@ def select(
                 continue
             seen.add(id(parameter))
             sites, owner = trainable_uses[id(parameter)], owners.get(id(parameter))
+            packed = packed_linear(parameter, [site for _, _, site in sites]) if unpack and owner is None else None
             if id(parameter) in ignored_ids:
                 reason: str | None = "to be ignored"
             elif any(id(site) in adapters for _, _, site in sites):
@@ -95,19 +109,21 @@ def select(
                 id(parameter) in stuck or parameter.dim() < 2 or _stays(parameter, owner, take_sharded)
             ):
                 # Before the other checks: a sharded parameter may have another shape and class now.
-                reason = SHARDED
+                foreign = owner is None and isinstance(parameter, DTensor)
+                reason = OTHERWISE_SHARDED if foreign else SHARDED
             else:
                 kind = type(parameter) if owner is None else owner.kind
-                reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel)
+                reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel, packed)
             if reason is None:
-                selection.chosen.append(Candidate(parameter, [(where, site, own) for where, own, site in sites], owner))
+                places = [(where, site, own) for where, own, site in sites]
+                selection.chosen.append(Candidate(parameter, places, owner, packed))
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
 
 
 def refuse_sharded(selection: Selection, remedy: str) -> None:
-    """Raise if weights that would be quantized stay with FSDP.
+    """Raise if weights that would be quantized stay with FSDP or with another parallelism.
 
     Raises:
         ValueError: It names one of them and the ``remedy``.
@@ -116,6 +132,11 @@ def refuse_sharded(selection: Selection, remedy: str) -> None:
         raise ValueError(
             f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
             "quantizes what it wraps"
+        )
+    if sharded := selection.left.get(OTHERWISE_SHARDED):
+        raise ValueError(
+            f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), and "
+            "a frozen base is made of whole weights; pass such weights in ignored_params, which leaves them as they are"
         )
 
 
@@ -154,7 +175,13 @@ def _stays(parameter: nn.Parameter, owner: ShardedParamHandle | None, take_shard
     return not (take_sharded and owner.can_release)
 
 
-def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str]], min_numel: int) -> str | None:
+def _unfit(
+    parameter: nn.Parameter,
+    kind: type,
+    sites: list[tuple[nn.Module, str]],
+    min_numel: int,
+    packed: PackedLinear | None,
+) -> str | None:
     """Why a parameter can't or should not be quantized; None if it should be."""
     if parameter.dim() == 1:
         return "1-D"
@@ -165,9 +192,11 @@ def _unfit(parameter: nn.Parameter, kind: type, sites: list[tuple[nn.Module, str
             return "parametrized"
         if getattr(module, "max_norm", None) is not None:
             return "an nn.Embedding with max_norm, which writes to it"
-    if kind not in (nn.Parameter, Tensor) or parameter.dtype not in DTYPES:
+    if packed is None and holds_packed_values(parameter):
+        return f"{PACKED} as {kind.__name__}"
+    if packed is None and (kind not in (nn.Parameter, Tensor) or parameter.dtype not in DTYPES):
         return f"a {kind.__name__} of {parameter.dtype}"
-    if parameter.numel() < min_numel:
+    if (parameter.numel() if packed is None else packed.shape.numel()) < min_numel:
         return f"smaller than {min_numel} values"
     return None
 

@@ -2,7 +2,8 @@
 
 World n = k nodes x m GPUs. A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an
 all-to-all of r parts of b bytes: every byte goes to each of its destinations once. The figures include the padding of
-flat groups to equal shards, and the scales and alignment that codecs add.
+flat groups to equal shards, and the scales and alignment that codecs add, but not that codecs leave small parameters
+as they are, which adds about a hundredth. Optimizers are taken to hold what is trained alone.
 
 The step is one in the steady state. In the first step, frozen weights that stay in a node or on a rank are gathered
 once. Frozen weights with a codec of their own follow another rule: see frozen_base.py.

@@ -34,9 +34,12 @@ def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
     A backward that synchronizes gradients, a step of a torch optimizer, ``load_state_dict`` and
-    ``summon_full_params(writeback=True)`` do this by themselves. After any other write to the weights (clipping,
-    ``p.data.copy_()``, averaging), call this before the next forward, so that the weights are gathered between nodes
-    again. A forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in
+    ``summon_full_params(writeback=True)`` do this by themselves, a backward and a step for whatever was ever trained or
+    given to an optimizer. After any other write to the weights, call this before the next forward, so that the weights
+    are gathered between nodes again: clipping, averaging, ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that
+    are called by themselves, a teacher's moving average, ``eval()`` and ``train()`` of schedule-free optimizers. torch
+    counts some of these writes, which then raise a ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A
+    forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in
     a hook, say), call this before the forward reaches the unit that was written to.
 
     Args:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
@@ -26,11 +25,9 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 
 from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
-from .summary import log_summary
+from .summary import Groups, log_summaries
 from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
-
-_IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
-"""Attribute of parameters that were given to some optimizer; see :meth:`LifecycleHooks._units_of`."""
+from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel, too_small_units
 
 
 class LifecycleHooks:
@@ -38,18 +35,23 @@ class LifecycleHooks:
 
     A backward that synchronizes gradients counts as a change of the weights: an optimizer step follows it, and not
     every optimizer announces its steps. Some are not torch's, some write through ``p.data`` or in the middle of their
-    step. torch's optimizers announce their steps as well, which covers steps that no backward precedes.
-
-    A step changes all trainable units of the model, whichever parameters the optimizer holds: some users leave out
-    those of which their rank has no element, and ranks must agree.
+    step. torch's optimizers announce their steps as well, which covers steps that no backward precedes. Both change
+    all units that any step changes; see [Note: What a step changes] in weight_changes.py.
 
     Args:
         units: The units of the model.
         local_training: Counts the steps of a model whose nodes train on their own.
+        changes: Declares weights stale; None makes one for units of which every rank has elements.
     """
 
-    def __init__(self, units: Sequence[ManagedUnit[Unit]], local_training: LocalTraining | None = None) -> None:
+    def __init__(
+        self,
+        units: Sequence[ManagedUnit[Unit]],
+        local_training: LocalTraining | None = None,
+        changes: WeightChanges | None = None,
+    ) -> None:
         self._units, self._local_training = units, local_training
+        self._changes = WeightChanges(units) if changes is None else changes
         self._heard: weakref.ref[GradScaler] | None = None  # the last scaler that units were told of since a step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
@@ -66,7 +68,7 @@ class LifecycleHooks:
         if not self._holds_any(held):
             return
         self._heard = None  # with a step units forget the scaler, so they must be told of it again
-        self._weights_change()
+        self._changes.step(held)
         if self._local_training is not None:
             self._local_training.step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
@@ -140,7 +142,7 @@ class LifecycleHooks:
         for managed in self._units:
             parameters = managed.parameters()
             if any(id(p) in held for p in parameters) or not any(
-                _local_numel(p) or getattr(p, _IN_OPTIMIZER, False) for p in parameters
+                local_numel(p) or getattr(p, IN_OPTIMIZER, False) for p in parameters
             ):
                 yield managed.unit
 
@@ -148,16 +150,18 @@ class LifecycleHooks:
         """Whether an optimizer that holds these is one of this model's."""
         return any(id(p) in held for managed in self._units for p in managed.parameters())
 
+    def backward_ended(self, synchronized: bool) -> None:
+        """Handle the end of a backward, which may have synchronized gradients."""
+        if synchronized:
+            self.gradients_synchronized()
+        else:
+            self._changes.look()
+
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients, for a step to come."""
-        self._weights_change()
+        self._changes.step()
         if self._local_training is not None:
             self._local_training.gradients_synchronized()
-
-    def _weights_change(self) -> None:
-        for managed in self._units:
-            if managed.is_trained:
-                managed.unit.invalidate(by_step=True)
 
 
 def _weak(method: Callable[..., None]) -> Hook:
@@ -187,11 +191,6 @@ def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
         parameter.grad.zero_()
 
 
-def _local_numel(parameter: nn.Parameter) -> int:
-    """Elements that this rank holds."""
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
-
-
 def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
     """Whether a scaler has skipped the step of an optimizer.
 
@@ -207,13 +206,16 @@ def weights_moved(module: nn.Module) -> None:
         unit.invalidate()
 
 
-def set_up_model(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LifecycleHooks:
+def set_up_model(
+    root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]], others: Sequence[int] = ()
+) -> LifecycleHooks:
     """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
 
     Args:
         root: Its outermost part.
         model: The model's name in errors and in the log line.
         units: Its units.
+        others: The numbers of values of the units below ``root`` that torch alone manages.
 
     Raises:
         ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
@@ -221,24 +223,25 @@ def set_up_model(root: nn.Module, model: str, units: Sequence[ManagedUnit[Strate
     """
     # First: the collectives below hang if ranks have different units.
     _check_agreement(model, units)
-    groups = defaultdict(list)
+    groups: Groups = defaultdict(list)
     for managed in units:
         managed.unit.rename(managed.name)
         groups[managed.unit.strategy, managed.unit.ranks].append(managed)
-    for (strategy, ranks), members in groups.items():
-        resolved = members[0].unit.resolved
-        log_summary(strategy, resolved, ranks, model, len(members), sum(map(_error_nbytes, members)))
+    for (_, ranks), members in groups.items():
         # Nodes that have trained on their own hold different weights.
         if not any(managed.unit.fragment is not None and managed.unit.fragment.progress.made for managed in members):
             held = (shard for managed in members for shard in managed.shards())
-            check_replicas(held, ranks, resolved.scopes.optimizer, model)
+            check_replicas(held, ranks, members[0].unit.scopes.optimizer, model)
     _prefetch_secondary_shards([managed.unit.gather for managed in units if managed.unit.can_prefetch])
-    return LifecycleHooks(units, _train_locally(root, model, units))
+    changes = WeightChanges(units, too_small_units(units))
+    hooks = LifecycleHooks(units, _train_locally(root, model, units), changes)
+    log_summaries(model, groups, others)  # after all that may raise
+    return hooks
 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LocalTraining | None:
     """Have nodes exchange the fragments of a model before forwards, if it has any. Collective."""
-    trained = [managed for managed in units if managed.is_trained]
+    trained = [managed for managed in units if managed.is_trained()]
     configurations = dict.fromkeys(managed.unit.strategy.local_steps for managed in trained)
     if len(configurations) > 1:
         given = " and ".join(f"local_steps={each!r}" for each in configurations)
@@ -251,7 +254,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
         return None
 
     def steps_are_announced() -> bool:
-        return any(getattr(p, _IN_OPTIMIZER, False) for managed in units for p in managed.parameters())
+        return any(getattr(p, IN_OPTIMIZER, False) for managed in units for p in managed.parameters())
 
     fragments = [unit.fragment for unit in exchanged if unit.fragment is not None]
     training = LocalTraining(model, fragments, exchanged[0].ranks, steps_are_announced)
@@ -280,22 +283,14 @@ def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> 
             if unit.ranks.group is group:
                 # A node size that was left to the launcher and the same one given explicitly are no difference.
                 strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
-                facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}"
+                facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}{', packed' * unit.packed}"
         check_agreement(group, f"the first forward of {model}", facts)
-
-
-def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
-    """Bytes of error state that a unit will take on this rank."""
-    reduce = managed.unit.reduce
-    if reduce is None or not managed.is_trained:
-        return 0
-    return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
 
 
 def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     """Mark the parameters of the group that was just added to an optimizer, which is its last."""
     for parameter in optimizer.param_groups[-1]["params"]:
-        setattr(parameter, _IN_OPTIMIZER, True)
+        setattr(parameter, IN_OPTIMIZER, True)
 
 
 # At import: a model is watched from its first forward on, and optimizers are constructed before that.

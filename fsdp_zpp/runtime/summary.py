@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_zpp.codecs.base import Codec
@@ -12,7 +13,12 @@ from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
+from .unit import ManagedUnit, StrategyUnit
+
 logger = logging.getLogger("fsdp_zpp")
+
+Groups = dict[tuple[Strategy, ProcessMesh], list[ManagedUnit[StrategyUnit]]]
+"""The units of a model by their strategies and ranks."""
 
 _ALONE = "one rank: nothing is sent"
 _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
@@ -30,15 +36,52 @@ class StrategySummary:
         return words + (f"; NOT active: {'; '.join(self.inactive)}" if self.inactive else "")
 
 
-def summarize(strategy: Strategy, resolved: ResolvedStrategy, error_nbytes: int = 0) -> StrategySummary:
-    """Sort the parts of ``strategy`` into active and inactive ones; error state takes ``error_nbytes`` a rank."""
+@dataclass(frozen=True)
+class Coverage:
+    """Some units out of all that FSDP has made of a model.
+
+    Attributes:
+        units: Their number.
+        numel: The number of values of their parameters.
+        of_units: The number of all units.
+        of_numel: The number of values of all parameters in units.
+    """
+
+    units: int
+    numel: int
+    of_units: int
+    of_numel: int
+
+    def __str__(self) -> str:
+        if self.units == self.of_units:
+            return f"{self.units} unit{'' if self.units == 1 else 's'}"
+        share = 100 * self.numel / max(self.of_numel, 1)
+        # All or nothing is not said of what is neither.
+        percent = "under 1" if 0 < share < 0.5 else "over 99" if 99.5 <= share < 100 else f"{share:.0f}"
+        return f"{self.units} of {self.of_units} units, {percent} % of parameters"
+
+
+def summarize(
+    strategy: Strategy,
+    resolved: ResolvedStrategy,
+    error_nbytes: int = 0,
+    encoded: Coverage | None = None,
+) -> StrategySummary:
+    """Sort the parts of a strategy into active and inactive ones.
+
+    Args:
+        strategy: The strategy.
+        resolved: As resolved where its weights are encoded.
+        error_nbytes: Bytes of error state on a rank.
+        encoded: The units whose weights are encoded. Default: all; others hold packed values.
+    """
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
     exchanges: list[tuple[str, str | None]] = []
     if strategy.local_steps is not None:
         why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
         exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
         topology = resolved.within_node().topology  # gradients stay there
-    parts = _weights(strategy, resolved) + _reduction(*codecs, topology) + exchanges
+    parts = _weights(strategy, resolved, encoded) + _reduction(*codecs, topology) + exchanges
     if strategy.gradients is not None and codecs[1] is None:
         parts.append((f"gradients reduced as {strategy.gradients}", _FAST_LINKS))
     parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
@@ -48,7 +91,7 @@ def summarize(strategy: Strategy, resolved: ResolvedStrategy, error_nbytes: int 
     return _summary(parts)
 
 
-def _weights(strategy: Strategy, resolved: ResolvedStrategy) -> list[tuple[str, str | None]]:
+def _weights(strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage | None) -> list[tuple[str, str | None]]:
     """Texts on how parameters are gathered, each with the reason why it is inactive, or None."""
     parts: list[tuple[str, str | None]] = []
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
@@ -57,7 +100,12 @@ def _weights(strategy: Strategy, resolved: ResolvedStrategy) -> list[tuple[str, 
         why_not = "every rank has all of them"
     if strategy.weights is not None:
         left_off = _FAST_LINKS if codec is None else None
-        parts.append((f"weights gathered as {strategy.weights}", why_not or left_off))
+        where = f" ({encoded})" if encoded is not None and encoded.units else ""
+        # If all units hold packed values, nothing is missing: these take as few bytes as codes.
+        if encoded is None or encoded.units or why_not or left_off:
+            parts.append((f"weights gathered as {strategy.weights}{where}", why_not or left_off))
+        if encoded is not None and not (why_not or left_off):
+            parts.append((f"packed values gathered as they are, not as {strategy.weights}", None))
     if codec is None and why_not is None:
         parts.append(("weights gathered in full precision", None))
     if scopes.parameters == "N" and why_not is None:
@@ -137,11 +185,34 @@ def _no_hop_inside(topology: Topology) -> str | None:
     return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
 
 
-def log_summary(
-    strategy: Strategy, resolved: ResolvedStrategy, mesh: ProcessMesh, model: str, units: int, error_nbytes: int
-) -> None:
-    """Log once, on the mesh's first rank, what is active; as a warning if something that was asked for is inactive."""
-    _log(f"{model}: {strategy.levels}", mesh, units, summarize(strategy, resolved, error_nbytes))
+def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
+    """Log once a strategy, on its mesh's first rank, what is active; as a warning if something asked for is inactive.
+
+    Args:
+        model: The model's name.
+        groups: Its units.
+        others: The numbers of values of units that torch alone manages.
+    """
+    everything = [*(managed.numel for members in groups.values() for managed in members), *others]
+    for (strategy, mesh), members in groups.items():
+        encoded = [managed for managed in members if not managed.unit.packed]
+        resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
+        covered = None if len(encoded) == len(members) else _coverage(encoded, everything)
+        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), covered)
+        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, everything), summary)
+
+
+def _coverage(members: Sequence[ManagedUnit[StrategyUnit]], everything: Sequence[int]) -> Coverage:
+    """The share of some units in all of a model's, whose numbers of values are ``everything``."""
+    return Coverage(len(members), sum(managed.numel for managed in members), len(everything), sum(everything))
+
+
+def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
+    """Bytes of error state that a unit will take on this rank."""
+    reduce = managed.unit.reduce
+    if reduce is None or not managed.is_trained():
+        return 0
+    return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
 
 
 def log_reduction(
@@ -152,14 +223,14 @@ def log_reduction(
     units: int,
     error_nbytes: int,
 ) -> None:
-    """As :func:`log_summary`, for a comm hook, which reduces gradients and gathers nothing."""
+    """As :func:`log_summaries`, for a comm hook, which reduces gradients and gathers nothing."""
     parts = _reduction(*codecs, mesh.topology)
     # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
     parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
-    _log(f"{model}: quantized_reduce_hook", mesh, units, _summary(parts))
+    _log(f"{model}: quantized_reduce_hook", mesh, Coverage(units, 0, units, 0), _summary(parts))
 
 
-def _log(subject: str, mesh: ProcessMesh, units: int, report: StrategySummary) -> None:
+def _log(subject: str, mesh: ProcessMesh, covered: Coverage, report: StrategySummary) -> None:
     if mesh.rank == 0:
         level = logging.WARNING if report.inactive else logging.INFO
-        logger.log(level, "%s on %s, %d unit%s: %s", subject, mesh.topology, units, "" if units == 1 else "s", report)
+        logger.log(level, "%s on %s, %s: %s", subject, mesh.topology, covered, report)

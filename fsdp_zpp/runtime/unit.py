@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -47,6 +47,10 @@ class Unit(Communicator, Protocol):
     @property
     def ranks(self) -> ProcessMesh:
         """Its ranks."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps weights from one gather to the next, which a change makes stale."""
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Declare the secondary shard stale; ``by_step`` says that the weights have changed by a step only."""
@@ -96,6 +100,8 @@ class StrategyUnit:
         traffic: Bytes it has sent.
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
+        packed: Whether it holds packed values, so that no codec may touch its weights.
+        left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
         local_training: Says when, from the first forward on.
@@ -118,6 +124,8 @@ class StrategyUnit:
         self.on_drop_gradients: Callable[[], None] = lambda: None
         self.trained_shards: Callable[[], Sequence[Tensor]] = tuple
         self.gather = self._make_gather()
+        self.packed = False
+        self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
         self.local_training: LocalTraining | None = None
@@ -134,6 +142,13 @@ class StrategyUnit:
         if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
+
+    def leave_weights_uncoded(self) -> None:
+        """Gather the weights as they are, since they hold packed values. To be called before the unit is used."""
+        self.packed = True
+        self.resolved = replace(self.resolved, weights=None)
+        self.gather = self._make_gather()
+        self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
 
     def _make_reduce(self) -> GradientReduce | None:
         intra, inter = self.resolved.gradient_codecs
@@ -157,6 +172,11 @@ class StrategyUnit:
         outer = OuterStep(local_steps, self.ranks, self.traffic)
         share = None if replicas is None else NodeShare(replicas, self.traffic)
         return Fragment(local_steps, outer, share, lambda: self.trained_shards(), self.invalidate)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps weights from one gather to the next: a secondary shard, or what was gathered."""
+        return self.gather is not None and (self.gather.secondary.keep or self.keep_unsharded)
 
     @property
     def can_prefetch(self) -> bool:
@@ -214,17 +234,17 @@ class ManagedUnit(Generic[U]):
         unit: The unit.
         parameters: Returns its current parameters, as an optimizer holds them.
         shards: Returns this rank's current shards.
+        is_trained: Returns whether any of its parameters requires a gradient, as an optimizer holds it or as modules
+            show it; the same on all ranks.
         owners: Returns, for each parameter, the modules on which it is registered, if these show other tensors while
             the unit is unsharded; by default nothing, for adapters whose modules always show the parameters.
+        numel: The number of values of its parameters, on all ranks together.
     """
 
     name: str
     unit: U
     parameters: Callable[[], Sequence[nn.Parameter]]
     shards: Callable[[], Sequence[Tensor]]
+    is_trained: Callable[[], bool]
     owners: Callable[[], Iterable[Sequence[nn.Module]]] = tuple
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether any of its parameters requires a gradient."""
-        return any(parameter.requires_grad for parameter in self.parameters())
+    numel: int = 0

@@ -19,6 +19,8 @@ def _delta_tile(
     base_ptr,
     out_ptr,
     numel,
+    base_row_units,
+    row_units,
     base_zero,
     BASE_BITS: tl.constexpr,
     BASE_BLOCK: tl.constexpr,
@@ -29,16 +31,20 @@ def _delta_tile(
 ):
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
     row = source_chunk()
-    change = add_row(values, base_ptr, numel, base_zero, row, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
-    encode(tl.reshape(change, [TILE // BLOCK, BLOCK]), out_ptr, numel, BITS, BLOCK, TILE, _GROUP, MASKED)
+    change = add_row(
+        values, base_ptr, numel, base_row_units, base_zero, row, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED
+    )
+    encode(tl.reshape(change, [TILE // BLOCK, BLOCK]), out_ptr, numel, row_units, BITS, BLOCK, TILE, _GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel_units", "base_zero"])
+@triton.jit(do_not_specialize=["numel_units", "base_row_units", "row_units", "base_zero"])
 def quantize_delta_kernel(
     values_ptr,
     base_ptr,
     out_ptr,
     numel_units,
+    base_row_units,
+    row_units,
     base_zero,
     ALIGN: tl.constexpr,
     BASE_BITS: tl.constexpr,
@@ -50,9 +56,37 @@ def quantize_delta_kernel(
     """The grid is (tiles of a chunk, chunks, 1)."""
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
-        _delta_tile(values_ptr, base_ptr, out_ptr, numel, base_zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, False)
+        _delta_tile(
+            values_ptr,
+            base_ptr,
+            out_ptr,
+            numel,
+            base_row_units,
+            row_units,
+            base_zero,
+            BASE_BITS,
+            BASE_BLOCK,
+            BITS,
+            BLOCK,
+            TILE,
+            False,
+        )
     else:
-        _delta_tile(values_ptr, base_ptr, out_ptr, numel, base_zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, True)
+        _delta_tile(
+            values_ptr,
+            base_ptr,
+            out_ptr,
+            numel,
+            base_row_units,
+            row_units,
+            base_zero,
+            BASE_BITS,
+            BASE_BLOCK,
+            BITS,
+            BLOCK,
+            TILE,
+            True,
+        )
 
 
 @triton.jit
@@ -61,6 +95,8 @@ def _add_tile(
     delta_ptr,
     out_ptr,
     numel,
+    base_row_units,
+    row_units,
     base_zero,
     zero,
     BASE_BITS: tl.constexpr,
@@ -71,18 +107,22 @@ def _add_tile(
     MASKED: tl.constexpr,
 ):
     row = source_chunk()
-    base = decode_sum(base_ptr, numel, 1.0, base_zero, row, 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
-    values = add_row(base, delta_ptr, numel, zero, row, 1.0, BITS, BLOCK, TILE, _GROUP, MASKED)
+    base = decode_sum(
+        base_ptr, numel, base_row_units, 1.0, base_zero, row, 1, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED
+    )
+    values = add_row(base, delta_ptr, numel, row_units, zero, row, 1.0, BITS, BLOCK, TILE, _GROUP, MASKED)
     values = tl.reshape(values, [TILE // BASE_BLOCK, BASE_BLOCK])
-    encode(values, out_ptr, numel, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+    encode(values, out_ptr, numel, base_row_units, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel", "base_zero", "zero"])
+@triton.jit(do_not_specialize=["numel", "base_row_units", "row_units", "base_zero", "zero"])
 def add_delta_kernel(
     base_ptr,
     delta_ptr,
     out_ptr,
     numel,
+    base_row_units,
+    row_units,
     base_zero,
     zero,
     BASE_BITS: tl.constexpr,
@@ -94,6 +134,36 @@ def add_delta_kernel(
     """The grid is (tiles of a chunk, chunks, 1)."""
     numel = tl.cast(numel, tl.int64)
     if (tile_index() + 1) * TILE <= numel:
-        _add_tile(base_ptr, delta_ptr, out_ptr, numel, base_zero, zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, False)
+        _add_tile(
+            base_ptr,
+            delta_ptr,
+            out_ptr,
+            numel,
+            base_row_units,
+            row_units,
+            base_zero,
+            zero,
+            BASE_BITS,
+            BASE_BLOCK,
+            BITS,
+            BLOCK,
+            TILE,
+            False,
+        )
     else:
-        _add_tile(base_ptr, delta_ptr, out_ptr, numel, base_zero, zero, BASE_BITS, BASE_BLOCK, BITS, BLOCK, TILE, True)
+        _add_tile(
+            base_ptr,
+            delta_ptr,
+            out_ptr,
+            numel,
+            base_row_units,
+            row_units,
+            base_zero,
+            zero,
+            BASE_BITS,
+            BASE_BLOCK,
+            BITS,
+            BLOCK,
+            TILE,
+            True,
+        )

@@ -16,6 +16,7 @@ from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
 def _load_errors(
     errors_ptr,
     numel,
+    row_units,
     zero,
     BLOCK: tl.constexpr,
     ERROR_BLOCK: tl.constexpr,
@@ -33,7 +34,9 @@ def _load_errors(
         else:
             return tl.load(errors_ptr + offsets)
     else:
-        errors = decode_sum(errors_ptr, numel, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
+        errors = decode_sum(
+            errors_ptr, numel, row_units, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED
+        )
         return tl.reshape(errors, [TILE // BLOCK, BLOCK])
 
 
@@ -42,6 +45,7 @@ def _store_errors(
     errors,
     errors_ptr,
     numel,
+    row_units,
     BLOCK: tl.constexpr,
     ERROR_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,7 +62,7 @@ def _store_errors(
             tl.store(errors_ptr + offsets, errors)
     else:
         errors = tl.reshape(errors, [TILE // ERROR_BLOCK, ERROR_BLOCK])
-        encode(errors, errors_ptr, numel, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
+        encode(errors, errors_ptr, numel, row_units, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
@@ -67,6 +71,8 @@ def _encode_with_feedback(
     words_ptr,
     errors_ptr,
     numel,
+    row_units,
+    error_row_units,
     beta,
     rest,
     zero,
@@ -81,11 +87,11 @@ def _encode_with_feedback(
 
     Errors are read and written in the groups of the values. In other groups they would go through shared memory twice.
     """
-    errors = _load_errors(errors_ptr, numel, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
-    left_out, finite = encode(values + errors, words_ptr, numel, BITS, BLOCK, TILE, GROUP, MASKED)
+    errors = _load_errors(errors_ptr, numel, error_row_units, zero, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
+    left_out, finite = encode(values + errors, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
     # A block that is not finite keeps its errors: NaN in them would never leave again.
     errors = tl.where(finite, beta * errors + rest * left_out, errors)
-    _store_errors(errors, errors_ptr, numel, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
+    _store_errors(errors, errors_ptr, numel, error_row_units, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
@@ -94,6 +100,8 @@ def _quantize_tile(
     words_ptr,
     errors_ptr,
     numel,
+    row_units,
+    error_row_units,
     beta,
     rest,
     zero,
@@ -106,11 +114,25 @@ def _quantize_tile(
 ):
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
     _encode_with_feedback(
-        values, words_ptr, errors_ptr, numel, beta, rest, zero, BITS, BLOCK, ERROR_BLOCK, TILE, GROUP, MASKED
+        values,
+        words_ptr,
+        errors_ptr,
+        numel,
+        row_units,
+        error_row_units,
+        beta,
+        rest,
+        zero,
+        BITS,
+        BLOCK,
+        ERROR_BLOCK,
+        TILE,
+        GROUP,
+        MASKED,
     )
 
 
-@triton.jit(do_not_specialize=["numel_units", "zero"])
+@triton.jit(do_not_specialize=["numel_units", "row_units", "error_row_units", "zero"])
 def quantize_with_feedback_kernel(
     values_ptr,
     words_ptr,
@@ -118,6 +140,8 @@ def quantize_with_feedback_kernel(
     beta,
     rest,
     numel_units,
+    row_units,
+    error_row_units,
     zero,
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
@@ -129,11 +153,39 @@ def quantize_with_feedback_kernel(
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
         _quantize_tile(
-            values_ptr, words_ptr, errors_ptr, numel, beta, rest, zero, BITS, BLOCK, ERROR_BLOCK, TILE, GROUP, False
+            values_ptr,
+            words_ptr,
+            errors_ptr,
+            numel,
+            row_units,
+            error_row_units,
+            beta,
+            rest,
+            zero,
+            BITS,
+            BLOCK,
+            ERROR_BLOCK,
+            TILE,
+            GROUP,
+            False,
         )
     else:
         _quantize_tile(
-            values_ptr, words_ptr, errors_ptr, numel, beta, rest, zero, BITS, BLOCK, ERROR_BLOCK, TILE, GROUP, True
+            values_ptr,
+            words_ptr,
+            errors_ptr,
+            numel,
+            row_units,
+            error_row_units,
+            beta,
+            rest,
+            zero,
+            BITS,
+            BLOCK,
+            ERROR_BLOCK,
+            TILE,
+            GROUP,
+            True,
         )
 
 
@@ -143,6 +195,9 @@ def _sum_quantize_tile(
     out_ptr,
     errors_ptr,
     numel,
+    row_units,
+    out_row_units,
+    error_row_units,
     scale,
     beta,
     rest,
@@ -157,13 +212,15 @@ def _sum_quantize_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, 16, MASKED)
+    total = decode_sum(words_ptr, numel, row_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, 16, MASKED)
     total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
     _encode_with_feedback(
         total,
         out_ptr,
         errors_ptr,
         numel,
+        out_row_units,
+        error_row_units,
         beta,
         rest,
         error_zero,
@@ -176,7 +233,7 @@ def _sum_quantize_tile(
     )
 
 
-@triton.jit(do_not_specialize=["numel", "zero", "error_zero"])
+@triton.jit(do_not_specialize=["numel", "row_units", "out_row_units", "error_row_units", "zero", "error_zero"])
 def sum_quantize_with_feedback_kernel(
     words_ptr,
     out_ptr,
@@ -185,6 +242,9 @@ def sum_quantize_with_feedback_kernel(
     beta,
     rest,
     numel,
+    row_units,
+    out_row_units,
+    error_row_units,
     zero,
     error_zero,
     PEERS: tl.constexpr,
@@ -202,6 +262,9 @@ def sum_quantize_with_feedback_kernel(
             out_ptr,
             errors_ptr,
             numel,
+            row_units,
+            out_row_units,
+            error_row_units,
             scale,
             beta,
             rest,
@@ -222,6 +285,9 @@ def sum_quantize_with_feedback_kernel(
             out_ptr,
             errors_ptr,
             numel,
+            row_units,
+            out_row_units,
+            error_row_units,
             scale,
             beta,
             rest,

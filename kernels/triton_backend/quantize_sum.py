@@ -2,8 +2,9 @@
 """The kernels that quantize, sum, and do both; their grids are (tiles of a chunk, cols, rows).
 
 A kernel that reads or writes values takes ``numel`` in units of ``ALIGN`` values, which shows Triton how chunks are
-aligned. No integer is specialized, or Triton would compile further variants for sizes that happen to be 1 or multiples
-of 16. Sizes are widened to 64 bits before they are multiplied.
+aligned, and all take the length of payloads' rows in units of 16 bytes. No integer is specialized, or Triton would
+compile further variants for sizes that happen to be 1 or multiples of 16. Sizes are widened to 64 bits before they are
+multiplied.
 """
 
 import triton
@@ -51,6 +52,7 @@ def _quantize_tile(
     values_ptr,
     words_ptr,
     numel,
+    row_units,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,14 +60,15 @@ def _quantize_tile(
     MASKED: tl.constexpr,
 ):
     values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
-    encode(values, words_ptr, numel, BITS, BLOCK, TILE, GROUP, MASKED)
+    encode(values, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel_units"])
+@triton.jit(do_not_specialize=["numel_units", "row_units"])
 def quantize_kernel(
     values_ptr,
     words_ptr,
     numel_units,
+    row_units,
     ALIGN: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,9 +77,9 @@ def quantize_kernel(
 ):
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
-        _quantize_tile(values_ptr, words_ptr, numel, BITS, BLOCK, TILE, GROUP, False)
+        _quantize_tile(values_ptr, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, False)
     else:
-        _quantize_tile(values_ptr, words_ptr, numel, BITS, BLOCK, TILE, GROUP, True)
+        _quantize_tile(values_ptr, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, True)
 
 
 @triton.jit
@@ -84,6 +87,7 @@ def _sum_tile(
     words_ptr,
     out_ptr,
     numel,
+    row_units,
     scale,
     zero,
     PEERS: tl.constexpr,
@@ -94,16 +98,19 @@ def _sum_tile(
     EVICTION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = decode_sum(
+        words_ptr, numel, row_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED
+    )
     store_groups(tl.reshape(total, [TILE // GROUP, GROUP]), out_ptr, numel, TILE, GROUP, MASKED, EVICTION)
 
 
-@triton.jit(do_not_specialize=["numel_units", "zero"])
+@triton.jit(do_not_specialize=["numel_units", "row_units", "zero"])
 def sum_kernel(
     words_ptr,
     out_ptr,
     scale,
     numel_units,
+    row_units,
     zero,
     ALIGN: tl.constexpr,
     PEERS: tl.constexpr,
@@ -115,9 +122,9 @@ def sum_kernel(
 ):
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
-        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, False)
+        _sum_tile(words_ptr, out_ptr, numel, row_units, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, False)
     else:
-        _sum_tile(words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, True)
+        _sum_tile(words_ptr, out_ptr, numel, row_units, scale, zero, PEERS, BITS, BLOCK, TILE, GROUP, EVICTION, True)
 
 
 @triton.jit
@@ -125,6 +132,8 @@ def _sum_quantize_tile(
     words_ptr,
     out_ptr,
     numel,
+    row_units,
+    out_row_units,
     scale,
     zero,
     PEERS: tl.constexpr,
@@ -136,18 +145,22 @@ def _sum_quantize_tile(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    total = decode_sum(words_ptr, numel, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED)
+    total = decode_sum(
+        words_ptr, numel, row_units, scale, zero, source_chunk(), PEERS, BITS, BLOCK, TILE, GROUP, MASKED
+    )
     # Past the end of the chunk all codes are 0, padded or masked, and so are the sums, as ``encode`` needs it.
     total = tl.reshape(total, [TILE // OUT_BLOCK, OUT_BLOCK])
-    encode(total, out_ptr, numel, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
+    encode(total, out_ptr, numel, out_row_units, OUT_BITS, OUT_BLOCK, TILE, GROUP, MASKED)
 
 
-@triton.jit(do_not_specialize=["numel", "zero"])
+@triton.jit(do_not_specialize=["numel", "row_units", "out_row_units", "zero"])
 def sum_quantize_kernel(
     words_ptr,
     out_ptr,
     scale,
     numel,
+    row_units,
+    out_row_units,
     zero,
     PEERS: tl.constexpr,
     BITS: tl.constexpr,
@@ -160,9 +173,37 @@ def sum_quantize_kernel(
     numel = tl.cast(numel, tl.int64)
     if (tile_index() + 1) * TILE <= numel:
         _sum_quantize_tile(
-            words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, OUT_BITS, OUT_BLOCK, TILE, GROUP, False
+            words_ptr,
+            out_ptr,
+            numel,
+            row_units,
+            out_row_units,
+            scale,
+            zero,
+            PEERS,
+            BITS,
+            BLOCK,
+            OUT_BITS,
+            OUT_BLOCK,
+            TILE,
+            GROUP,
+            False,
         )
     else:
         _sum_quantize_tile(
-            words_ptr, out_ptr, numel, scale, zero, PEERS, BITS, BLOCK, OUT_BITS, OUT_BLOCK, TILE, GROUP, True
+            words_ptr,
+            out_ptr,
+            numel,
+            row_units,
+            out_row_units,
+            scale,
+            zero,
+            PEERS,
+            BITS,
+            BLOCK,
+            OUT_BITS,
+            OUT_BLOCK,
+            TILE,
+            GROUP,
+            True,
         )

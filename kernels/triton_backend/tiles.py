@@ -53,10 +53,9 @@ def _codes_words(numel, BITS: tl.constexpr):
 
 
 @triton.jit
-def _row_words(numel, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """``PayloadLayout.nbytes`` in words, in the same form."""
-    # One division instead of two: groups of four scales, each scale for BLOCK values.
-    return _codes_words(numel, BITS) + (numel + (4 * BLOCK - 1)) // (4 * BLOCK) * 4
+def _row_words(row_units):
+    """The length in words of a payload's row, tail included; ``row_units``, an argument of kernels, is in 16 bytes."""
+    return tl.cast(row_units, tl.int64) * 4  # in this form, Triton sees the alignment
 
 
 @triton.jit
@@ -153,6 +152,7 @@ def add_row(
     values,
     words_ptr,
     numel,
+    row_units,
     zero,
     row,
     sign,
@@ -167,7 +167,7 @@ def add_row(
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
     """
-    row_ptr = words_ptr + row * _row_words(numel, BITS, BLOCK)
+    row_ptr = words_ptr + row * _row_words(row_units)
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     # The product is exact, as in ``decode_sum``, and so is that with a sign.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
@@ -177,6 +177,7 @@ def add_row(
 def decode_sum(
     words_ptr,
     numel,
+    row_units,
     scale,
     zero,
     row,
@@ -196,7 +197,7 @@ def decode_sum(
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
     """
-    row_words = _row_words(numel, BITS, BLOCK)
+    row_words = _row_words(row_units)
     # A peer's payload has as many rows as the grid has chunks; the peers follow one another.
     peer_words = tl.num_programs(1) * tl.num_programs(2) * row_words
     words_ptr, scales_ptr = _tile_ptrs(words_ptr + row * row_words, numel, BITS, BLOCK, TILE)
@@ -243,6 +244,7 @@ def encode(
     values,
     words_ptr,
     numel,
+    row_units,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -284,7 +286,7 @@ def encode(
     words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])  # the shape of _word_ptrs
 
     tile = tile_index()
-    words_ptr += target_chunk() * _row_words(numel, BITS, BLOCK)
+    words_ptr += target_chunk() * _row_words(row_units)
     words_ptrs = _word_ptrs(words_ptr + tile * (TILE * BITS // 32), BITS, TILE, GROUP)
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS)
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)

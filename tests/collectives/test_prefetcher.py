@@ -12,6 +12,7 @@ from harness.pool import Pool
 from harness.wiretap import wiretap
 
 from fsdp_zpp import Int4Delta, Int8
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.inter_node_gather import in_chunks
 from fsdp_zpp.collectives.mesh import process_mesh
@@ -47,6 +48,10 @@ class Given:
     def is_trained(self) -> bool:
         """It is."""
         return True
+
+    def layout(self, numel: int) -> FlatLayout:
+        """That of no parameters in particular."""
+        return FlatLayout.dense(())
 
     def shard_version(self) -> None:
         """It has none."""

@@ -139,6 +139,34 @@ def test_adapters_may_be_added_before_or_after_quantizing(
     assert pool(4).run(in_order, adapter, order, dtype) == [True] * 4
 
 
+def in_16_bits(adapter: Adapter, strategy: Strategy) -> tuple[list[float], list[float], set[str]]:
+    """In a worker: losses on a base in bf16, and by the oracle, of batches that are the same on all ranks."""
+    alone = llama.adapt(llama.rounded_base(CODEC, torch.bfloat16), {"default": "lora"})
+    model = llama.shard(adapter, llama.adapt(llama.make_base(torch.bfloat16), {"default": "lora"}), strategy)
+    losses: list[list[float]] = []
+    for each in (model, alone):
+        optimizer = optimizer_of(each)
+        losses.append([])
+        for step in range(3):
+            loss = llama.loss_of(each, llama.tokens(step, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses[0], losses[1], {str(p.dtype) for p in alone.parameters()}
+
+
+@over_pairs(adapter=ADAPTERS, scopes=["GGG", "IGG", "NNG", "IIG"])
+def test_a_base_in_16_bits_trains_beside_adapters_in_32(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    strategy = Strategy(scopes, weights=Int8(64), gradients=Int8(64), frozen=CODEC, gpus_per_node=2)
+    for ours, expected, dtypes in pool(4).run(in_16_bits, adapter, strategy):
+        assert dtypes == {"torch.bfloat16", "torch.float32"}  # as PEFT makes them
+        assert ours == pytest.approx(expected, rel=0.01)  # adapters and their gradients are rounded to 8 bits
+        assert ours[-1] != ours[0]
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_merges_into_a_dequantized_base_alone(kind: str) -> None:
     model = llama.adapt(llama.make_base(), {"default": kind})

@@ -31,6 +31,9 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+ADAPTED = torch.bfloat16
+"""The dtype of bases to which documentation, examples and integrations add adapters; PEFT's are in fp32 in any case."""
+
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

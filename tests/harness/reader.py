@@ -103,11 +103,11 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _lora(path: Path) -> dict[str, Any]:
-    names = _model(path)
+    names, model = _model(path), llama.make_base(llama.ADAPTED)
     if dist.get_rank() == 0:
-        names["model"].save_pretrained(path / "base")
+        model.save_pretrained(path / "base")
     dist.barrier()
-    model = get_peft_model(names["model"], LoraConfig(target_modules="all-linear", r=4))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4))
     return names | {"model": model, "base": path / "base"}
 
 

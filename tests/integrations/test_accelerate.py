@@ -275,7 +275,7 @@ def test_other_models_are_evaluated_beside(pool: Callable[[int], Pool]) -> None:
 def fine_tuned(folder: str) -> tuple[list[float], Tensor]:
     """In a worker: the losses of a training of adapters on a quantized base, and what the model answers after it."""
     with accelerators() as accelerator:
-        model = llama.adapt(llama.make_base(), {"default": "lora"})
+        model = llama.adapt(llama.make_base(llama.ADAPTED), {"default": "lora"})
         # Without a codec of weights, or the model would compute with adapters that differ from those in the file.
         strategy = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
         training = prepared(use_strategy(accelerator, strategy), model)
@@ -288,7 +288,7 @@ def fine_tuned(folder: str) -> tuple[list[float], Tensor]:
 def test_adapters_on_a_quantized_base_load_in_plain_peft(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     losses, logits = pool(4).run(fine_tuned, str(tmp_path))[0]
     assert losses[-1] < losses[0]
-    loaded = PeftModel.from_pretrained(llama.rounded_base(Int8(64)).cpu(), tmp_path)
+    loaded = PeftModel.from_pretrained(llama.rounded_base(Int8(64), llama.ADAPTED).cpu(), tmp_path)
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
 
 

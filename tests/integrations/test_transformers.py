@@ -118,7 +118,7 @@ def make_model(kind: str) -> nn.Module:
     """A whole Llama, or one with adapters."""
     if kind == "whole":
         return llama.make_base()
-    return llama.adapt(llama.make_base(), {"default": "lora"})
+    return llama.adapt(llama.make_base(llama.ADAPTED), {"default": "lora"})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,8 @@ def test_the_best_model_is_evaluated_and_saved_for_plain_use(
     before, during, after, logits, generated = found[0]
     assert before > during[0] > during[1]
     assert after == pytest.approx(during[0], rel=1e-6)
-    base = llama.rounded_base(Int8(64)).cpu() if kind == "quantized" else llama.make_base().cpu()
+    made = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
+    base = made.cpu()
     if kind == "whole":
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     else:

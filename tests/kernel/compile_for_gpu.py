@@ -49,9 +49,12 @@ def compile_only() -> None:
     JITFunction.run = compile_and_stop
 
 
-def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: float) -> None:
+def launch_all(numel: int, dtype: torch.dtype, bits: int, block: int, tail: int, factor: float) -> None:
     """Launch each kernel on two chunks of ``numel`` values."""
-    values, errors, base_layout = torch.zeros(2 * numel, dtype=dtype), torch.zeros(2 * numel), PayloadLayout(8, 256)
+    values, errors = torch.zeros(2 * numel, dtype=dtype), torch.zeros(2 * numel)
+    layout, base_layout = PayloadLayout(bits, block, tail), PayloadLayout(8, 256, tail)
+    layout_of_coded = PayloadLayout(8, 256)
+    coded_errors = torch.zeros((2, layout_of_coded.nbytes(numel)), dtype=torch.uint8)
     payload = torch.zeros((2, layout.nbytes(numel)), dtype=torch.uint8)
     base = torch.zeros((2, base_layout.nbytes(numel)), dtype=torch.uint8)
     grid = numel, 1, 2
@@ -59,7 +62,7 @@ def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: fl
     for peers in (1, 4, 9):
         triton_backend.dequantize_sum(peers, *grid, layout, dtype)(payload, values, factor)
     triton_backend.dequantize_sum_quantize(4, *grid, layout, base_layout)(payload, factor)
-    for state, error_layout in ((errors, None), (base, base_layout)):
+    for state, error_layout in ((errors, None), (coded_errors, layout_of_coded)):
         triton_backend.quantize_with_feedback(*grid, layout, error_layout, dtype)(values, state, factor)
         call = triton_backend.dequantize_sum_quantize_with_feedback(4, numel, 2, layout, layout, error_layout)
         call(payload, state, factor, factor)
@@ -70,13 +73,13 @@ def launch_all(numel: int, dtype: torch.dtype, layout: PayloadLayout, factor: fl
 
 if __name__ == "__main__":
     compile_only()
-    cases = [(1001, torch.float32, PayloadLayout(4, 128)), (2**15, torch.bfloat16, PayloadLayout(8, 256))]
+    cases = [(1001, torch.float32, 4, 128), (2**15, torch.bfloat16, 8, 256)]
     cases = cases[: int(sys.argv[1])]
     for case in cases:
-        launch_all(*case, 0.5)
+        launch_all(*case, 0, 0.5)
     print(*sorted(set(COMPILED.values())))
     print(*sorted(name for module in MODULES for name, each in vars(module).items() if isinstance(each, JITFunction)))
     before = len(COMPILED)
     for case in cases:
-        launch_all(*case, 1)
+        launch_all(*case, 4, 1)  # a tail of one unit, for which Triton would specialize
     print(len(COMPILED) - before)

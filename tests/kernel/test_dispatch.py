@@ -164,7 +164,8 @@ def test_rows_at_other_distances_are_prepared_anew(prepared: list[str]) -> None:
         ((values(), 1, 7, 8, 64), ValueError),
         ((values(), 1, 2, 5, 64), ValueError),
         ((values(), 1, 2, 8), TypeError),
-        ((values(), 1, 2, 8, 64, 1), TypeError),
+        ((values(), 1, 2, 8, 64, 0, 1), TypeError),
+        ((values(), 1, 2, 8, 64, 2), ValueError),
     ],
 )
 def test_what_is_wrong_is_refused_every_time(wrong: tuple[Any, ...], error: type[Exception]) -> None:

@@ -27,6 +27,21 @@ def test_sizes(bits: int, block: int, numel: int, codes: int, offset: int, nbyte
     assert layout.blocks(numel) == -(-numel // block)
 
 
+@pytest.mark.parametrize(("numel", "offset"), [(0, 0), (1, 32), (33, 48), (4096, 2560)])
+@pytest.mark.parametrize("tail", [4, 20])
+def test_a_row_ends_in_its_tail(numel: int, offset: int, tail: int) -> None:
+    layout = PayloadLayout(4, 32, tail)
+    assert (layout.tail_offset(numel), layout.nbytes(numel)) == (offset, offset + 4 * tail)
+    payload = torch.zeros(2, 3, layout.nbytes(numel), dtype=torch.uint8)
+    tails = layout.tails(payload, numel)
+    assert (tails.shape, tails.dtype) == ((2, 3, tail), torch.float32)
+    tails.fill_(1)
+    assert not payload[..., :offset].any()
+    assert payload[..., offset:].flatten().tolist() == list(struct.pack("<f", 1)) * 6 * tail
+    one = PayloadLayout(4, 32, tail).tails(payload[1, 2], numel)
+    assert torch.equal(one, tails[1, 2])
+
+
 @pytest.mark.parametrize("bits", [0, 2, 16, -8])
 def test_bits_must_be_4_or_8(bits: int) -> None:
     with pytest.raises(ValueError, match=rf"bits is {bits}, .* 4 or 8 bits"):

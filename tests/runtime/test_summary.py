@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from harness.adapter import Adapter, Case
+import torch.distributed as dist
+from harness import models
+from harness.adapter import STOCK, Adapter, Case
 from harness.covering import over_adapters
 from harness.messages import collected
 from harness.pool import Pool
@@ -15,7 +17,7 @@ from harness.training import train
 
 from fsdp_zpp import Int4Delta, Int8, Strategy
 from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.runtime.summary import StrategySummary, summarize
+from fsdp_zpp.runtime.summary import Coverage, StrategySummary, summarize
 
 ONE, ALONE = Topology(4, 4), Topology(1, 1)
 DELTA = Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2)
@@ -113,3 +115,48 @@ def test_the_line_says_what_error_feedback_costs(pool: Callable[[int], Pool], ad
     [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=INTER, gpus_per_node=4))[0]
     assert level == "WARNING"
     assert "error feedback between nodes (one node: no inter-node hop)" in line
+
+
+def partly(adapter: Adapter) -> list[tuple[str, str]]:
+    """In a worker: what a model logs of which only the root has a strategy, the blocks being torch's own."""
+    with collected() as records:
+        net = models.make_net()
+        for i, block in enumerate(net.blocks):
+            net.blocks[i] = adapter.wrap(block, STOCK)
+        adapter.wrap(net, Strategy.zeropp(gpus_per_node=2))(models.batch(0, 0) % 61)
+    return records
+
+
+@over_adapters
+def test_the_line_says_which_share_of_a_model_has_the_strategy(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    net = models.Net()
+    numel = sum(p.numel() for p in net.parameters())
+    own = numel - sum(p.numel() for p in net.blocks.parameters())
+    [(level, line)] = pool(4).run(partly, adapter)[0]
+    assert level == "INFO"
+    share = f"1 of 4 units, {100 * own / numel:.0f} % of parameters"
+    assert line.startswith(f"Net: IGG on 2 nodes x 2, {share}: weights gathered as int8(256); ")
+
+
+def test_a_share_is_not_rounded_to_all_or_nothing() -> None:
+    assert str(Coverage(4, 10, 4, 10)) == "4 units"
+    assert str(Coverage(1, 0, 1, 0)) == "1 unit"
+    assert str(Coverage(1, 18, 5, 100)) == "1 of 5 units, 18 % of parameters"
+    assert str(Coverage(1, 1, 5, 1000)) == "1 of 5 units, under 1 % of parameters"
+    assert str(Coverage(4, 999, 5, 1000)) == "4 of 5 units, over 99 % of parameters"
+    assert str(Coverage(1, 0, 5, 1000)) == "1 of 5 units, 0 % of parameters"
+
+
+def differing_replicas(adapter: Adapter) -> list[tuple[str, str]]:
+    """In a worker: what a model logs whose nodes hold different weights, which its first forward refuses."""
+    with collected() as records:
+        net = models.make_net(seed=dist.get_rank())
+        model = adapter.shard(net, Case(), Strategy("III", gpus_per_node=2))
+        with pytest.raises(ValueError, match="they hold different weights"):
+            models.loss_of(model, models.batch(0, 0))
+    return records
+
+
+@over_adapters
+def test_nothing_is_logged_before_the_first_forward_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(differing_replicas, adapter) == [[]] * 4

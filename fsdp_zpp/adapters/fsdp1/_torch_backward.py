@@ -40,8 +40,8 @@ _NEEDED = (
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
-def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(root)`` run at the end of every backward that is not inside of no_sync."""
+def after_backward(callback: Callable[[nn.Module, bool], None]) -> None:
+    """Have ``callback(root, synchronized)`` run at the end of every backward, ``synchronized`` if not in no_sync."""
     original = runtime_utils._post_backward_final_callback
 
     @functools.wraps(original)
@@ -63,7 +63,7 @@ def after_synchronizing_backward(callback: Callable[[nn.Module], None]) -> None:
             handle.end_backward(state._sync_gradients)
         if state._sync_gradients:
             _order_of(state).restart()
-            callback(module)
+        callback(module, state._sync_gradients)
 
     runtime_utils._post_backward_final_callback = post_backward_final_callback
 
@@ -156,8 +156,7 @@ def _accumulate(state: Any, handle: StrategyHandle) -> None:
         else:
             no_dispatch_record_stream(unsharded.data, stream)
             gradient = unsharded.data.to(handle.gradient_dtype)
-        assert handle.reduction is not None
-        handle.reduction.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0]).finish()
+        handle.accumulate(runtime_utils._get_reduce_scatter_tensors(state, gradient)[0])
 
 
 def _keep_reduced_gradient(handle: StrategyHandle) -> None:
@@ -184,7 +183,7 @@ def _reduce_accumulated(handles: dict[StrategyHandle, Any]) -> None:
                 runtime_utils._reduce_grad_no_shard(state, handle)
             if has_accumulated:
                 gradient, shard = runtime_utils._get_reduce_scatter_tensors(state, _zero_gradient(handle))
-                handle.reduction(gradient, shard)
+                handle.reduce(gradient, shard)
                 shard = runtime_utils._accumulate_sharded_grad(state, handle, shard)
                 runtime_utils._post_reduce_grad_callback(state, handle, shard)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
@@ -21,6 +22,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import HandleTrainingState, no_dispatch_record_stream, runtime_utils
+from ._torch_layout import GradientLayout
 from ._torch_views import ViewingHandle
 
 _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
@@ -75,6 +77,7 @@ class StrategyHandle(ViewingHandle):
     _was_gathered: bool
     _holds_decoded_weights: bool
     _version: ShardVersion
+    _layout: GradientLayout
     _version_at_summon: Hashable
 
     def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -84,7 +87,7 @@ class StrategyHandle(ViewingHandle):
         self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
-        self._version = ShardVersion()
+        self._version, self._layout = ShardVersion(), GradientLayout(state)
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
         self.zero_padding()
         self.prepare_views()
@@ -181,6 +184,19 @@ class StrategyHandle(ViewingHandle):
         assert dtype is not None
         return dtype
 
+    def accumulate(self, gradient: Tensor) -> None:
+        """Reduce the gradient of a micro-batch that is not the last, as far as the gradient scope says."""
+        assert self.reduction is not None
+        self.reduction.accumulate(gradient, self._layout.whole(gradient.shape[0])).finish()
+
+    def reduce(self, gradient: Tensor, out: Tensor) -> None:
+        """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
+        assert self.reduction is not None
+        # Only errors are to know which parameters are frozen.
+        layouts, numel = self._layout, gradient.shape[0]
+        layout = layouts.whole(numel) if self.reduction.errors is None else layouts.trained(numel)
+        self.reduction.start(gradient, out, 1.0, layout).finish()
+
     def end_backward(self, synchronized: bool) -> None:
         """The backward is over."""
         self._was_gathered = False
@@ -231,9 +247,14 @@ class StrategyHandle(ViewingHandle):
         shard = self.flat_param._local_shard.to(self.device, non_blocking=True)
         return ShardValues([shard], shard.numel(), self.shard_version(), self.is_trained())
 
+    def layout(self, numel: int) -> FlatLayout:
+        """Where parameters lie in a gathered flat parameter of ``numel`` values."""
+        return self._layout.whole(numel)
+
     def is_trained(self) -> bool:
-        """Whether the flat parameter requires a gradient."""
-        return self.flat_param.requires_grad
+        """Whether the flat parameter requires a gradient, or an original one, which the next forward passes on."""
+        flat_param = self.flat_param
+        return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 
     def shard_version(self) -> Hashable:
         """A value that changes with every write to the shard that torch counts, and when it is moved."""
@@ -270,9 +291,9 @@ class StrategyHandle(ViewingHandle):
             start = end
 
 
-def reduction_hook(reduce: GradientReduce, gradient: Tensor, out: Tensor | None = None) -> None:
+def reduction_hook(handle: StrategyHandle, gradient: Tensor, out: Tensor | None = None) -> None:
     """A communication hook, which gets no ``out`` for what FSDP does not shard."""
-    reduce(gradient, gradient if out is None else out)
+    handle.reduce(gradient, gradient if out is None else out)
 
 
 def shard_gradients_in_constant_time() -> None:

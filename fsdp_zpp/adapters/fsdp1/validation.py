@@ -15,6 +15,7 @@ from fsdp_zpp.collectives.agreement import check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.packed_weights import packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
 from fsdp_zpp.runtime.validation import check_dtypes, check_no_other_parallelism, strategy_facts, topology_for
 
@@ -76,7 +77,7 @@ def _check_agreement(strategy: Strategy, group: dist.ProcessGroup, arguments: di
     facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
     call = f"FullyShardedDataParallel({model_name(module)})"
     device = compute_device(group, arguments["device_id"])
-    check_agreement(group, call, facts | parameter_facts(own), device)
+    check_agreement(group, call, facts | parameter_facts(own) | packed_facts(own), device)
 
 
 def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:

@@ -16,17 +16,18 @@ from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
+from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
+from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_of
 from fsdp_zpp.runtime.validation import check_instance, mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle
+from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
 
 _LIFECYCLE_HOOKS = "_fsdp_zpp_lifecycle"
@@ -45,6 +46,11 @@ class HookedUnit:
 
     def drop_gradients(self) -> None:
         """Stock FSDP has them in ``.grad`` alone."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Nor anything else."""
+        return False
 
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
@@ -70,7 +76,7 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     check_arguments(strategy, group, arguments)
     unit = StrategyUnit(strategy, mesh_for(strategy, group))
     mixed_precision = arguments["mixed_precision"]
-    quantize_for(
+    unit.left_unquantized = quantize_for(
         strategy,
         arguments["module"],
         unit.ranks,
@@ -87,6 +93,7 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
         return FullyShardedDataParallel(**own | not_again | {"ignored_modules": None, "ignored_states": others})
 
     works_in = _group_of(unit)
+    packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, works_in, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
@@ -96,6 +103,8 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
+    if packed & _torch_adoption.flattened_sites(module):
+        unit.leave_weights_uncoded()
     _adopt(module, unit)
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
@@ -131,22 +140,27 @@ def _readopt(module: FullyShardedDataParallel) -> None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
+    instances = [(path, m) for path, m in root.named_modules() if isinstance(m, FullyShardedDataParallel)]
     found = [
         _managed(_name_of(path), unit, module)
-        for path, module in root.named_modules()
-        if isinstance(module, FullyShardedDataParallel) and isinstance(unit := unit_of(module), StrategyUnit)
+        for path, module in instances
+        if isinstance(unit := unit_of(module), StrategyUnit)
     ]
     check_one_group(found)
     if found:
         name = model_name(root)
-        setattr(root, _LIFECYCLE_HOOKS, set_up_model(root, name, found))
-        warn_if_nothing_is_frozen(root, name, ((managed.unit.strategy, managed.unit.ranks) for managed in found))
+        prepare_frozen(root)
+        sizes = [_torch_adoption.numel_of(m) for _, m in instances if not isinstance(unit_of(m), StrategyUnit)]
+        hooks = set_up_model(root, name, found, [numel for numel in sizes if numel])
+        setattr(root, _LIFECYCLE_HOOKS, hooks)
+        log_frozen(root, name, [managed.unit for managed in found])
         _torch_backward.set_up_reductions(root)
 
 
 def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
     parameters, shards = partial(_torch_adoption.parameters_of, instance), partial(_torch_adoption.shard_of, instance)
-    return ManagedUnit(name, unit, parameters, shards)
+    is_trained = partial(_torch_adoption.is_trained, instance)
+    return ManagedUnit(name, unit, parameters, shards, is_trained, numel=_torch_adoption.numel_of(instance))
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
@@ -166,9 +180,9 @@ def _name_of(path: str) -> str:
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
 
 
-def _gradients_synchronized(root: nn.Module) -> None:
+def _backward_ended(root: nn.Module, synchronized: bool) -> None:
     if (hooks := vars(root).get(_LIFECYCLE_HOOKS)) is not None:
-        hooks.gradients_synchronized()
+        hooks.backward_ended(synchronized)
 
 
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
@@ -193,7 +207,10 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
-    states = {name: state.of_unit(name) for name in map(_name_of, instances)}
+    states = {
+        (name := _name_of(path)): state.of_unit(name, _torch_layout.GradientLayout(instance).trained)
+        for path, instance in instances.items()
+    }
     hooked: list[ManagedUnit[HookedUnit]] = []
     error_nbytes = 0
     for (name, own), instance in zip(states.items(), instances.values(), strict=True):
@@ -235,8 +252,8 @@ PATCHES = (
     ),
     Patch(
         "_runtime_utils._post_backward_final_callback",
-        "a backward that synchronizes gradients ends: weights will change",
-        lambda: _torch_backward.after_synchronizing_backward(_gradients_synchronized),
+        "a backward ends: if it synchronizes gradients, weights will change",
+        lambda: _torch_backward.after_backward(_backward_ended),
     ),
     Patch(
         "_unshard_param_utils._writeback_to_local_shard",

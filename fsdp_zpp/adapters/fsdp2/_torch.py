@@ -6,12 +6,13 @@ Each of these files has a table of the names it needs, which is checked before t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -31,7 +32,7 @@ _NEEDED = (
     Needed(_GROUP, "reduce_grads _reduce_scatter_process_group", "taking over the reduction"),
     Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
     Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what gradients are divided by"),
-    Needed(_PARAM, "sharded_param _sharded_param_data _param_fqn _module_info", "the shards"),
+    Needed(_PARAM, "sharded_param _sharded_param_data _param_fqn _module_info _orig_size", "the shards"),
     Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module shared_modules", "the modules that hold a parameter"),
     Needed("torch.distributed.fsdp.FSDPModule", "_apply", "moves of a model"),
 )
@@ -44,6 +45,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
+from ._torch_gradients import divided_by
 from ._torch_unshard import GatheringGroup, ShardGather
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "StrategyGroup",
     "adopt_group",
     "after_moves",
+    "divided_by",
     "groups_of",
     "state_of",
     "strategy_group_of",
@@ -90,6 +93,10 @@ class StrategyGroup(GatheringGroup):
         """What this rank holds of the parameters."""
         return [param._sharded_param_data for param in self.fsdp_params]
 
+    def numel(self) -> int:
+        """The number of values of its parameters, on all ranks together."""
+        return _numel_of(self)
+
     def trained_shards(self) -> list[Tensor]:
         """Those of parameters that are trained."""
         return [param._sharded_param_data for param in self.fsdp_params if param.sharded_param.requires_grad]
@@ -113,6 +120,10 @@ def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None]) ->
         return None
     (group,) = groups
     group.__class__ = StrategyGroup
+    # Small parameters last: among the others they would shift these, so that blocks straddled two of them.
+    exact = sent_exactly([param._orig_size for param in group.fsdp_params])
+    places = sorted(range(len(exact)), key=exact.__getitem__)
+    group.fsdp_params = [group.fsdp_params[place] for place in places]
     group._state, group._on_lazy_init = state, on_lazy_init
     group.adopt()
     return group
@@ -122,6 +133,21 @@ def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:
     """The group of a module, if it was adopted."""
     groups = [group for group in groups_of(module._get_fsdp_state()) if isinstance(group, StrategyGroup)]
     return groups[0] if groups else None
+
+
+def sizes_of_other_groups(root: nn.Module, groups: Collection[StrategyGroup]) -> list[int]:
+    """The numbers of values of the parameter groups below ``root`` that are not among ``groups``."""
+    below = {
+        id(group): group
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for group in groups_of(module._get_fsdp_state())
+    }
+    return [_numel_of(group) for group in below.values() if group not in groups]
+
+
+def _numel_of(group: FSDPParamGroup) -> int:
+    return sum(param.sharded_param.numel() for param in group.fsdp_params)
 
 
 def after_moves(callback: Callable[[nn.Module], None]) -> None:

@@ -33,9 +33,9 @@ from ._torch_transforms import without_dynamo
 
 
 class WatchedState(FSDPState):
-    """A module's state that tells of backwards that synchronize gradients."""
+    """A module's state that tells of the end of backwards."""
 
-    _gradients_synchronized: Callable[[], None]
+    _backward_ended: Callable[[bool], None]
     _agree_on_use: Callable[[], None]
 
     _pre_backward = without_dynamo(FSDPState._pre_backward)
@@ -46,8 +46,7 @@ class WatchedState(FSDPState):
         synchronized = ends_step and self._synchronizes()
         # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
         # unsharded after the backward is dropped.
-        if synchronized:
-            self._gradients_synchronized()
+        self._backward_ended(synchronized)
         super()._root_post_backward_final_callback()
         self._end_backward(synchronized)
 
@@ -62,7 +61,7 @@ class WatchedState(FSDPState):
                 # the user keeps unsharded, as it does at the end of a backward.
                 for group in self._groups():
                     stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
-                self._gradients_synchronized()
+                self._backward_ended(True)
         self._end_backward(synchronized)
 
     def _reset_iter_state(self) -> None:
@@ -72,6 +71,7 @@ class WatchedState(FSDPState):
         # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
         order: ReductionOrder[ReducingGroup] = ReductionOrder(ours)
         for group in ours:
+            group.drop_kept()
             group.reset_step()
             group.order = order
 
@@ -102,15 +102,13 @@ class WatchedState(FSDPState):
                 group.drop_unsharded()
 
 
-def watch_backwards(
-    root: nn.Module, gradients_synchronized: Callable[[], None], agree_on_use: Callable[[], None]
-) -> None:
+def watch_backwards(root: nn.Module, backward_ended: Callable[[bool], None], agree_on_use: Callable[[], None]) -> None:
     """Watch the backwards below ``root``, and have its groups reduce in one order on all ranks.
 
     Args:
         root: The root.
-        gradients_synchronized: Called in every backward that synchronizes gradients.
-        agree_on_use: Called at the end of such a backward, when all of its reductions have been started.
+        backward_ended: Called at the end of every backward with whether it synchronizes gradients.
+        agree_on_use: Called at the end of one that does, when all of its reductions have been started.
     """
     states = state_of(root)._state_ctx.all_states
     groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
@@ -121,4 +119,4 @@ def watch_backwards(
     for state in states:
         watched: Any = state
         watched.__class__ = WatchedState
-        watched._gradients_synchronized, watched._agree_on_use = gradients_synchronized, agree_on_use
+        watched._backward_ended, watched._agree_on_use = backward_ended, agree_on_use

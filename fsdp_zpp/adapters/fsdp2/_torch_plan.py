@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -14,18 +17,21 @@ _GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
 _PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
 _NEEDED = (
     Needed(_GROUP, "fsdp_params _all_gather_process_group", "the sizes of a gather"),
-    Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor", "the same, and its dtype"),
+    Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor _param_fqn", "the same, and its dtype"),
     Needed(_PARAM, "all_gather_outputs _unsharded_param sharded_param fsdp_placement is_dtensor", "unsharding"),
-    Needed(_PARAM, "sharded_state _module_info", "resharding"),
+    Needed(_PARAM, "sharded_state _module_info _setattr_on_modules free_unsharded_param", "resharding"),
     Needed(_PARAM, "keep_unsharded_storage", "the same", since=(2, 15)),
     Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules shared_param_names", "the same"),
     Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
     Needed("torch.nn.Module", "_parameters", "the same"),
+    Needed("torch", "_foreach_copy_", "parameters of several dtypes"),
 )
 check_needed("adapter for fully_shard", _NEEDED)
 
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from ._torch_gradients import small_parameters
 
 
 class GatherPlan:
@@ -33,12 +39,15 @@ class GatherPlan:
 
     Args:
         group: The group, initialized lazily.
+        encodes: Whether a codec encodes what is gathered.
 
     Attributes:
         self_encoding: A parameter that decides itself what is gathered (``fsdp_pre_all_gather``), if there is one.
-        mixed: Whether parameters are gathered in several dtypes, and so as bytes.
-        by_torch: Whether torch alone can put together what is gathered.
-        dtype: The dtype in which they are gathered.
+        mixed: Whether parameters are to be computed in several dtypes.
+        by_torch: Whether torch alone can put together what is gathered: a parameter that encodes itself, or, without a
+            codec, bytes of several dtypes.
+        dtype: The dtype in which they are gathered; of several ones, one that has the values of all.
+        layout: Where parameters lie in a rank's part of a gather.
         shard_numel: The number of values that a rank contributes to a gather.
         numel: The number of values that it leaves on a rank.
         memory: The shards that are gathered, but for tensor subclasses, which may have no storage.
@@ -47,7 +56,7 @@ class GatherPlan:
         result: What an ``AllGatherResult`` tells besides the output and its event.
     """
 
-    def __init__(self, group: FSDPParamGroup) -> None:
+    def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
         params = group.fsdp_params
         shards = [param._sharded_param_data for param in params]
         dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
@@ -55,15 +64,18 @@ class GatherPlan:
         self._world = group._all_gather_process_group.size()
         self.self_encoding = next((p for p in params if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")), None)
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
-        self.by_torch = self.mixed or self.self_encoding is not None
-        self.dtype = torch.uint8 if self.mixed else dtypes[0]
+        self.by_torch = self.self_encoding is not None or (self.mixed and not encodes)
+        self.dtype = torch.uint8 if self.by_torch and self.mixed else reduce(torch.promote_types, dtypes)
+        pieces = [Piece(i, p._param_fqn or "", numel) for i, (p, numel) in enumerate(zip(params, numels, strict=True))]
+        self.layout = FlatLayout.dense(pieces, small_parameters(group))
         self.shard_numel = sum(numels)
         self.numel = self.shard_numel * self._world
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         # No work to wait for, then each parameter's dtypes and numels, and all numels.
-        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], numels)
-        self._numels = numels
+        sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
+        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
 
@@ -81,7 +93,20 @@ class GatherPlan:
         for swap in self.swaps:
             if swap.storage.size() != swap.nbytes:
                 swap.storage.resize_(swap.nbytes)
-        torch.split_with_sizes_copy(gathered.view(self._world, -1), self._numels, dim=1, out=self._views)
+        rows = gathered.view(self._world, -1)
+        if self.mixed:
+            torch._foreach_copy_(self._views, rows.split(self._numels, dim=1))
+        else:
+            torch.split_with_sizes_copy(rows, self._numels, dim=1, out=self._views)
+
+    @torch.no_grad()
+    def as_torch_gathers(self, gathered: Tensor) -> Tensor:
+        """What was gathered, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
+        if not self.mixed:
+            return gathered
+        parts = gathered.view(self._world, -1).split(self._numels, dim=1)
+        cast = (part.to(dtype).contiguous() for part, dtype in zip(parts, self._dtypes, strict=True))
+        return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
 
     def unshard(self) -> None:
         """Have modules show the unsharded parameters."""
@@ -95,11 +120,16 @@ class GatherPlan:
 
     def reshard(self) -> None:
         """Have modules show the sharded parameters, and free the others' memory."""
-        for param, _, sites, storage, _ in self.swaps:
-            for module, name in sites:
-                module._parameters[name] = param.sharded_param
+        self.show_shards()
+        for param, _, _, storage, _ in self.swaps:
             if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
                 storage.resize_(0)
+
+    def show_shards(self) -> None:
+        """Have modules show the sharded parameters; the others' memory stays."""
+        for param, _, sites, _, _ in self.swaps:
+            for module, name in sites:
+                module._parameters[name] = param.sharded_param
             param.sharded_state = ShardedState.SHARDED
 
 
@@ -127,6 +157,20 @@ class Swap(NamedTuple):
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         sites = ((info.module, info.param_name), *shared)
         return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
+
+
+def show_shards(params: Sequence[FSDPParam]) -> None:
+    """As torch's ``to_sharded`` of each parameter, but for the unsharded ones' memory, which stays."""
+    for param in params:
+        param._setattr_on_modules(param.sharded_param)
+        param.sharded_state = ShardedState.SHARDED
+
+
+def free_unsharded(params: Sequence[FSDPParam]) -> None:
+    """Free the memory of unsharded parameters that modules don't show, unless torch is to keep it."""
+    for param in params:
+        if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
+            param.free_unsharded_param()
 
 
 def _beside(output: Tensor, world: int) -> Tensor:

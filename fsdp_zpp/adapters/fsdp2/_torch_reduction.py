@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import PendingReduction
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
@@ -38,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ._torch_gradients import flatten_gradients, take_gradient
+from ._torch_gradients import GradientGroup, flatten_gradients, has_gradient, take_gradient, with_gradient
 from ._torch_transforms import without_dynamo
 
 _torchs_post_backward = without_dynamo(FSDPParamGroup.post_backward)
@@ -67,7 +66,7 @@ class FinishReduction:
             self.then(gradient)
 
 
-class ReducingGroup(FSDPParamGroup):
+class ReducingGroup(GradientGroup):
     """A parameter group whose gradients a strategy reduces.
 
     Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
@@ -79,13 +78,11 @@ class ReducingGroup(FSDPParamGroup):
     CPU longer than the hop that it saves.
 
     Attributes:
-        reduction: Reduces the gradients; None where torch does.
         order: The order in which groups reduce; set before the first forward.
         own_all_reduce: The function that must be the all-reduce hook; None if users may set one.
         completion: The all-reduce hook, which runs a user's; None if reductions are finished where they start.
     """
 
-    reduction: GradientReduce | None
     order: ReductionOrder[ReducingGroup]
     own_all_reduce: Callable[[Tensor], None] | None
     completion: FinishReduction | None
@@ -94,13 +91,15 @@ class ReducingGroup(FSDPParamGroup):
     _took_part: bool
     _used: set[int]
     _unused: dict[int, tuple[FSDPParam, Any, Any]]
+    _step: list[FSDPParam]
 
     def adopt(self) -> None:
         """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
-        self.reduction, self.own_all_reduce, self.completion = None, None, None
+        super().adopt()
+        self.own_all_reduce, self.completion = None, None
         self.order = ReductionOrder([self])
         self._was_gathered, self._reduced, self._took_part = False, False, False
-        self._used, self._unused = set(), {}
+        self._used, self._unused, self._step = set(), {}, []
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -113,7 +112,7 @@ class ReducingGroup(FSDPParamGroup):
     def takes_part(self) -> bool:
         """Whether ranks have gathered the group for this micro-batch, and it has hops to make before the last one."""
         early = self.reduction is not None and self.reduction.communicates_early and not self.is_last_micro_batch
-        return early and (self._was_gathered or self.is_unsharded) and bool(self._trainable())
+        return early and (self._was_gathered or self.is_unsharded) and bool(self.reduced_params())
 
     def post_backward(self, *unused: Any) -> None:
         """See [Note: What a micro-batch reduces] in gradient_reduce.py."""
@@ -156,7 +155,7 @@ class ReducingGroup(FSDPParamGroup):
         """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
         assert self.reduction is not None
         self._drop_prefetch()
-        params = self._trainable()
+        params = self.reduced_params()
         gradients = [take_gradient(param) for param in params]
         used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
         self._used |= used
@@ -169,7 +168,8 @@ class ReducingGroup(FSDPParamGroup):
             inside = between  # where the last micro-batch adds its sums to the accumulated ones
         inside.wait_stream(self.device_handle.current_stream())
         with self.device_handle.stream(inside):
-            pending = self.reduction.accumulate(keep_until_read(flat))  # it was allocated in the backward's stream
+            # It was allocated in the backward's stream.
+            pending = self.reduction.accumulate(keep_until_read(flat), self.layout_of(params))
         # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
         # intra-node hop of the next group, in the stream of its reduce-scatter, need not wait for the slow network.
         if self.completion is None:
@@ -188,33 +188,24 @@ class ReducingGroup(FSDPParamGroup):
             self.wait_for_unshard()
             self._to_sharded()
 
-    def _trainable(self) -> list[FSDPParam]:
-        """The parameters that require gradients, in the order in which torch reduces them."""
-        params = self.fsdp_params
-        if (order := getattr(self, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
-            params = [params[index] for index in order]
-        return [param for param in params if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")]
-
-    @staticmethod
-    def _has_gradient(param: FSDPParam) -> bool:
-        return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
-
     # ---- the last micro-batch
 
     def _reduce_step(self, *unused: Any) -> None:
         """Reduce in the last micro-batch of a step, by torch's own post_backward."""
-        params = self._trainable()
-        has_gradient = any(map(self._has_gradient, params))
+        params = self._step = self.reduced_params()
+        any_gradient = bool(with_gradient(params))
         # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
-        whole = has_gradient and self.reduction is not None and self.reduction.errors is not None
+        whole = any_gradient and self.reduction is not None and self.reduction.errors is not None
         if self.reduction is not None and (self._took_part or whole):
             self._fill_missing(params)
         # Where torch reduces what is not used, all ranks do, whatever this one has.
-        if self._took_part or has_gradient or (params and self._reduces_unused):
+        if self._took_part or any_gradient or (params and self.reduces_unused):
             self.order.synchronized(self)
         # Optimizers in the backward must not step on gradients that perhaps no rank has used.
         for param, _, _ in self._unused.values():
             param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        if self.reduction is not None:
+            self.step_layout = self.layout_of(self.reduced_by_torch(params))
         try:
             _torchs_post_backward(self, *unused)
         finally:
@@ -224,7 +215,7 @@ class ReducingGroup(FSDPParamGroup):
     def _fill_missing(self, params: list[FSDPParam]) -> None:
         """Add zero gradients where this micro-batch has none, but earlier ones or other ranks may have some."""
         for param in params:
-            if self._has_gradient(param):
+            if has_gradient(param):
                 self._used.add(id(param))
             else:
                 dtype = getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype
@@ -250,16 +241,7 @@ class ReducingGroup(FSDPParamGroup):
         Not with error feedback, whose errors must be sent on, nor if set_reduce_scatter_unused_params asks for zeros.
         """
         assert self.reduction is not None
-        return self.reduction.errors is None and not self._reduces_unused
-
-    @property
-    def _reduces_unused(self) -> bool:
-        """Whether torch was told to reduce zeros for parameters without gradients, which it knows from 2.13 on."""
-        return getattr(self, "reduce_scatter_unused_params", False)
-
-    def layout(self) -> Hashable:
-        """The parameters that a gradient consists of."""
-        return tuple(param._param_fqn for param in self._trainable())
+        return self.reduction.errors is None and not self.reduces_unused
 
     def _set_separate_reduce_scatter_group(self, enable: bool, *groups: Any) -> None:
         if enable and self.reduction is not None:
@@ -278,7 +260,7 @@ class ReducingGroup(FSDPParamGroup):
             return  # an optimizer in the backward has cleared what it has stepped with
         self._used = set()
         for param in self.fsdp_params:
-            if hasattr(param, "_unsharded_param") and self._has_gradient(param):
+            if hasattr(param, "_unsharded_param") and has_gradient(param):
                 while take_gradient(param) is not None:  # until torch 2.14, there may be two
                     pass
 
@@ -288,13 +270,13 @@ class ReducingGroup(FSDPParamGroup):
         """For each parameter, whether this rank has used it in the step; empty if ranks need not agree on that."""
         if not self._took_part or not self._must_agree:
             return []
-        return [id(param) in self._used for param in self._trainable()]
+        return [id(param) in self._used for param in self._step]
 
     def drop_unused_gradients(self, used_by_any: Callable[[], list[bool]]) -> None:
         """Remove gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
         if not self._unused:
             return
-        by_id = dict(zip(map(id, self._trainable()), used_by_any(), strict=True))
+        by_id = dict(zip(map(id, self._step), used_by_any(), strict=True))
         for param, before, hooks in self._unused.values():
             if not by_id[id(param)]:
                 param.sharded_param.grad = before

@@ -1,4 +1,11 @@
-"""Private names of torch's fully_shard: how a parameter group is gathered, unsharded and resharded."""
+"""Private names of torch's fully_shard: how a parameter group is gathered, unsharded and resharded.
+
+[Note: Kept weights]
+Parameter scope N keeps what was gathered until the weights change, and that is all that it keeps: whenever torch would
+reshard, modules show the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes and state
+dicts reach what they would reach under torch's own strategies. Only the memory stays. The next unshard has modules show
+it again instead of gathering.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.hops import profiled
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
 from fsdp_zpp.torch_internals import Needed, check_needed
@@ -29,13 +37,13 @@ _NEEDED = (
     ),
     Needed(
         f"{_FSDP}._fsdp_collectives.AllGatherResult",
-        "all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
+        "_replace all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
         "param_all_gather_input_numels all_gather_input_split_sizes",
         "handing over what was gathered",
     ),
     Needed(f"{_FSDP}._fsdp_common.TrainingState", "FORWARD IDLE PRE_BACKWARD", "who asks for weights"),
     Needed(_GROUP, "reshard _to_sharded _to_unsharded is_sharded _training_state", "keeping what was gathered"),
-    Needed(_GROUP, "_sharded_state", "the same"),
+    Needed(_GROUP, "_sharded_state _reshard_after_forward", "the same"),
     Needed(_GROUP, "pre_backward", "unsharding in a backward"),
     Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
     Needed(_GROUP, "fsdp_params", "the shards"),
@@ -52,8 +60,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
 
-from ._torch_plan import GatherPlan
+from ._torch_plan import GatherPlan, free_unsharded, show_shards
 from ._torch_reduction import ReducingGroup
+from ._torch_trained import is_trained
 from ._torch_transforms import without_dynamo, without_functorch
 
 
@@ -64,9 +73,14 @@ class ShardGather(AllGather):
     def from_shards(self, output_tensor: Tensor) -> None:
         """Fill ``output_tensor``, of that dtype, in which every rank has equally many values."""
 
+    @property
+    @abstractmethod
+    def encodes(self) -> bool:
+        """Whether it encodes what it gathers."""
+
     @abstractmethod
     def check(self) -> None:
-        """Raise if it can't gather what only torch can put together, like parameters of several dtypes."""
+        """Raise if it can't gather what only torch can put together, like a parameter that encodes itself."""
 
 
 class GatheringGroup(ReducingGroup):
@@ -80,11 +94,14 @@ class GatheringGroup(ReducingGroup):
     staleness_guard: SecondaryShard | None
     _plan: GatherPlan | None
     _version: ShardVersion
+    _is_kept: bool
+    _puts_back: bool
 
     def adopt(self) -> None:
         """Initialize the attributes of this class."""
         super().adopt()
         self.staleness_guard, self._plan, self._version = None, None, ShardVersion()
+        self._is_kept = self._puts_back = False
 
     pre_backward = without_dynamo(FSDPParamGroup.pre_backward)
 
@@ -97,6 +114,9 @@ class GatheringGroup(ReducingGroup):
                 self.staleness_guard.check_version(self.shard_version())
             return
         asked_for = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
+        if asked_for and self._has_fresh():
+            self._puts_back = True
+            return
         if not asked_for or self._all_gather_process_group.size() == 1:
             super().unshard(async_op)
             return
@@ -109,6 +129,15 @@ class GatheringGroup(ReducingGroup):
             super().unshard(async_op)
         else:
             self._all_gather_result = self._gathered(gather, self.plan, async_op)
+
+    def check_gather(self) -> None:
+        """Before the first gather, raise what it would raise.
+
+        Raises:
+            TypeError: If a strategy can't gather what only torch can put together.
+        """
+        if isinstance(self._all_gather_comm, ShardGather) and self.plan.by_torch:
+            self._all_gather_comm.check()
 
     def _gathered(self, gather: ShardGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """As torch's ``foreach_all_gather``, without the two copies of the shards that it makes for a collective."""
@@ -124,9 +153,16 @@ class GatheringGroup(ReducingGroup):
         """As torch's; from the second time on without looking up anew what does not change."""
         result, plan = self._all_gather_result, self._plan
         if result is None:
+            if self._puts_back:
+                self._is_kept = self._puts_back = False
+                self._to_unsharded()
             return
         ours = result.all_gather_work is None and isinstance(self._all_gather_comm, ShardGather)
         if plan is None or not plan.swaps or not ours:
+            if ours and plan is not None and not plan.by_torch and plan.mixed:
+                self.device_handle.current_stream().wait_event(result.all_gather_event)
+                as_bytes = plan.as_torch_gathers(result.all_gather_output)
+                self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
             if plan is not None and not plan.swaps:
                 plan.prepare_swaps(self)
@@ -176,13 +212,51 @@ class GatheringGroup(ReducingGroup):
     def plan(self) -> GatherPlan:
         """What its gathers have in common."""
         if self._plan is None:
-            self._plan = GatherPlan(self)
+            gather = self._all_gather_comm
+            self._plan = GatherPlan(self, isinstance(gather, ShardGather) and gather.encodes)
         return self._plan
 
+    # ---- weights that are kept, see [Note: Kept weights]
+
     def reshard(self) -> None:
-        # Parameter scope N keeps what was gathered until the weights change. In an idle group, a user asks for it.
-        if self.staleness_guard is None or self._training_state == TrainingState.IDLE:
+        if self.staleness_guard is None:
             super().reshard()
+        elif self._training_state == TrainingState.IDLE:  # a user asks for it
+            super().reshard()
+            self.drop_kept()
+        elif self.is_unsharded and (self._training_state != TrainingState.FORWARD or self._reshard_after_forward):
+            if self._plan is not None and self._plan.swaps:
+                self._plan.show_shards()
+            else:
+                show_shards(self.fsdp_params)
+            self._sharded_state = ShardedState.SHARDED
+            self._is_kept = self._was_gathered = True
+
+    def _has_fresh(self) -> bool:
+        """Whether weights are kept that have not changed; the same on all ranks.
+
+        Raises:
+            StaleSecondaryError: If they have changed without an event.
+        """
+        if not self._is_kept:
+            return False
+        assert self.staleness_guard is not None
+        if self.staleness_guard.stale:
+            self.drop_kept()
+            return False
+        self.staleness_guard.check_version(self.shard_version())
+        return True
+
+    def drop_kept(self) -> None:
+        """Free what is kept while modules show shards."""
+        if self._is_kept:
+            free_unsharded(self.fsdp_params)
+            self._is_kept = self._puts_back = self._was_gathered = False
+
+    def end_backward(self, synchronized: bool) -> None:
+        super().end_backward(synchronized)
+        # Ranks that use it need not gather it, so it is of every micro-batch on all ranks, used or not.
+        self._was_gathered = self._is_kept
 
     # ---- as a ShardSource, which is asked before torch's gather
 
@@ -201,13 +275,17 @@ class GatheringGroup(ReducingGroup):
             shards = [shard.to(self.device, non_blocking=True) for shard in shards]
         return ShardValues(shards, self.plan.shard_numel, self.shard_version(), self.is_trained())
 
+    def layout(self, numel: int) -> FlatLayout:
+        """Where parameters lie in each rank's part of what is gathered."""
+        return self.plan.layout
+
     def shard_version(self) -> Hashable:
         """A value that changes with every write to the shards that torch counts, and when they are moved."""
         return self._version.of(self.plan.memory, self.plan.counted)
 
     def is_trained(self) -> bool:
-        """Whether any parameter requires a gradient."""
-        return any(param.sharded_param.requires_grad for param in self.fsdp_params)
+        """Whether any parameter requires a gradient, sharded or as modules show it."""
+        return any(map(is_trained, self.fsdp_params))
 
     # ---- when weights change
 
@@ -224,5 +302,6 @@ class GatheringGroup(ReducingGroup):
     def drop_unsharded(self) -> None:
         """Between forwards, have the next one gather anew what FSDP still keeps unsharded."""
         if self._training_state == TrainingState.IDLE:
+            self.drop_kept()
             self.wait_for_unshard()
             self._to_sharded()

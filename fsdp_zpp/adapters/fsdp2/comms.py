@@ -46,25 +46,23 @@ class StrategyAllGather(_PlainAllocation, _torch.ShardGather):
         """Fill ``output_tensor`` with what torch has put together; ``input_tensor`` is this rank's part of it."""
         self._gather(input_tensor, output_tensor, self._version())
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it encodes what it gathers."""
+        return self._gather.secondary.codec is not None
+
     def check(self) -> None:
         """Raise if what torch alone can put together is to be encoded.
 
         Raises:
-            TypeError: If the parameters are to be computed in several dtypes, or one encodes itself.
+            TypeError: If a parameter encodes itself.
         """
-        codec, plan = self._gather.secondary.codec, self._group.plan
-        if codec is None:
-            return
-        if (param := plan.self_encoding) is not None:
+        param = self._group.plan.self_encoding
+        if self.encodes and param is not None:
             raise TypeError(
                 f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
                 "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
             )
-        raise TypeError(
-            f"the parameters of {self._group.name} have several dtypes, which fully_shard gathers as bytes; "
-            f"they can't be encoded as {codec}: give them one dtype, or "
-            "MixedPrecisionPolicy(param_dtype=...) without param_dtype_override_fn, or shard them with weights=None"
-        )
 
     def _version(self) -> Hashable:
         reused = self._gather.secondary.keep or self._group.staleness_guard is not None
@@ -92,8 +90,8 @@ class StrategyReduceScatter(_PlainAllocation, _torch.ReduceScatter):
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         divide_factor = self._group.gradient_divide_factor
         factor = _factor_of(op, group.size(), self._world, divide_factor)
-        layout = None if self._reduce.errors is None else self._group.layout()
-        pending = self._reduce.start(input_tensor, output_tensor, factor, layout)
+        divided_by = _divided_by(self._reduce, self._group, input_tensor)
+        pending = self._reduce.start(input_tensor, output_tensor, factor, self._group.step_layout, divided_by)
         if self._group.completion is None:
             pending.finish()
         else:
@@ -122,10 +120,15 @@ class StrategyAllReduce:
             # does it once more where it divides around sums.
             around_sum = self._group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self._world * (divide_factor if around_sum else 1.0)
-        layout = None if self._reduce.errors is None else self._group.layout()
-        self._reduce.start(gradient, gradient, factor, layout).finish()
+        divided_by = _divided_by(self._reduce, self._group, gradient)
+        self._reduce.start(gradient, gradient, factor, self._group.step_layout, divided_by).finish()
         # As in FinishReduction: torch frees it in the stream of the reduce-scatter.
         keep_until_read(gradient)
+
+
+def _divided_by(reduce: GradientReduce, group: _torch.StrategyGroup, gradient: Tensor) -> float:
+    """What torch has divided ``gradient`` by and accumulated gradients are still to be divided by."""
+    return _torch.divided_by(group, gradient.dtype) if reduce.has_accumulated else 1.0
 
 
 def _factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | None) -> float:

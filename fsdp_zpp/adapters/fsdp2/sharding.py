@@ -13,10 +13,11 @@ from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement, parame
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.from_strategy import quantize_for, warn_if_nothing_is_frozen
+from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
+from fsdp_zpp.runtime.packed_weights import holds_packed_values, packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
@@ -94,7 +95,9 @@ def fully_shard(
     for each in modules:
         ignored = passed_on.get("ignored_params") or ()
         dtype = None if policy is None else policy.param_dtype
-        quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
+        unit.left_unquantized |= quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
+    if any(holds_packed_values(p) for _, p in _to_be_sharded(modules, passed_on)):  # what is left of them
+        unit.leave_weights_uncoded()
     sharded = torch_fully_shard(module, **passed_on)
     group = _torch.adopt_group(modules[0], _on_lazy_init)
     if is_stock(strategy):
@@ -138,10 +141,14 @@ def _check_agreement(modules: list[nn.Module], strategy: Strategy, arguments: di
         return
     facts = strategy_facts(strategy, group)
     facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
-    ignored = arguments.get("ignored_params") or ()
-    own = ((name, p) for name, p in named_own_parameters(modules) if p not in ignored)
+    own = _to_be_sharded(modules, arguments)
     call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
-    check_agreement(group, call, facts | parameter_facts(own))
+    check_agreement(group, call, facts | parameter_facts(own) | packed_facts(own))
+
+
+def _to_be_sharded(modules: list[nn.Module], arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    ignored = {id(parameter) for parameter in arguments.get("ignored_params") or ()}
+    return [(name, p) for name, p in named_own_parameters(modules) if id(p) not in ignored]
 
 
 def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
@@ -204,12 +211,15 @@ def _on_lazy_init(root: nn.Module) -> None:
         unit = unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            found[group.name] = ManagedUnit(group.name, unit, group.parameters, group.shards, group.parameter_owners)
+            group.check_gather()
+            of_group = (group.parameters, group.shards, group.is_trained, group.parameter_owners)
+            found[group.name] = ManagedUnit(group.name, unit, *of_group, group.numel())
             groups[group] = unit.mesh
     model, members = model_name(root), list(found.values())
-    hooks = set_up_model(root, model, members)
-    warn_if_nothing_is_frozen(root, model, ((managed.unit.strategy, managed.unit.ranks) for managed in members))
-    _torch_backward.watch_backwards(root, hooks.gradients_synchronized, lambda: _agree_on_use(groups))
+    prepare_frozen(root)
+    hooks = set_up_model(root, model, members, _torch.sizes_of_other_groups(root, groups))
+    log_frozen(root, model, [managed.unit for managed in members])
+    _torch_backward.watch_backwards(root, hooks.backward_ended, lambda: _agree_on_use(groups))
 
 
 def _agree_on_use(groups: dict[_torch.StrategyGroup, ProcessMesh]) -> None:

@@ -10,7 +10,6 @@ import torch
 from harness import messages, models
 from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, device_type
-from harness.training import logits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -48,18 +47,7 @@ CALLS: dict[str, Refusal] = {
         "must return a Shard or None",
     ),
     "unknown argument": (lambda: fully_shard(models.make_net(), strategy=TWO, mesch=1), TypeError, "mesch"),
-    "mixed dtypes": (
-        lambda: logits(fully_shard(_half_frozen(), strategy=Strategy.zeropp(gpus_per_node=2))),
-        TypeError,
-        "several dtypes",
-    ),
 }
-
-
-def _half_frozen() -> nn.Module:
-    net = models.make_net()
-    net.blocks[0].requires_grad_(False).bfloat16()
-    return net
 
 
 def attempt(name: str) -> Reply:

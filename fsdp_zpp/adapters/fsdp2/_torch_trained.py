@@ -1,0 +1,28 @@
+"""Private names of torch's fully_shard: whether a parameter is trained, sharded or as modules show it."""
+
+from __future__ import annotations
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+_NEEDED = (
+    Needed(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "sharded_param _unsharded_param to_unsharded",
+        "telling what is trained",
+    ),
+)
+check_needed("adapter for fully_shard", _NEEDED)
+
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+
+def is_trained(param: FSDPParam) -> bool:
+    """Whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last.
+
+    ``requires_grad_`` on a module reaches what the module shows at that moment. A root that a forward left unsharded
+    then trains though its sharded parameters don't require a gradient: PEFT switches adapters off and on that way.
+    """
+    if param.sharded_param.requires_grad:
+        return True
+    unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather
+    return unsharded is not None and unsharded.requires_grad

@@ -1,0 +1,215 @@
+"""Small parameters among those of a unit: which they are, and where they lie in what a hop sends.
+
+[Note: Small parameters]
+A block's scale is that of its largest value. A bias or a norm has so few values on a rank that it shares its blocks
+with a matrix, whose gradients may be a hundred times larger, and would be rounded to zero. So parameters of one
+dimension, and the smallest others (routers, for example), travel in fp32 in the tail of a payload's row, while the
+codec encodes zeros in their places. They are well under a hundredth of a model, so this costs next to no bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .flat_layout import FlatLayout
+from .mesh import ProcessMesh
+
+SMALLEST = 128
+"""Parameters of several dimensions are sent exactly as long as, together, they are this part of a unit at most."""
+
+_MULTIPLE = 4  # of which a tail's length must be one, so that rows stay aligned to 16 bytes
+
+
+def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
+    """Which of a unit's parameters codecs leave as they are. See [Note: Small parameters].
+
+    Args:
+        shapes: Those of all parameters of the unit, sharded or not by anything else than FSDP.
+    """
+    numels = [math.prod(shape) for shape in shapes]
+    exact = [len(shape) < 2 for shape in shapes]
+    left = sum(numels) // SMALLEST
+    for index in sorted(range(len(shapes)), key=numels.__getitem__):
+        if not exact[index] and numels[index] <= left:
+            exact[index] = True
+            left -= numels[index]
+    return exact
+
+
+class ExactPlaces:
+    """Where the values lie that travel in the tails of some rows.
+
+    Args:
+        indices: Of the values of each row's tail in a flat tensor, int64 [rows, tail]. Where a chunk has fewer small
+            values, some are there twice, or another one is as well.
+
+    Attributes:
+        tail: Length of a tail.
+        device: Of the tensors that have the values.
+    """
+
+    def __init__(self, indices: Tensor) -> None:
+        self._indices, self._flat = indices, indices.view(-1)
+        self.tail, self.device = indices.shape[1], indices.device
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What places have in common that are the same."""
+        return tuple(self._flat.tolist())
+
+    def take(self, values: Tensor) -> Tensor:
+        """Take the values out of a flat tensor, which has zeros there afterwards: [rows, tail]."""
+        taken = values[self._indices]
+        values.index_fill_(0, self._flat, 0)
+        return taken
+
+    def take_from_rows(self, values: Tensor, rows: int) -> Tensor:
+        """As :meth:`take`, for one row's places, which are those of each of ``rows`` equal parts of ``values``."""
+        parts = values.view(rows, -1)
+        taken = parts[:, self._flat]
+        parts.index_fill_(1, self._flat, 0)
+        return taken
+
+    def put(self, tails: Tensor, values: Tensor) -> None:
+        """Put tails [rows, tail] in their places in a flat tensor."""
+        values.index_put_((self._indices,), tails if tails.dtype == values.dtype else tails.to(values.dtype))
+
+    def put_sum(self, tails: Tensor, scale: float, values: Tensor) -> None:
+        """Put ``scale`` times the sums of the tails of several peers [peers, rows, tail] in their places."""
+        sums = tails.sum(0)
+        self.put(torch.mul(sums, scale, out=values.new_empty(sums.shape)), values)
+
+
+class PlacesInChunks:
+    """The places of small values in chunks that a hop encodes; computed when the layout changes.
+
+    Args:
+        mesh: The ranks.
+    """
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
+        self._node, self._local = divmod(mesh.rank, self._gpus)
+        self._found: dict[tuple[str, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
+
+    def _cached(
+        self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
+    ) -> ExactPlaces | None:
+        if layout is None or not layout.exact or not numel:
+            return None
+        found = self._found.get((which, numel))
+        if found is None or found[0] is not layout or found[1] != device:
+            found = self._found[which, numel] = layout, device, _places(layout, numel, rows(), device)
+        return found[2]
+
+    # ---- of tensors that have a chunk for each rank
+
+    def of_all_ranks(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
+        """In the chunks of all ranks, by local index, then node: the order in which hops exchange them."""
+
+        def rows() -> _Rows:
+            order = [node * self._gpus + local for local in range(self._gpus) for node in range(self._nodes)]
+            return self._ranks(numel, order, order)
+
+        return self._cached(layout, numel, "all", device, rows)
+
+    def of_own_local_index(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
+        """In the chunks of the ranks of all nodes with this local index."""
+
+        def rows() -> _Rows:
+            order = [node * self._gpus + self._local for node in range(self._nodes)]
+            return self._ranks(numel, order, range(self._nodes))
+
+        return self._cached(layout, numel, "own index", device, rows)
+
+    def of_own_rank(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
+        """In this rank's chunk alone."""
+        rank = self._node * self._gpus + self._local
+        return self._cached(layout, numel, "own", device, lambda: self._ranks(numel, [rank], [0]))
+
+    def _ranks(self, numel: int, chunks: Sequence[int], places: Sequence[int]) -> _Rows:
+        starts = [rank * numel for rank in range(self._nodes * self._gpus)]
+        return _Rows(starts, chunks, [place * numel for place in places])
+
+    # ---- of tensors that replicas share: a part for each local index, and in it a chunk for each node
+
+    def of_parts(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
+        """In the parts of all local indices."""
+        return self._cached(layout, part, "parts", device, lambda: self._parts(layout, part, range(self._gpus)))
+
+    def of_own_part(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
+        """In this local index's part alone."""
+        return self._cached(layout, part, "own part", device, lambda: self._parts(layout, part, [self._local]))
+
+    def _parts(self, layout: FlatLayout | None, part: int, locals_: Sequence[int]) -> _Rows:
+        return _Rows(self.part_starts(layout, part), locals_, [row * part for row in range(len(locals_))])
+
+    def part_starts(self, layout: FlatLayout | None, part: int) -> list[int]:
+        """Where the part of each local index begins in the layout, of which it may be one chunk of several."""
+        step = 0 if layout is None or layout.numel == part else part
+        return [local * step for local in range(self._gpus)]
+
+    def of_nodes(
+        self, layout: FlatLayout | None, part: int, chunk: int, which: str, device: torch.device
+    ) -> ExactPlaces | None:
+        """In the chunks of nodes.
+
+        Args:
+            layout: That of the gradient.
+            part: Number of values of a local index's part.
+            chunk: Number of values of a node's chunk of it.
+            which: ``"own"`` for this rank's chunk, ``"part"`` for all chunks of its part, ``"all"`` for those of all
+                parts.
+            device: Where the values are.
+        """
+        locals_ = range(self._gpus) if which == "all" else [self._local]
+        nodes = [self._node] if which == "own" else range(self._nodes)
+
+        def rows() -> _Rows:
+            starts = [start + node * chunk for start in self.part_starts(layout, part) for node in range(self._nodes)]
+            chunks = [local * self._nodes + node for local in locals_ for node in nodes]
+            return _Rows(starts, chunks, [row * chunk for row in range(len(chunks))])
+
+        return self._cached(layout, chunk, f"{which} of {part}", device, rows)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a payload.
+
+    Args:
+        starts: Where each chunk of any rank begins in the layout.
+        chunks: Which of them the rows are.
+        places: Where each of these lies in the flat tensor that is encoded or decoded into.
+    """
+
+    starts: Sequence[int]
+    chunks: Sequence[int]
+    places: Sequence[int]
+
+
+def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device) -> ExactPlaces | None:
+    small = torch.cat([torch.arange(start, stop) for start, stop in layout.exact])
+    if layout.numel == numel:  # each chunk has parts of all parameters
+        in_chunks = [small] * len(rows.starts)
+    else:
+        bounds = torch.tensor(rows.starts)
+        first, last = torch.searchsorted(small, bounds), torch.searchsorted(small, bounds + numel)
+        in_chunks = [small[a:b] - s for a, b, s in zip(first.tolist(), last.tolist(), rows.starts, strict=True)]
+    longest = max(map(len, in_chunks))
+    if not longest:
+        return None
+    tail = -(-longest // _MULTIPLE) * _MULTIPLE
+    indices = [_padded(in_chunks[chunk], tail) + place for chunk, place in zip(rows.chunks, rows.places, strict=True)]
+    return ExactPlaces(torch.stack(indices).to(device))
+
+
+def _padded(indices: Tensor, length: int) -> Tensor:
+    filler = indices[:1] if len(indices) else torch.zeros(1, dtype=torch.int64)
+    return torch.cat([indices, filler.expand(length - len(indices))])

@@ -1,0 +1,99 @@
+"""Where the parameters of a unit lie in a flat tensor.
+
+[Note: Identity]
+What outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to positions in a
+flat tensor: which parameters a gradient consists of changes whenever one of them is frozen, unfrozen or not used. So
+each such tensor carries its layout, and is translated when it meets a tensor of another one. What a new layout lacks is
+kept apart, or the layout is widened to hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """A parameter's part of each chunk of a flat tensor.
+
+    Attributes:
+        order: The parameter's place among all of the unit's.
+        name: The parameter's FQN.
+        numel: Its number of values in a chunk.
+    """
+
+    order: int
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The parameters that each chunk of a flat tensor consists of. See [Note: Identity].
+
+    fully_shard puts a part of every parameter into each rank's chunk, so that all chunks have one layout. In a flat
+    parameter of FullyShardedDataParallel, parameters follow one another and ranks cut it anywhere: it is one chunk.
+
+    Args:
+        pieces: Their parts, in order.
+        starts: Where each of them begins in a chunk.
+        numel: Number of values in a chunk; those between the pieces belong to none.
+        exact: Where small parameters begin and end in a chunk, which codecs leave as they are, in order.
+        is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
+    """
+
+    pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    numel: int
+    exact: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_fixed: bool = field(default=False, compare=False)
+
+    @classmethod
+    def dense(cls, pieces: Iterable[Piece], exact: Collection[str] = ()) -> FlatLayout:
+        """The layout of ``pieces`` that lie one after the other, those of the FQNs ``exact`` being small."""
+        pieces = tuple(pieces)
+        bounds = (0, *accumulate(piece.numel for piece in pieces))
+        small = tuple(bound for piece, bound in zip(pieces, pairwise(bounds), strict=True) if piece.name in exact)
+        return cls(pieces, bounds[:-1], bounds[-1], small)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The parameters' FQNs."""
+        return frozenset(piece.name for piece in self.pieces)
+
+    def __or__(self, other: FlatLayout) -> FlatLayout:
+        """The dense layout of all parameters of both."""
+        return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
+
+    def split(self, flat: Tensor) -> dict[Piece, Tensor]:
+        """Views of a flat tensor of whole chunks: of each parameter [chunks, numel]."""
+        chunks = flat.view(-1, self.numel)
+        return {p: chunks[:, start : start + p.numel] for p, start in zip(self.pieces, self.starts, strict=True)}
+
+    def join(self, parts: Mapping[Piece, Tensor], chunks: int, like: Tensor) -> Tensor:
+        """The flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
+
+        Args:
+            parts: Of each parameter [chunks, numel].
+            chunks: Number of chunks.
+            like: A tensor of their dtype and device.
+        """
+        flat = like.new_zeros(chunks * self.numel)
+        for piece, place in self.split(flat).items():
+            if (part := parts.get(piece)) is not None:
+                place.copy_(part)
+        return flat
+
+    def translate(self, flat: Tensor, to: FlatLayout) -> Tensor:
+        """A tensor of this layout in another one, with zeros for what this one lacks, and without what that one lacks.
+
+        Args:
+            flat: A flat tensor of whole chunks.
+            to: The other layout.
+        """
+        return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)

@@ -1,0 +1,173 @@
+"""The errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_zpp.codecs.blockwise import Int8
+
+from .flat_layout import FlatLayout, Piece
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which values of a flat gradient a hop encodes on this rank.
+
+    Args:
+        numel: Number of values in a chunk that is encoded.
+        starts: Where each of the chunks begins in the flat gradient.
+        layout: That of the gradient; None if it never changes.
+    """
+
+    numel: int
+    starts: tuple[int, ...]
+    layout: FlatLayout | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.starts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each chunk consists of parts of all parameters of the layout."""
+        return self.layout is not None and self.numel == self.layout.numel
+
+    def embed(self, values: Tensor) -> Tensor:
+        """Its values in whole chunks of the layout, with zeros around them."""
+        if self.is_whole or self.layout is None:
+            return values
+        flat = values.new_zeros(self.layout.numel)
+        for chunk, start in zip(values.view(self.chunks, self.numel), self.starts, strict=True):
+            place = flat[start : start + self.numel]
+            place.copy_(chunk[: place.numel()])
+        return flat
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """Its values of whole chunks of the layout, with zeros where it goes beyond."""
+        if self.is_whole:
+            return flat
+        values = flat.new_zeros(self.chunks, self.numel)
+        for chunk, start in zip(values, self.starts, strict=True):
+            place = flat[start : start + self.numel]
+            chunk[: place.numel()] = place
+        return values.view(-1)
+
+
+@dataclass(frozen=True)
+class HeldErrors:
+    """Errors of the parameters that the gradient consists of, and those of others that it once consisted of.
+
+    See [Note: Identity] in flat_layout.py.
+
+    Args:
+        state: fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place.
+        extent: What they are errors of.
+        parked: Errors of parameters that the present layout lacks, as ``state``, by parameter; never changed in place.
+        codec: Encodes them; None keeps fp32.
+    """
+
+    state: Tensor
+    extent: Extent
+    parked: dict[Piece, Tensor]
+    codec: Int8 | None
+
+    @classmethod
+    def zeros(cls, extent: Extent, codec: Int8 | None, device: torch.device) -> HeldErrors:
+        """No errors yet."""
+        chunks, numel = extent.chunks, extent.numel
+        shape = (chunks * numel,) if codec is None else (chunks, codec.nbytes(numel))
+        dtype = torch.float32 if codec is None else torch.uint8
+        return cls(torch.zeros(shape, dtype=dtype, device=device), extent, {}, codec)
+
+    def values(self) -> Tensor:
+        """The errors in fp32, flat."""
+        return self._decoded(self.state, self.extent.chunks, self.extent.numel)
+
+    def _decoded(self, state: Tensor, chunks: int, numel: int) -> Tensor:
+        if self.codec is None:
+            return state.view(-1)
+        values = torch.empty(chunks * numel, dtype=torch.float32, device=state.device)
+        self.codec.decode(state, values, 1, chunks)
+        return values
+
+    def _encoded(self, values: Tensor, chunks: int) -> Tensor:
+        return values if self.codec is None else self.codec.encode(values.contiguous().view(-1), 1, chunks)
+
+    def in_extent(self, extent: Extent) -> HeldErrors:
+        """The same errors, for another gradient: those of parameters that it lacks are parked until one has them.
+
+        Where chunks cut the layout anywhere, a value that comes to another rank starts from zero there.
+        """
+        old, new = self.extent.layout, extent.layout
+        if old is None or new is None or self.extent.is_whole != extent.is_whole:
+            return HeldErrors.zeros(extent, self.codec, self.state.device)
+        flat = self.extent.embed(self.values())
+        chunks, parts = flat.numel() // old.numel, old.split(flat)
+        parked = {
+            piece: self._encoded(part.clone(), chunks)
+            for piece, part in parts.items()
+            if piece not in new.pieces and piece.numel
+        }
+        for piece, state in self.parked.items():
+            if piece in new.pieces:
+                parts[piece] = self._decoded(state, chunks, piece.numel).view(chunks, -1)
+            else:
+                parked[piece] = state
+        values = extent.cut(new.join(parts, chunks, flat))
+        return HeldErrors(self._encoded(values, extent.chunks), extent, parked, self.codec)
+
+    def copy(self) -> HeldErrors:
+        """A copy, of which the state may be changed in place."""
+        return replace(self, state=self.state.clone())
+
+    def to(self, device: torch.device) -> HeldErrors:
+        """The same on ``device``."""
+        if self.state.device == device:
+            return self
+        parked = {piece: state.to(device) for piece, state in self.parked.items()}
+        return replace(self, state=self.state.to(device), parked=parked)
+
+    def rescaled(self, factor: Tensor) -> HeldErrors:
+        """The errors times ``factor``, a number on their device; the state is changed in place."""
+        if self.codec is None:
+            self.state.mul_(factor)
+            return replace(self, parked={piece: state * factor for piece, state in self.parked.items()})
+        self.codec.scales(self.state, self.extent.numel).mul_(factor)
+        parked = {piece: state.clone() for piece, state in self.parked.items()}
+        for piece, state in parked.items():
+            self.codec.scales(state, piece.numel).mul_(factor)
+        return replace(self, parked=parked)
+
+    # ---- in checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors on the CPU, and what they are of."""
+        extent = self.extent
+        return {
+            "state": self.state.cpu(),
+            "numel": extent.numel,
+            "starts": list(extent.starts),
+            "layout": None if extent.layout is None else _saved(extent.layout),
+            "parked": [(*piece, state.cpu()) for piece, state in self.parked.items()],
+        }
+
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Any], codec: Int8 | None) -> HeldErrors:
+        """What :meth:`state_dict` gave."""
+        layout = None if saved["layout"] is None else _loaded(*saved["layout"])
+        extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
+        parked = {Piece(*piece): state.clone() for *piece, state in saved["parked"]}
+        return cls(saved["state"].clone(), extent, parked, codec)
+
+
+def _saved(layout: FlatLayout) -> tuple[list[tuple[int, str, int]], list[int], int]:
+    return [(*piece,) for piece in layout.pieces], list(layout.starts), layout.numel
+
+
+def _loaded(pieces: list[tuple[int, str, int]], starts: list[int], numel: int) -> FlatLayout:
+    return FlatLayout(tuple(Piece(*piece) for piece in pieces), tuple(starts), numel)

@@ -1,0 +1,71 @@
+"""Functions of ``torch.nn.utils`` that compute a weight from others in each forward: for a frozen weight they raise.
+
+They take the parameter out of its module, and a frozen weight is no parameter. Without a word of ours, torch raises a
+``KeyError`` that names nothing but ``weight``. Called before quantizing they are honoured: what they make of the
+parameter is not the weight of a layer any more, so it is not quantized.
+
+What replaces a frozen weight in other ways is honoured by ``modules.py`` (PEFT's ``target_parameters``, an entry in
+``module._parameters`` or the instance's ``__dict__``), or raises there: everything that writes or sets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+from .modules import frozen_weights_of
+
+_NEEDED = (
+    Needed("torch.nn.utils.parametrize", "register_parametrization", "refusing a parametrization of a frozen weight"),
+    Needed("torch.nn.utils.prune.BasePruningMethod", "apply", "refusing to prune one"),
+)
+check_needed("frozen base", _NEEDED)
+
+_REPLACING: tuple[tuple[str, str | None, str], ...] = (
+    ("torch.nn.utils.parametrize", None, "register_parametrization"),
+    ("torch.nn.utils.weight_norm", "WeightNorm", "apply"),
+    ("torch.nn.utils.spectral_norm", "SpectralNorm", "apply"),
+    ("torch.nn.utils.prune", "BasePruningMethod", "apply"),
+)
+"""What is replaced: the module, the class if it is a method, and its name. The first two arguments are the module whose
+weight is meant and its name there."""
+_OURS = "_fsdp_zpp_refuses_frozen"
+
+
+def refuse_replacing() -> None:
+    """Have these functions raise for frozen weights, from now on. See the top of this file."""
+    for path, cls, name in _REPLACING:
+        owner: Any = importlib.import_module(path)
+        owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go
+        original = None if owner is None else vars(owner).get(name)
+        if original is not None and not hasattr(original, _OURS):
+            setattr(owner, name, _refusing(original, f"{path}.{cls or name}"))
+
+
+def _refusing(original: Any, what: str) -> Any:
+    """``original``, a function or a static or class method, raising first if it is given a frozen weight."""
+    kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
+    function: Callable[..., Any] = original if kind is None else original.__func__
+    first = 1 if kind is classmethod else 0
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        module = args[first] if len(args) > first else kwargs.get("module")
+        name = args[first + 1] if len(args) > first + 1 else kwargs.get("tensor_name", kwargs.get("name"))
+        if isinstance(module, nn.Module) and name in (frozen := frozen_weights_of(module)):
+            raise RuntimeError(
+                f"{frozen[name].name} is frozen and quantized, so {what} can't compute it from other parameters; call "
+                "it before you quantize, which then leaves this weight out, or call "
+                "fsdp_zpp.dequantize_frozen_params(module) first, on every rank and before sharding"
+            )
+        return function(*args, **kwargs)
+
+    refusing: Any = checked if kind is None else kind(checked)
+    setattr(refusing, _OURS, True)
+    return refusing

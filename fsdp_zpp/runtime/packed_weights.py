@@ -1,0 +1,43 @@
+"""Parameters whose bytes are packed values: QLoRA's base, torchao's tensors, and others that a codec must not encode.
+
+bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen as
+numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def holds_packed_values(parameter: Tensor) -> bool:
+    """Whether the elements of ``parameter`` stand for other values, so that its bytes must arrive unchanged.
+
+    To be asked before FSDP shards it: shards are plain tensors.
+    """
+    if isinstance(parameter, DTensor):
+        return holds_packed_values(parameter._local_tensor)
+    return (
+        hasattr(parameter, "__tensor_flatten__")  # consists of other tensors, of which it is computed
+        or hasattr(parameter, "fsdp_pre_all_gather")  # decides itself what is gathered
+        or getattr(parameter, "quant_state", None) is not None
+        # Also before bitsandbytes has packed them, which it does when they are moved to a GPU.
+        or any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(parameter).__mro__)
+    )
+
+
+def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """The modules below ``model`` that have packed parameters, with the names there."""
+    return {
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and holds_packed_values(parameter)
+    }
+
+
+def packed_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What all ranks must agree on about packed parameters, by name; see [Note: Agreement] in agreement.py."""
+    return {f"values in {name}": f"packed as {type(p).__name__}" for name, p in parameters if holds_packed_values(p)}

@@ -1,0 +1,92 @@
+"""Which units' weights a training step may have changed, and so whose copies are stale after it.
+
+[Note: What a step changes]
+A step may write to whatever was ever trained and to whatever an optimizer was ever given: weight decay and momentum
+move parameters that are frozen by now, and adapters that are switched off while the optimizer steps. So no decision
+hangs on what requires a gradient at the moment of asking. Once a unit is found to change, it counts as changing for
+good, and it is looked at where all ranks pass: at the end of every backward and at every step.
+
+Users may leave parameters of which their rank has no element out of their optimizers. So a unit of which some rank has
+none changes with every step: it is too small for that to matter, and ranks could not tell otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_zpp.collectives.agreement import agree_on_use
+
+from .unit import ManagedUnit, StrategyUnit, Unit
+
+IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
+"""Attribute of parameters that were given to some optimizer."""
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+class WeightChanges:
+    """Tells the units of a model that a step may have changed their weights. See [Note: What a step changes].
+
+    Args:
+        units: The units.
+        too_small: Those of which some rank has no element; the same on all ranks.
+    """
+
+    def __init__(self, units: Sequence[ManagedUnit[Unit]], too_small: Collection[Unit] = ()) -> None:
+        self._changing = [managed for managed in units if managed.unit in too_small]
+        self._others = [managed for managed in units if managed.unit not in too_small]
+        self._has_warned = False
+
+    def look(self, held: Collection[int] = ()) -> None:
+        """Look which units have begun to change; at a point that all ranks pass.
+
+        Args:
+            held: The ids of the parameters of an optimizer that has stepped.
+        """
+        others: list[ManagedUnit[Unit]] = []
+        untrained: list[ManagedUnit[Unit]] = []
+        for managed in self._others:
+            if managed.is_trained():
+                self._changing.append(managed)
+            elif any(id(p) in held or getattr(p, IN_OPTIMIZER, False) for p in managed.parameters()):
+                self._changing.append(managed)
+                untrained.append(managed)
+            else:
+                others.append(managed)
+        self._others = others
+        self._warn_of([managed for managed in untrained if managed.unit.keeps_weights])
+
+    def step(self, held: Collection[int] = ()) -> None:
+        """Declare the weights of units that change stale, for a step that was made or is to come; ``held`` as above."""
+        self.look(held)
+        for managed in self._changing:
+            managed.unit.invalidate(by_step=True)
+
+    def _warn_of(self, untrained: list[ManagedUnit[Unit]]) -> None:
+        if not untrained or self._has_warned:
+            return
+        self._has_warned = True
+        if untrained[0].unit.ranks.rank == 0:
+            logger.info(
+                "an optimizer was given parameters of %d frozen unit%s (%s%s), which are sent anew after each of its "
+                "steps; to send them once, give it only parameters that require gradients",
+                len(untrained),
+                "" if len(untrained) == 1 else "s",
+                ", ".join(managed.name for managed in untrained[:3]),
+                ", ..." if len(untrained) > 3 else "",
+            )
+
+
+def too_small_units(units: Sequence[ManagedUnit[StrategyUnit]]) -> set[Unit]:
+    """The units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
+    asked = [(managed.unit, managed.unit.ranks, [not any(map(local_numel, managed.parameters()))]) for managed in units]
+    return {unit for unit, on_any_rank in agree_on_use(asked) if any(on_any_rank())}
+
+
+def local_numel(parameter: nn.Parameter) -> int:
+    """Elements that this rank holds."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

@@ -1,0 +1,283 @@
+"""What another quantizer has packed is never encoded as if its bytes were numbers; NF4 takes over bitsandbytes'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from harness import models
+from harness.adapter import Adapter
+from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.messages import collected
+from harness.pool import Pool, device_type
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
+
+from fsdp_zpp import NF4, Int8, Strategy, fully_shard, quantize_frozen_params
+from fsdp_zpp.frozen.modules import FrozenModule
+
+WIDTH = 64
+
+
+def packed_linear(seed: int, storage: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
+    """A linear layer of QLoRA's."""
+    torch.manual_seed(seed)
+    values = torch.randn(WIDTH, WIDTH).bfloat16().to(models.device()) / 8
+    arguments: dict[str, Any] = {"quant_type": "nf4", "quant_storage": storage, "blocksize": 64} | options
+    layer = bnb.nn.Linear4bit(
+        WIDTH, WIDTH, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=storage
+    )
+    layer.weight = bnb.nn.Params4bit(values, requires_grad=False, module=layer, **arguments)
+    layer.weight = layer.weight._quantize(models.device())
+    return layer.to(models.device())
+
+
+class Packed(nn.Module):
+    """Two packed layers, then a plain frozen one, and a trainable one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.second = packed_linear(1, **options), packed_linear(2, **options)
+        self.plain = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.ones_(self.plain.weight)
+        nn.init.ones_(self.trained.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trained(self.second(self.first(x)) + self.plain(x))
+
+
+def make(**options: Any) -> Packed:
+    """The model in bf16, the same on every rank."""
+    return Packed(**options).to(models.device(), torch.bfloat16)
+
+
+def x() -> Tensor:
+    """An input."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(models.device())
+
+
+STRATEGIES = {
+    **{scopes: Strategy(scopes, weights=Int8(64), gpus_per_node=2) for scopes in ("GGG", "IGG", "IIG", "NNG")},
+    "III": Strategy("III", gpus_per_node=2),
+    "zeropp": Strategy.zeropp(gpus_per_node=2),
+    "mixzpp": Strategy.mixzpp(gpus_per_node=2),
+    "zeropp, one node": Strategy.zeropp(gpus_per_node=4),
+}
+
+
+def output(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> tuple[Tensor, Tensor]:
+    """In a worker: the output of a model with packed layers, and the unsharded one's; after a step, too."""
+    model, alone = make(), make()
+    arguments: dict[str, Any] = {"use_orig_params": not flat} if adapter.torch_name != "fully_shard" else {}
+    if flat:  # FSDP wants all of an instance trainable or none
+        for each in (model, alone):
+            each.requires_grad_(False)
+    if parts:
+        model.second = adapter.wrap(model.second, strategy, **arguments)
+    sharded = adapter.wrap(model, strategy, **arguments)
+    with torch.no_grad():
+        # Twice: then from what is kept of the first.
+        return torch.stack([sharded(x()) for _ in range(2)]).cpu(), torch.stack([alone(x())] * 2).cpu()
+
+
+@over_pairs(adapter=ADAPTERS, name=list(STRATEGIES), parts=[False, True], flat=[False, True])
+def test_packed_weights_arrive_unchanged(
+    pool: Callable[[int], Pool], adapter: Adapter, name: str, parts: bool, flat: bool
+) -> None:
+    for ours, expected in pool(4).run(output, adapter, STRATEGIES[name], parts, flat):
+        # The plain layers' ones are exact in int8, and so are the packed bytes as they are.
+        assert torch.equal(ours, expected)
+
+
+def logged(adapter: Adapter, strategy: Any) -> list[tuple[str, str]]:
+    """In a worker: what a model with packed layers logs."""
+    with collected() as records:
+        model = make()
+        model.second = adapter.wrap(model.second, strategy)
+        model.trained = adapter.wrap(model.trained, strategy)
+        adapter.wrap(model, strategy)(x())
+    return records
+
+
+@over_adapters
+def test_the_log_says_which_units_are_gathered_as_they_are(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    first, *others = pool(4).run(logged, adapter, Strategy.zeropp(gpus_per_node=2))
+    assert others == [[]] * 3
+    [(level, line)] = first
+    assert level == "INFO"
+    assert "weights gathered as int8(256) (1 of 3 units, " in line
+    assert "% of parameters); packed values gathered as they are, not as int8(256); " in line
+    first = pool(4).run(logged, adapter, Strategy.mixzpp(gpus_per_node=2, frozen=Int8(64)))[0]
+    assert [level for level, _ in first] == ["INFO", "INFO"]
+    assert "packed already as Params4bit" in first[1][1]
+
+
+# ---- converted to NF4
+
+
+def converted(adapter: Adapter, by_strategy: bool, block: int) -> tuple[list[str], list[Tensor]]:
+    """In a worker: which layers are quantized anew, and the output before and after."""
+    model, alone = make(blocksize=64), make(blocksize=64)
+    codec = NF4(block)
+    if not by_strategy:
+        quantize_frozen_params(model, codec, min_numel=1, gpus_per_node=2)
+    # A block of 64 and 64 x 64 values: the smallest weight that a strategy quantizes.
+    sharded = adapter.wrap(model, Strategy.mixzpp(gpus_per_node=2, frozen=codec))
+    with torch.no_grad():
+        outputs = [sharded(x()).cpu(), alone(x()).cpu()]
+    names = [name for name, layer in model.named_children() if isinstance(layer, FrozenModule)]
+    names += [name for name in ("first", "second", "plain") if isinstance(getattr(model, name, None), FrozenModule)]
+    return sorted(set(names)), outputs
+
+
+@over_pairs(adapter=ADAPTERS, by_strategy=[False, True], block=[64, 128])
+def test_nf4_takes_over_what_bitsandbytes_has_packed(
+    pool: Callable[[int], Pool], adapter: Adapter, by_strategy: bool, block: int
+) -> None:
+    for names, (ours, expected) in pool(4).run(converted, adapter, by_strategy, block):
+        assert {"first", "second"} <= set(names)
+        similar = torch.cosine_similarity(ours.flatten().float(), expected.flatten().float(), 0)
+        assert similar > 0.98
+
+
+@pytest.mark.parametrize("options", [{}, {"compress_statistics": False}, {"quant_storage": torch.uint8}], ids=str)
+def test_with_the_same_blocks_the_values_are_bitsandbytes_own(options: dict[str, Any]) -> None:
+    layer = packed_linear(1, **options)
+    state = layer.weight.quant_state
+    before = bnb.functional.dequantize_4bit(layer.weight.data, state)
+    report = quantize_frozen_params(layer, NF4(64), min_numel=1)
+    assert (report.weights, report.parameters) == (1, WIDTH * WIDTH)
+    assert isinstance(layer, nn.Linear)
+    assert not isinstance(layer, bnb.nn.Linear4bit)
+    assert torch.equal(layer.weight.dequantize(), before)
+
+
+def test_an_adapter_on_a_packed_layer_works_on_after_the_conversion() -> None:
+    model = nn.Sequential(packed_linear(1))
+    model.is_loaded_in_4bit = True
+    adapted = get_peft_model(model, LoraConfig(target_modules=["0"], r=4, init_lora_weights=False))
+    expected = adapted(x())
+    quantize_frozen_params(adapted, NF4(64), min_numel=1)
+    torch.testing.assert_close(adapted(x()), expected, rtol=2e-2, atol=2e-2)
+    adapted(x()).sum().backward()
+    assert all(p.grad is not None for p in adapted.parameters())
+
+
+def test_another_codec_leaves_packed_layers_and_says_why() -> None:
+    layer = packed_linear(1)
+    report = quantize_frozen_params(layer, Int8(64), min_numel=1)
+    assert report.weights == 0
+    assert report.left == {"packed already as Params4bit": ("weight",)}
+
+
+# ---- tensors that know how they are packed
+
+
+class Halves(Tensor):
+    """A stand-in for torchao's packed tensors: two bytes for each value, which encode themselves for FSDP2's gather."""
+
+    packed: Tensor
+
+    @staticmethod
+    def __new__(cls, packed: Tensor) -> Halves:
+        """The bf16 values that ``packed`` [rows, 2 * columns] holds."""
+        shape = (*packed.shape[:-1], packed.shape[-1] // 2)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=packed.device)
+        made.packed = packed
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["packed"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], *unused: Any) -> Halves:
+        return Halves(tensors["packed"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+            return Halves(func(args[0].packed, **{k: v for k, v in kwargs.items() if k != "dtype"}))
+        if func is aten.split.Tensor:
+            return [Halves(part) for part in func(args[0].packed, *args[1:])]
+        if func is aten.slice.Tensor:
+            return Halves(func(args[0].packed, *args[1:]))
+        if func is aten.new_zeros.default:
+            size = args[1]
+            return Halves(args[0].packed.new_zeros((*size[:-1], 2 * size[-1])))
+        if func is aten.copy_.default and isinstance(args[1], Halves):
+            args[0].packed.copy_(args[1].packed)
+            return args[0]
+        if func in (aten.view.default, aten.as_strided.default):
+            return Halves(args[0].packed)
+        if func is aten.view.dtype:
+            raise NotImplementedError("as in torchao, the bits of packed values are not to be had")
+        args, kwargs = tree_map_only(Halves, Halves.unpacked, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def unpacked(self) -> Tensor:
+        """The values."""
+        return self.packed.view(torch.bfloat16)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """The bytes."""
+        return (self.packed,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """All values."""
+        if out is None:
+            return Halves(outputs[0]), outputs
+        return None
+
+
+def self_packing(scopes: str) -> tuple[bool, list[tuple[str, str]]]:
+    """In a worker: whether a layer whose weight packs itself gives the right output, and what is logged."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False).to(models.device(), torch.bfloat16)
+    torch.manual_seed(3)
+    values = torch.randn(WIDTH, WIDTH).bfloat16().to(models.device())
+    layer.weight = nn.Parameter(Halves(values.view(torch.uint8)), requires_grad=False)
+    model = nn.Sequential(layer)
+    codec = None if scopes[2] == "I" else Int8(64)
+    with collected() as records, torch.no_grad():
+        fully_shard(model, strategy=Strategy(scopes, weights=codec, gpus_per_node=2))
+        return torch.equal(model(x()), x() @ values.T), records
+
+
+@pytest.mark.parametrize("scopes", ["GGG", "IGG", "NNG", "III"])
+def test_a_tensor_that_packs_itself_is_gathered_as_it_is(pool: Callable[[int], Pool], scopes: str) -> None:
+    for same, _ in pool(4).run(self_packing, scopes):
+        assert same
+
+
+# ---- tensor parallelism
+
+
+def tensor_parallel(codec: Any) -> list[tuple[str, str]]:
+    """In a worker: what a model logs whose frozen weights are split by tensor parallelism."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, 8, bias=False))
+    net.to(models.device())[0].requires_grad_(False)
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(use_local_output=True)})
+    net[1] = nn.Linear(WIDTH, 8, bias=False).to(models.device())
+    with pytest.raises(ValueError, match=r"0\.weight is sharded by another parallelism"):
+        quantize_frozen_params(net, codec, process_group=mesh["dp"].get_group(), gpus_per_node=1)
+    with collected() as records:
+        fully_shard(net, strategy=Strategy.mixzpp(gpus_per_node=1, frozen=codec), mesh=mesh["dp"])
+        net(torch.ones(2, WIDTH, device=models.device())).sum().backward()
+    return records
+
+
+def test_weights_split_by_tensor_parallelism_are_said_to_be(pool: Callable[[int], Pool]) -> None:
+    first = pool(4).run(tensor_parallel, Int8(64))[0]
+    [line] = [line for level, line in first if "frozen=" in line]
+    assert line == (
+        "Sequential: frozen=int8(64) is NOT active: no frozen weight can or should be quantized; frozen parameters "
+        "that stay as they are: 1 sharded by another parallelism (0.weight, ...)"
+    )

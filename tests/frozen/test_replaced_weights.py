@@ -1,0 +1,215 @@
+"""What else replaces a weight of a module is honoured if the weight is quantized, or refused; it never does nothing."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import llama, models
+from harness.adapted_llama import CODEC, MIXZPP
+from harness.adapter import Adapter
+from harness.covering import ADAPTERS, over_pairs
+from harness.pool import Pool
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+
+from fsdp_zpp import Int8, dequantize_frozen_params, quantize_frozen_params
+
+TARGETS = ["q_proj.weight", "down_proj.weight", "embed_tokens.weight"]
+"""Weights of linear layers and of an embedding, as PEFT's ``target_parameters`` names them."""
+
+
+def adapt(base: nn.Module) -> PeftModel:
+    """Add an adapter of parameters whose B is not zero."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"target_modules": ["v_proj"], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(base, LoraConfig(target_parameters=TARGETS, **options))
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def quantized(first: bool, dtype: torch.dtype = torch.float32) -> PeftModel:
+    """The adapted model with a quantized base; ``first`` quantizes before the adapter is added."""
+    base = llama.make_base(dtype).requires_grad_(False)
+    if first:
+        quantize_frozen_params(base, CODEC, gpus_per_node=2)
+    model = adapt(base)
+    if not first:
+        quantize_frozen_params(model, CODEC, gpus_per_node=2)
+    return model
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients of one batch, the same on every rank."""
+    llama.loss_of(model, llama.tokens(0, 0)).backward()
+    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def adapted_parameters(adapter: Adapter, first: bool, dtype: torch.dtype) -> tuple[list[bool], float]:
+    """In a worker: whether logits are the oracle's, with adapter and without; and how far its gradients are."""
+    model, alone = quantized(first, dtype), adapt(llama.rounded_base(CODEC, dtype))
+    model = llama.shard(adapter, model, MIXZPP)
+    same = [torch.equal(llama.logits_of(model), llama.logits_of(alone))]
+    with llama.peft_of(model).disable_adapter(), alone.disable_adapter():
+        same.append(torch.equal(llama.logits_of(model), without := llama.logits_of(alone)))
+    same.append(not torch.equal(without, llama.logits_of(alone)))
+    gradients(model)
+    return same, models.distance(adapter.full_gradients(model), gradients(alone))
+
+
+@over_pairs(adapter=ADAPTERS, first=[False, True], dtype=[torch.float32, torch.bfloat16])
+def test_adapters_of_parameters_act_on_quantized_layers(
+    pool: Callable[[int], Pool], adapter: Adapter, first: bool, dtype: torch.dtype
+) -> None:
+    for same, distance in pool(4).run(adapted_parameters, adapter, first, dtype):
+        assert same == [True] * 3
+        # The mean of four equal gradients, rounded to bf16 once more.
+        assert distance <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_an_adapter_of_parameters_merges_into_a_dequantized_base_alone() -> None:
+    model = quantized(first=True)
+    expected = llama.logits_of(model)
+    with pytest.raises(RuntimeError, match=r"call fsdp_zpp\.dequantize_frozen_params"):
+        model.merge_adapter()
+    assert torch.equal(llama.logits_of(model), expected)
+    dequantize_frozen_params(model)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(llama.logits_of(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_computes_with_a_replaced_weight_in_the_dtype_of_its_input() -> None:
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(64, 64)), LoraConfig(target_modules=[], target_parameters=["0.weight"])
+    )
+    quantize_frozen_params(model, CODEC, min_numel=1)
+    x = torch.randn(2, 64)
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Experts(nn.Module):
+    """A stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight[1]
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(64, 64), lambda: torch.ones(2, 64)),
+    "embedding": (lambda: nn.Embedding(64, 64), lambda: torch.arange(4)),
+    "experts": (Experts, lambda: torch.ones(2, 64)),
+}
+over_modules = pytest.mark.parametrize("kind", MODULES)
+
+
+def frozen_module(kind: str) -> nn.Module:
+    """A module with a frozen weight, not quantized yet."""
+    torch.manual_seed(0)
+    return MODULES[kind][0]().requires_grad_(False)
+
+
+def pre_hook(module: nn.Module) -> None:
+    def double(module: nn.Module, inputs: Any) -> None:
+        module.weight = nn.Parameter(2 * module.weight, requires_grad=False)
+
+    module.register_forward_pre_hook(double)
+
+
+COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
+    "parametrize": lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
+    "weight norm": lambda module: parametrizations.weight_norm(module),
+    "old weight norm": lambda module: weight_norm(module),
+    "old spectral norm": lambda module: spectral_norm(module),
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+    "masked": lambda module: prune.custom_from_mask(module, "weight", torch.zeros_like(module.weight)),
+    "set in a hook": pre_hook,
+    "deleted": lambda module: delattr(module, "weight"),
+    "called with another": lambda module: torch.func.functional_call(
+        module, {"weight": torch.zeros_like(module.weight)}, torch.ones(2, 64)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", COMPUTED)
+@over_modules
+def test_what_computes_a_quantized_weight_from_others_is_refused(kind: str, way: str) -> None:
+    module = frozen_module(kind)
+    quantize_frozen_params(module, CODEC, min_numel=1)
+    expected = module(MODULES[kind][1]())
+
+    def replace_and_compute() -> None:
+        COMPUTED[way](module)
+        module(MODULES[kind][1]())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old norms
+        with pytest.raises(RuntimeError, match=r"weight is frozen and quantized, so .*dequantize_frozen_params"):
+            replace_and_compute()
+    if way != "set in a hook":
+        assert torch.equal(module(MODULES[kind][1]()), expected)
+
+
+@pytest.mark.parametrize("way", ["parametrize", "weight norm", "old weight norm", "pruned", "masked"])
+@over_modules
+def test_a_weight_that_is_computed_from_others_before_is_right_afterwards(kind: str, way: str) -> None:
+    module, plain = frozen_module(kind), frozen_module(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        COMPUTED[way](module)
+        COMPUTED[way](plain)
+    quantize_frozen_params(module.requires_grad_(False), Int8(64), min_numel=1)
+    x = MODULES[kind][1]()
+    torch.testing.assert_close(module(x), plain(x), rtol=0.02, atol=0.2)  # of sums of 64 values quantized to 8 bits
+
+
+@over_modules
+def test_a_tensor_put_in_place_of_a_quantized_weight_is_used(kind: str) -> None:
+    other = 0.5 * frozen_module(kind).weight
+    plain = frozen_module(kind)
+    plain.weight.data.copy_(other)
+    x = MODULES[kind][1]()
+    module = frozen_module(kind)
+    quantize_frozen_params(module, CODEC, min_numel=1)
+    for place, value in ((vars(module), other), (module._parameters, nn.Parameter(other))):
+        before = module(x)
+        place["weight"] = value
+        assert torch.equal(module(x), plain(x))
+        assert not torch.equal(before, plain(x))
+        del place["weight"]
+        assert torch.equal(module(x), before)
+
+
+def test_other_weights_of_a_quantized_layer_may_be_computed_from_others() -> None:
+    layer = frozen_module("linear")
+    quantize_frozen_params(layer, CODEC, min_numel=1)
+    x = torch.ones(2, 64)
+    before = layer(x)
+    parametrize.register_parametrization(layer, "bias", Doubled())
+    torch.testing.assert_close(layer(x) - before, layer.parametrizations.bias.original.expand(2, 64))
+    for use in (copy.deepcopy, dequantize_frozen_params):
+        with pytest.raises(RuntimeError, match=r"bias of a .*FrozenLinear .* is parametrized"):
+            use(layer)
+    parametrize.remove_parametrizations(layer, "bias")
+    dequantize_frozen_params(layer)
+    torch.testing.assert_close(layer(x), before + layer.bias / 2)
