@@ -28,7 +28,8 @@ NODES = {2: (1, 2), 3: (1, 3), 4: (2, 2, 2, 1), 6: (2, 3, 1), 8: (2, 4)}
 PRECISIONS = ("bf16 fp32", "bf16 none", "fp16 none", "fp16 fp32", "none bf16", "none fp16")
 LOCAL_LEVELS = ("III", "INI", "NNI", "NNN")
 OPTIMIZERS = {
-    Feature.FUSED: ("sgd fused", "adamw fused"),
+    # Not SGD, whose fused kernel on CPUs is wrong in 16 bits, and which fully_shard's DTensors don't have.
+    Feature.FUSED: ("adamw fused",),
     Feature.FOREACH: ("sgd foreach", "adamw foreach"),
     Feature.SCHEDULE_FREE: ("schedule-free",),
     Feature.SAM: ("sam",),
@@ -186,8 +187,7 @@ def _features(draw: st.DrawFn, adapter: str, local: bool, hook: bool) -> frozens
 def _optimizer(draft: Draft) -> str:
     for feature, names in OPTIMIZERS.items():
         if draft.has(feature):
-            # fully_shard's DTensors have no fused SGD.
-            return draft.draw(st.sampled_from(names[-1:] if draft.adapter == "fsdp2" else names))
+            return draft.draw(st.sampled_from(names))
     return draft.draw(st.sampled_from(("sgd", "sgd", "adamw")))
 
 
