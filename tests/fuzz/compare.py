@@ -46,7 +46,8 @@ def run_ours(program: Program) -> str | None:
     differs = torch.tensor(float(found is not None))
     dist.all_reduce(differs)
     if differs and program.adapter != "fsdp2" and program.strategy.levels == "NNN" and program.inner is None:
-        return difference(program, ours, Replicated(program, STOCK).run())  # which NNN is, with all that is its own
+        replicated = Replicated(program, STOCK).run()  # which NNN is, with all that is its own
+        return found if replicated.error is not None else difference(program, ours, replicated)
     if differs and is_as_exact(ours, stock, Unsharded(program, STOCK).run()):
         return None
     return found
