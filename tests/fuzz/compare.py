@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from harness.adapter import STOCK
+from torch.distributed.fsdp import ShardingStrategy
 
 from .gradient_law import gradient_errors
 from .laws import has_gradient_law
@@ -15,6 +16,12 @@ from .trace import Trace
 from .unsharded import Unsharded, is_as_exact
 
 _stock: dict[str, Trace] = {}
+
+
+class Replicated(Run):
+    """A run with FSDP1's NO_SHARD."""
+
+    stock_sharding = ShardingStrategy.NO_SHARD
 
 
 def run_stock(program: Program) -> str | None:
@@ -38,6 +45,9 @@ def run_ours(program: Program) -> str | None:
         return found
     differs = torch.tensor(float(found is not None))
     dist.all_reduce(differs)
+    if differs and program.adapter != "fsdp2" and program.strategy.levels == "NNN" and program.inner is None:
+        replicated = Replicated(program, STOCK).run()  # which NNN is, with all that is its own
+        return found if replicated.error is not None else difference(program, ours, replicated)
     if differs and is_as_exact(ours, stock, Unsharded(program, STOCK).run()):
         return None
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.adapter import original_name
 from torch.distributed.tensor import DTensor
 
 from . import program as ops
@@ -16,7 +17,8 @@ class Showing(Forwards):
     def do_show(self, op: ops.Show) -> None:
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
-                key = f"op {self.number}: model {i} shows {name}"
+                # Ours wraps what is frozen of a unit in a unit of its own, which names show.
+                key = f"op {self.number}: model {i} shows {original_name(name)}"
                 self.trace.facts[f"{key}: trainable"] = str(p.requires_grad)
                 if self.is_fsdp1:
                     continue

@@ -46,7 +46,7 @@ def step(draft: Draft, scaler: bool) -> None:
     draft.ops.append(Step(stepping, clip=0.3 if draft.one_in(4) else None))
     if draft.has(Feature.SHOWN, 3):
         show(draft)
-    zeros = draft.has(Feature.ZEROS, 2)
+    zeros = draft.has(Feature.ZEROS, 1 if Feature.FREEZE_KEEPING_GRADIENTS in draft.features else 2)
     if draft.one_in(6):
         draft.ops.append(ZeroGrad(draw(st.sampled_from(("models", "modules"))), not zeros))
     else:

@@ -52,7 +52,8 @@ def reshard(model: Any, strategy: Any) -> None:
 
 
 def _has_started(module: FullyShardedDataParallel) -> bool:
-    return module._handle is not None and hasattr(module._handle.flat_param, "_local_shard")
+    handle = module._handle
+    return handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
 
 
 def follow_move(model: Any) -> None:

@@ -37,6 +37,9 @@ ADAPTERS: dict[str, Adapter] = {
 class Trained:
     """The models and the optimizers of a program, sharded by stock FSDP or by ours."""
 
+    stock_sharding: Any = STOCK
+    """What stock FSDP is told."""
+
     def __init__(self, program: Program, strategy: Any) -> None:
         self.program = program
         self.hook = program.strategy if program.hook and strategy is not STOCK else None
@@ -53,18 +56,19 @@ class Trained:
         net = Net(spec).to(harness_models.device())
         self.before_sharding(i, net)
         arguments = self._arguments()
+        own = self.stock_sharding if self.strategy is STOCK else self.strategy
         listed = list(net.blocks[:2]) if spec.listed else []
         for block, unit in enumerate(spec.units):
-            strategy = self.program.inner if self.program.inner and block % 2 and self.strategy else self.strategy
+            strategy = self.program.inner if self.program.inner and block % 2 and self.strategy else own
             inside = net.blocks[block]
             if unit.nested:
                 inside.branches[0] = self.adapter.apply(inside.branches[0], strategy, **arguments)
             if inside in listed:
                 if inside is listed[-1]:
-                    self.adapter.apply(listed, self.strategy, **arguments)
+                    self.adapter.apply(listed, own, **arguments)
             elif unit.wrapped:
                 net.blocks[block] = self.adapter.apply(inside, strategy, **arguments)
-        model = net if spec.rootless else self.adapter.apply(net, self.strategy, **arguments)
+        model = net if spec.rootless else self.adapter.apply(net, own, **arguments)
         for root in self.roots_of(model, spec):
             if self.program.zero_unused:
                 root.set_reduce_scatter_unused_params(True)
