@@ -41,6 +41,7 @@ class SeenWeights:
     def __init__(self, program: Program) -> None:
         used = [program.strategy, *([program.inner] if program.inner else [])]
         self.bound = max(map(weight_error, used)) * MARGIN + IN_16_BITS * program.has_half + 1e-6
+        self.of_exact = IN_16_BITS * program.has_half + 1e-6  # of parameters of one dimension
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
 
     def watch(self, i: int, net: nn.Module) -> None:
@@ -65,7 +66,8 @@ class SeenWeights:
             if model != i or truth is None:
                 continue
             error = max(float((each.cpu() - truth).abs().max()) for each in seen)
-            if not error <= self.bound * largest and truth.isfinite().all():
+            bound = self.bound if truth.ndim > 1 else self.of_exact
+            if not error <= bound * largest and truth.isfinite().all():
                 wrong.append(
                     f"a forward saw {name}.weight {error:.3g} from its value, the largest weight is {largest:.3g}"
                 )
