@@ -87,7 +87,7 @@ class ExactPlaces:
 
 
 class PlacesInChunks:
-    """The places of small values in chunks that a hop encodes; computed when the layout changes.
+    """The places of small values in chunks that a hop encodes; computed once for each layout.
 
     Args:
         mesh: The ranks.
@@ -96,16 +96,18 @@ class PlacesInChunks:
     def __init__(self, mesh: ProcessMesh) -> None:
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._found: dict[tuple[str, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
+        self._found: dict[tuple[str, int, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
 
     def _cached(
         self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
     ) -> ExactPlaces | None:
         if layout is None or not layout.exact or not numel:
             return None
-        found = self._found.get((which, numel))
-        if found is None or found[0] is not layout or found[1] != device:
-            found = self._found[which, numel] = layout, device, _places(layout, numel, rows(), device)
+        key = (which, numel, id(layout))
+        found = self._found.get(key)
+        if found is None or found[1] != device:
+            # With the layout, so that its id stays its own.
+            found = self._found[key] = layout, device, _places(layout, numel, rows(), device)
         return found[2]
 
     # ---- of tensors that have a chunk for each rank

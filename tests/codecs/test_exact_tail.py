@@ -15,6 +15,7 @@ from fsdp_zpp import Codec, Int4, Int4Delta, Int8
 from fsdp_zpp.codecs.base import FullPrecision
 from fsdp_zpp.codecs.exact_tail import ExactTail, exact_tail, sends_deltas, without_tail
 from fsdp_zpp.collectives.error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
+from fsdp_zpp.collectives.held_errors import Extent
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12
 
@@ -138,7 +139,7 @@ def test_decode_sum_encode(codec: Codec, following: Codec, numel: int) -> None:
 def test_feedback(codec: Codec, following: Codec, error_codec: Int8 | None) -> None:
     """Errors are laid out and updated as for the wrapped codec."""
     numel, tailed, then = 300, exact_tail(codec, TAIL), exact_tail(following, TAIL)
-    buffers = [ErrorBuffer(BETA, error_codec).prepare(6, numel, torch.device("cpu")) for _ in range(2)]
+    buffers = [ErrorBuffer(BETA, error_codec).prepare(Extent(numel, (0,) * 6), torch.device("cpu")) for _ in range(2)]
     for step in range(2):
         values = values_of(6 * numel, step)
         expected = encode_with_feedback(codec, values, 2, 3, buffers[0])
@@ -191,7 +192,7 @@ def test_blockwise_codecs_take_one_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
     int8, int4 = exact_tail(Int8(64), TAIL), exact_tail(Int4(32), TAIL)
     payload = int8.encode(values_of(600), 1, 2)[None].clone()
-    errors = ErrorBuffer(BETA, None).prepare(2, 300, torch.device("cpu"))
+    errors = ErrorBuffer(BETA, None).prepare(Extent(300, (0, 300)), torch.device("cpu"))
     monkeypatch.setattr(dispatch.Op, "__call__", counted)
     int8.decode_sum_encode(payload, 300, int4, SCALE)
     encode_with_feedback(int4, values_of(600), 1, 2, errors)

@@ -32,6 +32,8 @@ def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit) -> Strate
         The flat parameter's handle.
     """
     if module._handle is None:
+        if unit.reduce is not None:
+            module._comm_hook_state = None  # which may be the handle of parameters that were taken out of it
         return None
     handle: Any = module._handle
     handle.__class__ = StrategyHandle

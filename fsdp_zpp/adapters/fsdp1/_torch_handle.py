@@ -187,15 +187,17 @@ class StrategyHandle(ViewingHandle):
     def accumulate(self, gradient: Tensor) -> None:
         """Reduce the gradient of a micro-batch that is not the last, as far as the gradient scope says."""
         assert self.reduction is not None
-        self.reduction.accumulate(gradient, self._layout.whole(gradient.shape[0])).finish()
+        self.reduction.accumulate(gradient, self._gradient_layout(gradient)).finish()
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
         """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
         assert self.reduction is not None
+        self.reduction.start(gradient, out, 1.0, self._gradient_layout(gradient)).finish()
+
+    def _gradient_layout(self, gradient: Tensor) -> FlatLayout:
         # Only errors are to know which parameters are frozen.
-        layouts, numel = self._layout, gradient.shape[0]
-        layout = layouts.whole(numel) if self.reduction.errors is None else layouts.trained(numel)
-        self.reduction.start(gradient, out, 1.0, layout).finish()
+        knows_frozen = self.reduction is not None and self.reduction.errors is not None
+        return (self._layout.trained if knows_frozen else self._layout.whole)(gradient.shape[0])
 
     def end_backward(self, synchronized: bool) -> None:
         """The backward is over."""

@@ -73,8 +73,11 @@ class StrategyGroup(GatheringGroup):
 
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
+    _is_ordered = False
 
     def lazy_init(self) -> None:
+        if not self._is_ordered:
+            self._put_small_last()
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
@@ -82,6 +85,16 @@ class StrategyGroup(GatheringGroup):
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             callback, self._on_lazy_init = self._on_lazy_init, None
             callback(states[0]._modules[0])  # the root's state comes first
+
+    def _put_small_last(self) -> None:
+        """Put small parameters last: among the others they would shift these, so that blocks straddled two of them.
+
+        Only now, since parameters may be quantized after sharding.
+        """
+        exact = sent_exactly([param._orig_size for param in self.fsdp_params])
+        places = sorted(range(len(exact)), key=exact.__getitem__)
+        self.fsdp_params = [self.fsdp_params[place] for place in places]
+        self._is_ordered = True
 
     @property
     def name(self) -> str:
@@ -137,10 +150,6 @@ def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None]) ->
         return None
     (group,) = groups
     group.__class__ = StrategyGroup
-    # Small parameters last: among the others they would shift these, so that blocks straddled two of them.
-    exact = sent_exactly([param._orig_size for param in group.fsdp_params])
-    places = sorted(range(len(exact)), key=exact.__getitem__)
-    group.fsdp_params = [group.fsdp_params[place] for place in places]
     group._state, group._on_lazy_init = state, on_lazy_init
     group.adopt()
     return group
