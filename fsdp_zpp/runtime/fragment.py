@@ -131,7 +131,9 @@ class Fragment:
     def receive(self, mix: float) -> None:
         """Go on from the agreed weights; what is trained still, from a mixture of these and this node's own."""
         trained = set(self._trained()) if mix != 1 else set()
-        self.outer.receive(self._exchanged([name for name in self._sent if name in trained]), mix)
+        mixed = [name for name in self._sent if name in trained]
+        self.outer.receive(self._exchanged(mixed), mix)
+        self._changed.update(mixed)  # nodes differ in these still, which may be frozen before they are trained again
         # What is not trained any more is not exchanged again, so that it must not be left to differ.
         self.outer.receive(self._exchanged([name for name in self._sent if name not in trained]))
         self._after_write(self._sent)

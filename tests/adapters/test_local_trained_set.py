@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, original_name
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
 
@@ -211,9 +213,9 @@ class Replacing(torch.optim.SGD):
                 parameter.data = parameter.data - 0.1 * parameter.grad
 
 
-def with_optimizer(kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
+def with_optimizer(kind: type[torch.optim.SGD], gpus: int, every: int) -> dict[str, Tensor]:
     """In a worker: the weights after some steps under FullyShardedDataParallel."""
-    model = make_model(Fsdp1(), Strategy("III", gpus_per_node=GPUS, local_steps=LocalSteps(2, codec=None)))
+    model = make_model(Fsdp1(), Strategy("III", gpus_per_node=gpus, local_steps=LocalSteps(every, codec=None)))
     optimizer = kind(model.parameters(), lr=0.1)
     for step in range(5):
         step_of(model, optimizer, step, (A, B, HEAD))
@@ -221,8 +223,33 @@ def with_optimizer(kind: type[torch.optim.SGD]) -> dict[str, Tensor]:
     return Fsdp1().full_weights(model)
 
 
-def test_replaced_parameters_are_exchanged(pool: Callable[[int], Pool]) -> None:
-    replaced, written = (pool(4).run(with_optimizer, kind) for kind in (Replacing, torch.optim.SGD))
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("gpus", [1, GPUS])  # on a node of one, nothing is sharded
+def test_replaced_parameters_are_exchanged(pool: Callable[[int], Pool], gpus: int, every: int) -> None:
+    replaced, written = (pool(4).run(with_optimizer, kind, gpus, every) for kind in (Replacing, torch.optim.SGD))
     for ours, expected, first in zip(replaced, written, [replaced[0]] * 4, strict=True):
         assert models.distance(ours, expected) < 1e-6
         assert all(torch.equal(ours[name], first[name]) for name in ours)
+
+
+def left_by_a_mixture(adapter: Adapter, scopes: str) -> bool:
+    """In a worker: whether nodes agree on what was trained still when a mixture arrived, and never again."""
+    strategy = Strategy(scopes, gpus_per_node=GPUS, local_steps=LocalSteps(1, codec=None, mix=0.5))
+    model = make_model(adapter, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_of(model, optimizer, 0, (A, B, HEAD))
+    model(batch(1))  # before which nodes exchange
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(original_name(name) == HEAD)
+    step_of(model, optimizer, 2, (HEAD,))
+    exchange_weights(model)
+    weights = adapter.full_weights(model)
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, weights)
+    return all(torch.equal(other[name], weights[name]) for other in every for name in weights)
+
+
+@pytest.mark.parametrize("scopes", ["III", "INI", "NNI", "NNN"])
+def test_what_a_mixture_leaves_different_is_exchanged_again(pool: Callable[[int], Pool], scopes: str) -> None:
+    """Under fully_shard alone: FullyShardedDataParallel lets nobody freeze what a forward left unsharded."""
+    assert all(pool(4).run(left_by_a_mixture, Fsdp2(), scopes))
