@@ -145,7 +145,10 @@ class LocalTraining:
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
         for index in due:
-            self._trained[index].send(step + self._config.overlap)
+            fragment = self._trained[index]
+            if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
+                fragment.receive(self._config.mix)
+            fragment.send(step + self._config.overlap)
         self._receive(step)
         for fragment in self._all:
             fragment.progress.exchanged = step
