@@ -58,9 +58,6 @@ class LocalTraining:
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
         self._awaits_step = True
-        self._note_trained()
-
-    def _note_trained(self) -> None:
         for fragment in self._all:
             fragment.note_trained()
 

@@ -18,11 +18,7 @@ _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
 _NEEDED = (
     Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the layout of a flat gradient"),
     Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
-    Needed(
-        "torch.distributed.fsdp._flat_param.FlatParamHandle",
-        "flat_param rank world_size uses_sharded_strategy",
-        "the same",
-    ),
+    Needed(_HANDLE, "flat_param rank world_size uses_sharded_strategy", "the same"),
     Needed(_FLAT, "_local_shard _fqns _params _param_infos _shapes _numels_with_padding _is_padding_mask", "the same"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
@@ -68,7 +64,7 @@ class GradientLayout:
         else:
             shard = flat_param.detach()
         first = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
-        layout = _layout(flat_param, shard.numel() * (handle.world_size if handle.uses_sharded_strategy else 1), ())
+        layout = self.whole(shard.numel() * (handle.world_size if handle.uses_sharded_strategy else 1))
         bounds = (
             (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
         )

@@ -39,6 +39,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_si
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ._torch_trained import is_trained
+
 
 def has_gradient(param: FSDPParam) -> bool:
     """Whether a parameter that was unsharded has an unsharded gradient, of its last backward or accumulated."""
@@ -150,12 +152,7 @@ class GradientGroup(FSDPParamGroup):
             param
             for param in params
             if hasattr(param, "_unsharded_param")
-            and (
-                param.sharded_param.requires_grad
-                or param._unsharded_param.requires_grad
-                or has_gradient(param)
-                or param._param_fqn in accumulated
-            )
+            and (is_trained(param) or has_gradient(param) or param._param_fqn in accumulated)
         ]
 
     def layout_of(self, params: list[FSDPParam]) -> FlatLayout:
