@@ -42,7 +42,8 @@ def step(draft: Draft, scaler: bool) -> None:
         if number < last and draft.one_in(2 if Feature.FREEZE_WITHIN_STEP in draft.features else 8):
             within_a_step(draft)
     all_ = tuple(range(len(draft.optimizers)))
-    stepping = all_ if scaler or not draft.one_in(4) else (draw(st.sampled_from(all_)),)
+    # With local steps, all of them: what others keep is not what the simulation keeps.
+    stepping = all_ if scaler or draft.local_steps or not draft.one_in(4) else (draw(st.sampled_from(all_)),)
     draft.ops.append(Step(stepping, clip=0.3 if draft.one_in(4) else None))
     if draft.has(Feature.SHOWN, 3):
         show(draft)

@@ -136,8 +136,12 @@ class Unsharded(Run):
 
     def do_step(self, op: ops.Step) -> None:
         own = self._average()
+        averaged = {p: p.grad.norm() for p in own if p.grad is not None}
         super().do_step(op)
         for p, gradient in own.items():
+            # What is not cleared stays clipped, and no longer scaled.
+            if gradient is not None and p.grad is not None and averaged[p] > 0 and averaged[p].isfinite():
+                gradient = gradient * (p.grad.norm() / averaged[p])
             p.grad = gradient
 
     @torch.no_grad()
