@@ -95,7 +95,15 @@ def _with_features(draw: st.DrawFn, unit: Unit, at: int, features: frozenset[Fea
         unit = replace(unit, tied=False)
         branches = [*branches, Branch()][: max(2, len(branches))]
         if Feature.ADAPTERS in features:
-            own_unit = features & {Feature.ROOTLESS, Feature.LIST, Feature.NESTED, Feature.DIRECT_CALL}
+            own_unit = features & {
+                Feature.ROOTLESS,
+                Feature.LIST,
+                Feature.NESTED,
+                Feature.DIRECT_CALL,
+                # The root stays unsharded after a forward, where adapters are switched on in vain; the simulation
+                # has no such trap.
+                Feature.LOCAL_STEPS,
+            }
             unit = replace(unit, wrapped=bool(own_unit) or draw(st.booleans()), half=False)
             branches[-1] = Branch(branches[-1].kind, adapter=True)
             if draw(st.booleans()):

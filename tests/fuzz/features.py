@@ -94,16 +94,8 @@ def is_left_out(title: str) -> bool:
 
 KINDS_OF_PROGRAM = (Feature.LOCAL_STEPS, Feature.COMM_HOOK)
 NOT_WITH_LOCAL_STEPS = {
-    Feature.HALF_PRECISION,
-    Feature.TWO_DTYPES,
-    Feature.SCHEDULE_FREE,
     Feature.SAM,
     Feature.LBFGS,
-    Feature.DIVIDE_FACTOR,
-    Feature.DIRECT_CALL,
-    Feature.NESTED,
-    Feature.LIST,
-    Feature.ROOTLESS,
     Feature.SEVERAL_STRATEGIES,
 }
 """What the simulation does not know."""

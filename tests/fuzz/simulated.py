@@ -1,56 +1,89 @@
-"""Local steps by hand: every node trains on its own, unsharded and in fp64, and exchanges changes when they are due."""
+"""Local steps by hand: every node trains with stock FSDP on its own, and exchanges changes when they are due."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.pool import device_type
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import program as ops
-from .unsharded import Unsharded
+from . import program as ops, stock
+from .run import Run
 
 
-class Simulated(Unsharded):
-    """One run of a program with local steps on plain modules.
+class Weight:
+    """A parameter that nodes train on their own.
+
+    Args:
+        held: What this rank holds of it.
+
+    Attributes:
+        agreed: What nodes have agreed on for that.
+        momentum: Of the outer steps.
+        is_due: Whether it was trained since its last exchange.
+        was_trained: Whether it ever was.
+    """
+
+    def __init__(self, held: stock.HeldParameter) -> None:
+        self.held = held
+        self.agreed = held.values.clone()
+        self.momentum = torch.zeros_like(self.agreed)
+        self.is_due = self.was_trained = False
+
+    def note_trained(self) -> None:
+        """Note what a step changes."""
+        self.is_due |= self.held.is_trained
+        self.was_trained |= self.is_due
+
+
+class Simulated(Run):
+    """One run of a program with local steps, by stock FSDP within each node.
 
     Nodes exchange what is due before the next forward that trains, as ours do, so that none of them waits in a step.
     """
 
     def __init__(self, program: Any, strategy: Any) -> None:
-        super().__init__(program, strategy)
         assert program.strategy.local_steps is not None
-        self.config = program.strategy.local_steps
-        self.group, self._groups = dist.new_subgroups(program.strategy.gpus_per_node)
+        self.config, gpus = program.strategy.local_steps, program.strategy.gpus_per_node
+        self.node, self.peers = _groups(program.world, gpus)
+        super().__init__(program, strategy)
+        self.weights = [[list(map(Weight, unit)) for unit in stock.held(model)] for model in self.models]
         self.steps, self.has_stepped = 0, False
-        self.agreed = {p: p.detach().clone() for model in self.models for p in model.parameters()}
-        self.momentum = {p: torch.zeros_like(p) for p in self.agreed}
-        self.on_their_way: list[tuple[float, Any, Tensor]] = []
+        self.on_their_way: list[tuple[float, Weight, Tensor]] = []
 
-    def averaging_ranks(self) -> dist.ProcessGroup | None:
-        return self.group
-
-    def run(self) -> Any:
-        trace = super().run()
-        for group in self._groups:
-            if group is self.group:
-                dist.destroy_process_group(group)
-        return trace
+    def arguments(self) -> dict[str, Any]:
+        ranks = (
+            {"process_group": self.node} if self.is_fsdp1 else {"mesh": DeviceMesh.from_group(self.node, device_type())}
+        )
+        return super().arguments() | ranks
 
     def do_microbatch(self, op: ops.MicroBatch) -> None:
         self._exchange_due()
         super().do_microbatch(op)
+        if op.sync:
+            self._note_trained()
 
     def do_step(self, op: ops.Step) -> None:
+        self._note_trained()
         super().do_step(op)
         self.has_stepped = True
+
+    def _note_trained(self) -> None:
+        for weight in self._all():
+            weight.note_trained()
+
+    def _all(self) -> list[Weight]:
+        return [weight for units in self.weights for unit in units for weight in unit]
 
     def finish(self) -> None:
         self._exchange_due()
         self._arrive(float("inf"))
-        everything = [p for fragments in self.fsdp_units() for fragment in fragments for p in fragment]
-        self._send(everything, float("inf"))
+        self._note_trained()
+        self._send(self._all(), float("inf"))
         self._arrive(float("inf"), mix=1.0)
 
     def _exchange_due(self) -> None:
@@ -59,28 +92,47 @@ class Simulated(Unsharded):
         self.has_stepped = False
         self.steps += 1
         self._arrive(self.steps)
-        for fragments in self.fsdp_units():
-            for at in self.config.due(self.steps, len(fragments)):
-                self._send(fragments[at], self.steps + self.config.overlap)
+        for units in self.weights:
+            trained = [unit for unit in units if any(weight.was_trained for weight in unit)]
+            for at in self.config.due(self.steps, len(trained)):
+                self._send(trained[at], self.steps + self.config.overlap)
         self._arrive(self.steps)
 
     @torch.no_grad()
-    def _send(self, parameters: list[Any], arrives: float) -> None:
-        for p in parameters:
-            mean = p.detach().clone()
-            dist.all_reduce(mean)
-            gradient = self.agreed[p] - mean / dist.get_world_size()
-            self.momentum[p] = self.config.outer_momentum * self.momentum[p] + gradient
-            ahead = gradient + self.config.outer_momentum * self.momentum[p]
-            self.agreed[p] = self.agreed[p] - self.config.outer_lr * (
-                ahead if self.config.nesterov else self.momentum[p]
-            )
-            self.on_their_way.append((arrives, p, self.agreed[p]))
+    def _send(self, weights: list[Weight], arrives: float) -> None:
+        """Exchange what is due: nothing else differs between nodes, or is to be set back when it arrives."""
+        for weight in weights:
+            due = torch.tensor(float(weight.is_due))
+            dist.all_reduce(due, group=self.peers)
+            if not due:
+                continue
+            mean = weight.held.values.clone()
+            dist.all_reduce(mean, group=self.peers)
+            change = weight.agreed - mean / dist.get_world_size(self.peers)
+            weight.momentum = self.config.outer_momentum * weight.momentum + change
+            ahead = change + self.config.outer_momentum * weight.momentum
+            step = ahead if self.config.nesterov else weight.momentum
+            weight.agreed = weight.agreed - self.config.outer_lr * step
+            weight.is_due = False
+            self.on_their_way.append((arrives, weight, weight.agreed))
 
     @torch.no_grad()
     def _arrive(self, step: float, mix: float | None = None) -> None:
-        mix = self.config.mix if mix is None else mix
-        for arrives, p, agreed in self.on_their_way:
-            if arrives <= step:
-                p.copy_(mix * agreed + (1 - mix) * p)
+        arriving = [each for each in self.on_their_way if each[0] <= step]
         self.on_their_way = [each for each in self.on_their_way if each[0] > step]
+        if arriving:
+            for model in self.models:
+                stock.reshard(model, self.strategy)
+        for _, weight, agreed in arriving:
+            # What nobody trains any more would be left to differ.
+            share = mix if mix is not None else self.config.mix if weight.held.is_trained else 1.0
+            weight.held.values.lerp_(agreed, share)
+            weight.is_due |= share != 1
+
+
+@functools.cache  # DTensors remember meshes of these ranks, so that their groups must stay
+def _groups(world: int, gpus: int) -> tuple[Any, Any]:
+    """This rank's node, and those with its local index. Collective."""
+    node, _ = dist.new_subgroups(gpus)
+    peers, _ = dist.new_subgroups_by_enumeration([list(range(index, world, gpus)) for index in range(gpus)])
+    return node, peers

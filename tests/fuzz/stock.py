@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from harness.adapter import STOCK
@@ -10,6 +13,7 @@ from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
 )
+from torch.distributed.tensor import DTensor
 
 
 def forget_accumulated(unit: nn.Module, nested: bool = False) -> None:
@@ -48,12 +52,59 @@ def reshard(model: Any, strategy: Any) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and _has_started(module):
-            module._handle.reshard(free_unsharded_flat_param=True)
+            handle: Any = module._handle
+            if handle._use_orig_params:
+                handle._writeback_orig_params()  # parameters that were replaced, which the next line would lose
+            handle.reshard(free_unsharded_flat_param=True)
 
 
 def _has_started(module: FullyShardedDataParallel) -> bool:
     handle = module._handle
     return handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard")
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """What this rank holds of a parameter.
+
+    Args:
+        parameter: As an optimizer has it.
+        shown: Returns it as modules show it.
+    """
+
+    parameter: nn.Parameter
+    shown: Callable[[], nn.Parameter]
+
+    @property
+    def values(self) -> Any:
+        """Its values on this rank, to be read and written."""
+        data: Any = self.parameter.detach()
+        return data.to_local() if isinstance(data, DTensor) else data
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether steps change it."""
+        return self.shown().requires_grad or self.parameter.grad is not None
+
+
+def held(model: nn.Module) -> list[list[HeldParameter]]:
+    """What this rank holds of the parameters of each unit."""
+    units = []
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            originals: Any = module._handle.flat_param._params
+            units.append([HeldParameter(p, partial(_same, p)) for p in originals])
+        elif isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+            infos = [param._module_info for param in group.fsdp_params]
+            shown = [partial(getattr, info.module, info.param_name) for info in infos]
+            units.append(
+                [HeldParameter(param.sharded_param, now) for param, now in zip(group.fsdp_params, shown, strict=True)]
+            )
+    return units
+
+
+def _same(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
 
 
 def follow_move(model: Any) -> None:

@@ -105,7 +105,8 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     if local and chosen.local_steps is not None and chosen.local_steps.outer_momentum:
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
-    drawn = [draw(models(adapter, plain, features, world)) for _ in range(roots)]
+    own = {"local": {Feature.LOCAL_STEPS}, "hook": {Feature.COMM_HOOK}}.get(flavour, set())
+    drawn = [draw(models(adapter, plain, features | own, world)) for _ in range(roots)]
     # Stock asks sharded parameters whether unused ones get zeros, which adapters may have left frozen.
     zeroing = adapter == "fsdp2" and HAS_UNUSED_FLAG and not local and Feature.ADAPTERS not in features
     zero_unused = zeroing and draw(st.booleans())
@@ -155,7 +156,6 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         columns=draft.has(Feature.SHARD_1),
         offload=draft.has(Feature.OFFLOAD),
     )
-    own = {"local": (Feature.LOCAL_STEPS,), "hook": (Feature.COMM_HOOK,)}.get(flavour, ())
     return replace(program, features=tuple(sorted({f.title for f in (*own, *draft.marked)})))
 
 

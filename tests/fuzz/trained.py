@@ -55,7 +55,7 @@ class Trained:
         spec = self.program.models[i]
         net = Net(spec).to(harness_models.device())
         self.before_sharding(i, net)
-        arguments = self._arguments()
+        arguments = self.arguments()
         own = self.stock_sharding if self.strategy is STOCK else self.strategy
         listed = list(net.blocks[:2]) if spec.listed else []
         for block, unit in enumerate(spec.units):
@@ -92,7 +92,8 @@ class Trained:
         """What FSDP takes for roots in a model."""
         return self.roots_of(self.models[i], self.program.models[i])
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """What both FSDPs are given besides the strategy."""
         arguments: dict[str, Any] = {}
         if self.is_fsdp1:
             arguments |= {"use_orig_params": self.adapter.use_orig_params, "device_id": harness_models.device()}

@@ -48,7 +48,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
 from ._torch_gradients import divided_by
-from ._torch_trained import is_trained
+from ._torch_trained import shows_trained
 from ._torch_unshard import GatheringGroup, ShardGather
 
 __all__ = [
@@ -118,9 +118,9 @@ class StrategyGroup(GatheringGroup):
         return {name: param._sharded_param_data for name, param in zip(self._names(), self.fsdp_params, strict=True)}
 
     def trained_names(self) -> list[str]:
-        """The names of those that require a gradient, sharded or as modules show them, or have one."""
+        """The names of those that require a gradient, as modules show them now, or have one."""
         named = zip(self._names(), self.fsdp_params, strict=True)
-        return [name for name, param in named if is_trained(param) or param.sharded_param.grad is not None]
+        return [name for name, param in named if shows_trained(param) or param.sharded_param.grad is not None]
 
     def _names(self) -> list[str]:
         # FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _NEEDED = (
     Needed(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-        "sharded_param _unsharded_param to_unsharded",
+        "sharded_param _unsharded_param _module_info to_unsharded",
         "telling what is trained",
     ),
 )
@@ -26,3 +28,9 @@ def is_trained(param: FSDPParam) -> bool:
         return True
     unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather
     return unsharded is not None and unsharded.requires_grad
+
+
+def shows_trained(param: FSDPParam) -> bool:
+    """Whether a parameter requires a gradient as modules show it now, which the next forward goes by."""
+    shown: nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
+    return shown.requires_grad
