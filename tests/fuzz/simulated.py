@@ -56,10 +56,11 @@ class Simulated(Run):
         self.on_their_way: list[tuple[float, Weight, Tensor]] = []
 
     def arguments(self) -> dict[str, Any]:
-        ranks = (
-            {"process_group": self.node} if self.is_fsdp1 else {"mesh": DeviceMesh.from_group(self.node, device_type())}
-        )
-        return super().arguments() | ranks
+        arguments = super().arguments()
+        if not self.is_fsdp1:
+            return arguments | {"mesh": DeviceMesh.from_group(self.node, device_type())}
+        # It changes no value, but hides gradients where nothing is sharded.
+        return arguments | {"process_group": self.node, "forward_prefetch": False}
 
     def do_microbatch(self, op: ops.MicroBatch) -> None:
         self._exchange_due()
@@ -71,6 +72,11 @@ class Simulated(Run):
         self._note_trained()
         super().do_step(op)
         self.has_stepped = True
+        self._reshard()  # what reentrant checkpointing leaves unsharded would stay as it was before the step
+
+    def _reshard(self) -> None:
+        for model in self.models:
+            stock.reshard(model, self.strategy)
 
     def _note_trained(self) -> None:
         for weight in self._all():
@@ -121,8 +127,7 @@ class Simulated(Run):
         arriving = [each for each in self.on_their_way if each[0] <= step]
         self.on_their_way = [each for each in self.on_their_way if each[0] > step]
         if arriving:
-            for model in self.models:
-                stock.reshard(model, self.strategy)
+            self._reshard()
         for _, weight, agreed in arriving:
             # What nobody trains any more would be left to differ.
             share = mix if mix is not None else self.config.mix if weight.held.is_trained else 1.0

@@ -58,7 +58,8 @@ def after_backward(callback: Callable[[nn.Module, bool], None]) -> None:
         original(state, module)
         for handle in handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
-            if not handle.uses_sharded_strategy:
+            # Units that this micro-batch has not run may have replaced parameters that no forward has copied yet.
+            if not handle.uses_sharded_strategy and handle.shows_views:
                 handle.reshard(False)
             handle.end_backward(state._sync_gradients)
         if state._sync_gradients:

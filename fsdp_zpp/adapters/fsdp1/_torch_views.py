@@ -99,6 +99,15 @@ class ViewingHandle(FlatParamHandle):
             return
         super()._use_unsharded_views(as_params)
 
+    @property
+    def shows_views(self) -> bool:
+        """Whether modules show views of the flat parameter, in place of the parameters."""
+        flat_param: Any = self.flat_param
+        if not self._use_orig_params:
+            return True
+        shown = (getattr(module, name, None) for name, module, _ in flat_param._param_infos)
+        return any(now is not p for now, p in zip(shown, flat_param._params, strict=True))
+
     def _forwards_views_hold(self) -> bool:
         """Whether the views that the forward has saved are views of what is gathered now.
 
