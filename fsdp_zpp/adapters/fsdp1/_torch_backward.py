@@ -29,7 +29,7 @@ _NEEDED = (
     Needed(
         "torch.distributed.fsdp._flat_param.FlatParamHandle",
         "_training_state _reduce_dtype _orig_param_dtype _force_full_precision reshard uses_sharded_strategy "
-        "flat_param device prepare_gradient_for_backward _use_orig_params _use_sharded_grad_views",
+        "flat_param device prepare_gradient_for_backward _use_orig_params _use_sharded_grad_views _reset_is_grad_none",
         "the same",
     ),
     Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
@@ -55,6 +55,10 @@ def after_backward(callback: Callable[[nn.Module, bool], None]) -> None:
                 _accumulate(handles[handle], handle)
             for handle in handles:
                 handle.took_part |= handle.is_of_micro_batch
+                # torch does so where it reduces. Else it would clear what a parameter has got that had no gradient
+                # before the forward: one that was thawed, or cleared alone, since the last reduction.
+                if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
+                    handle._reset_is_grad_none()
         original(state, module)
         for handle in handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,9 +17,11 @@ _NEEDED = (
     Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the layout of a flat gradient"),
     Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
     Needed(_HANDLE, "flat_param rank world_size uses_sharded_strategy", "the same"),
-    Needed(_FLAT, "_local_shard _fqns _params _param_infos _shapes _numels_with_padding _is_padding_mask", "the same"),
+    Needed(_FLAT, "_local_shard _fqns _params _shapes _numels_with_padding _is_padding_mask", "the same"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
+
+from ._torch_replaced import copy_replaced
 
 
 class GradientLayout:
@@ -57,12 +57,9 @@ class GradientLayout:
         if handle is None:
             return {}
         flat_param = handle.flat_param
-        if hasattr(flat_param, "_local_shard"):  # from FSDP's lazy initialization on
-            with _gradients_left_alone(handle):
-                handle.prepare_read()  # parameters that were replaced
-            shard = flat_param._local_shard
-        else:
-            shard = flat_param.detach()
+        copy_replaced(handle)
+        # Before FSDP's lazy initialization, the flat parameter is the shard itself.
+        shard = getattr(flat_param, "_local_shard", flat_param).detach()
         first = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
         layout = self.whole(shard.numel() * (handle.world_size if handle.uses_sharded_strategy else 1))
         bounds = (
@@ -85,27 +82,6 @@ class GradientLayout:
     @property
     def _flat_param(self) -> Any:
         return self._instance._handle.flat_param  # type: ignore[union-attr]
-
-
-@contextmanager
-def _gradients_left_alone(handle: Any) -> Iterator[None]:
-    """Keep FSDP, which copies replaced parameters to its own, from doing so with gradients if nothing is sharded."""
-    flat_param = handle.flat_param
-    if handle.uses_sharded_strategy or not flat_param._params:
-        yield
-        return
-    # Whether there are any does not show whether they count: a flat gradient stays until the forward after zero_grad().
-    shown = [getattr(module, name, None) for name, module, _ in flat_param._param_infos]
-    held = [each for each in (flat_param, *flat_param._params, *shown) if isinstance(each, Tensor)]
-    gradients = [each.grad for each in held]
-    for each in held:
-        each.grad = None
-    try:
-        yield
-    finally:
-        for each, gradient in zip(held, gradients, strict=True):
-            if gradient is not None:
-                each.grad = gradient
 
 
 def _layout(flat_param: Any, numel: int, trained: tuple[bool, ...]) -> FlatLayout:

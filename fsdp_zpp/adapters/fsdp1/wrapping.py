@@ -27,7 +27,7 @@ from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_
 from fsdp_zpp.runtime.validation import check_instance, mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout
+from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout, _torch_replaced
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
 
 _LIFECYCLE_HOOKS = "_fsdp_zpp_lifecycle"
@@ -167,6 +167,7 @@ def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedU
 def _before_move(instance: FullyShardedDataParallel) -> None:
     if (handle := _torch_adoption.handle_of(instance)) is not None:
         handle.drop_cleared_gradients()
+        _torch_replaced.copy_replaced(handle)
 
 
 def _after_move(instance: FullyShardedDataParallel) -> None:

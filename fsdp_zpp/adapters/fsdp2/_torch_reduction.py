@@ -21,6 +21,7 @@ _NEEDED = (
     Needed(_GROUP, "is_unsharded wait_for_unshard _to_sharded _all_gather_result", "which groups a micro-batch uses"),
     Needed(_GROUP, "comm_ctx device_handle", "where to reduce"),
     Needed(_GROUP, "_all_reduce_hook _module_fqn", "taking over the reduction"),
+    Needed(_GROUP, "_orig_dtype _init_mp_dtypes", "the dtypes of what is trained by now"),
     Needed(_GROUP, "_training_state", "telling a repeated end of a backward"),
     Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE", "the same"),
     Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "reduce_scatter_stream all_reduce_stream", "where to reduce"),
@@ -117,6 +118,8 @@ class ReducingGroup(GradientGroup):
     def post_backward(self, *unused: Any) -> None:
         """See [Note: What a micro-batch reduces] in gradient_reduce.py."""
         self._check_hooks()
+        if self._orig_dtype is None:  # all was frozen at the first forward, where torch looks for what it reduces in
+            self._init_mp_dtypes()
         # Until torch 2.12, the end of a backward comes once for each of the modules that were passed as a list.
         if self._reduced and self._training_state == TrainingState.IDLE:
             return
