@@ -165,9 +165,11 @@ def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedU
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
-    if (handle := _torch_adoption.handle_of(instance)) is not None:
-        handle.drop_cleared_gradients()
-        _torch_replaced.copy_replaced(handle)
+    # All at once, since torch takes original parameters out of all units within an instance before it moves the first.
+    for each in FullyShardedDataParallel.fsdp_modules(instance):
+        if (handle := _torch_adoption.handle_of(each)) is not None:
+            handle.drop_cleared_gradients()
+            _torch_replaced.copy_replaced(handle)
 
 
 def _after_move(instance: FullyShardedDataParallel) -> None:
