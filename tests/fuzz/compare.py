@@ -40,17 +40,20 @@ def run_ours(program: Program) -> str | None:
     if has_gradient_law(program) and ours.error is None:
         ours.wrong += gradient_errors(program, ours, stock)
     found = difference(program, ours, stock)
-    judged = not (program.has_codecs or program.strategy.local_steps)
-    if ours.error is not None or ours.replicas_differ or ours.wrong or not judged or _facts(ours, stock):
+    is_local = program.strategy.local_steps is not None
+    if ours.error is not None or ours.replicas_differ or ours.wrong or is_local or _facts(ours, stock):
         return found
     differs = torch.tensor(float(found is not None))
     dist.all_reduce(differs)
     if differs and program.adapter != "fsdp2" and program.strategy.levels == "NNN" and program.inner is None:
         replicated = Replicated(program, STOCK).run()  # which NNN is, with all that is its own
         return found if replicated.error is not None else difference(program, ours, replicated)
-    if differs and is_as_exact(ours, stock, Unsharded(program, STOCK).run()):
-        return None
-    return found
+    if not differs:
+        return found
+    exact = Unsharded(program, STOCK).run()
+    if program.has_codecs:
+        return found if exact.error is not None else _rounding_error(ours, exact)
+    return None if is_as_exact(ours, stock, exact) else found
 
 
 def difference(program: Program, ours: Trace, stock: Trace) -> str | None:
@@ -88,10 +91,12 @@ def _facts(ours: Trace, stock: Trace) -> str | None:
 def _rounding_error(ours: Trace, stock: Trace) -> str | None:
     """Whether codecs have changed more than a part of how far the training has gone."""
     start, end, end_of_ours = (
-        torch.cat([value.flatten() for name, value in trace.shown.items() if name.startswith(when)])
+        torch.cat([trace.shown[name].float().flatten() for name in ours.shown if name.startswith(when)])
         for trace, when in ((stock, "start"), (stock, "end"), (ours, "end"))
     )
     error, distance = (end_of_ours - end).norm(), (end - start).norm()
+    if end.isnan().any() and end_of_ours.isnan().any():
+        return None
     if error <= 0.5 * distance + 1e-5 * end.norm():
         return None
     return f"the weights are {error:.3g} from stock's, which have gone {distance:.3g}"

@@ -133,6 +133,9 @@ class Draft:
         units = self.models[i].units
         if self.one_in(2) or self.uses_all or self.models[i].rootless or (unit < len(units) and units[unit].nested):
             return every
+        thawed = {key[:2] for key in self.frozen_for_good() - self.frozen}
+        if self.adapter != "fsdp2" and (i, unit) in thawed:  # a unit of its own to ours, which all ranks use or none
+            return every
         used = tuple(self.draw(st.lists(st.sampled_from(every), unique=True, max_size=len(every))))
         trainable = tuple(b for b in every if (i, unit, b) not in self.frozen)
         if self.adapter != "fsdp2" and not set(trainable) & set(used):

@@ -158,6 +158,9 @@ def freeze(draft: Draft, within: bool = False) -> None:
     keys = {(i, unit, b) for b in each}
     if within and draft.adapter == "fsdp2" and not draft.zero_unused and draft.is_uneven(keys):
         return  # could not be evened out any more
+    all_keys = {(i, unit, b) for b in range(len(branches_of(draft.models[i])[unit]))}
+    if within and draft.adapter != "fsdp2" and all_keys <= draft.frozen | keys and all_keys & set(draft.pending):
+        return  # stock would not reduce what has accumulated, and fused optimizers would not notice
     if within:
         draft.mark(Feature.FREEZE_WITHIN_STEP)
     elif draft.has(Feature.FREEZE_KEEPING_GRADIENTS, 1 if Feature.ZEROS in draft.features else 2):
