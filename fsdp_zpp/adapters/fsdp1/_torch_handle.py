@@ -32,7 +32,11 @@ _NEEDED = (
     Needed(_HANDLE, "_use_low_precision_shard", "encoding the full-precision shard"),
     Needed(_HANDLE, "_free_low_precision_sharded_param", "the same"),
     Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
-    Needed(_HANDLE, "reshard _free_unsharded_flat_param _prefetched", "keeping and dropping what was gathered"),
+    Needed(
+        _HANDLE,
+        "reshard _use_sharded_flat_param _free_unsharded_flat_param _prefetched",
+        "keeping and dropping what was gathered",
+    ),
     Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
     Needed(_HANDLE, "flat_param_to _fully_sharded_module _reset_flat_param_grad_info_if_needed", "moves of a model"),
     Needed(_HANDLE, "_orig_param_dtype _reduce_dtype", "the dtype of gradients"),
@@ -127,7 +131,7 @@ class StrategyHandle(ViewingHandle):
             and self._wants_full_precision()
             and not self._uses_param_mixed_precision  # else full precision has a buffer of its own
         ):
-            self._free_unsharded_flat_param()
+            self._drop_gathered()
             self._holds_decoded_weights = False
         return super().needs_unshard()
 
@@ -206,12 +210,21 @@ class StrategyHandle(ViewingHandle):
             self.took_part, self.used_in_step = False, False
 
     def weights_changed(self, by_step: bool) -> None:
-        """Between forwards, have the next one gather anew what FSDP still keeps unsharded, which is the root."""
-        flat_param = self.flat_param
-        initialized = hasattr(flat_param, "_full_param_padded")
+        """Between forwards, have the next one gather anew what FSDP still keeps unsharded.
+
+        That is the root, and units that a forward has prefetched and not run.
+        """
+        initialized = hasattr(self.flat_param, "_full_param_padded")
         # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
-        if initialized and self._training_state == HandleTrainingState.IDLE and not self._prefetched:
-            self._free_unsharded_flat_param()
+        is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
+        if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
+            self._drop_gathered()
+
+    def _drop_gathered(self) -> None:
+        if self._prefetched and self.uses_sharded_strategy:
+            self._use_sharded_flat_param()
+            self._prefetched = False
+        self._free_unsharded_flat_param()
 
     def hide_gradients(self) -> None:
         """Before the last micro-batch, hide accumulated gradients from FSDP and from optimizers."""
