@@ -96,6 +96,7 @@ KINDS_OF_PROGRAM = (Feature.LOCAL_STEPS, Feature.COMM_HOOK)
 NOT_WITH_LOCAL_STEPS = {
     Feature.SAM,
     Feature.LBFGS,
+    Feature.ROOTLESS,  # nor when roots exchange that a micro-batch leaves out
     Feature.DIRECT_CALL,
     Feature.SEVERAL_STRATEGIES,
 }
