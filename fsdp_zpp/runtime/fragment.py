@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -105,6 +105,18 @@ class Fragment:
         self._changed |= set(self._trained())
 
     @property
+    def changed(self) -> list[bool]:
+        """Of each parameter of the unit, whether it was trained on this rank since its last exchange."""
+        return [name in self._changed for name in self._shards()]
+
+    @changed.setter
+    def changed(self, changed: Sequence[bool]) -> None:
+        """Note for which that is so on any rank: all must exchange the same ones."""
+        self._changed = {name for name, flag in zip(self._shards(), changed, strict=True) if flag}
+        if new := self._changed - self.outer.names:
+            self.outer.start(self._exchanged(new))  # this node has left them as they were
+
+    @property
     def holds_agreed(self) -> bool:
         """Whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
@@ -116,14 +128,9 @@ class Fragment:
         self.outer.start(self._exchanged(names))
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
-    def send(self, arrives: int, *, all_trained: bool = False) -> None:
-        """Send what was trained, to be received after the step ``arrives``.
-
-        Args:
-            arrives: That step.
-            all_trained: Whether to send what is trained now, too, if no step has changed it.
-        """
-        shards = self._exchanged(self._changed | (set(self._trained()) if all_trained else set()))
+    def send(self, arrives: int) -> None:
+        """Send what was trained, to be received after the step ``arrives``."""
+        shards = self._exchanged(self._changed)
         self.outer.send(shards)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
@@ -147,7 +154,8 @@ class Fragment:
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
         """Have the agreed weights in place of this node's own. Collective over the node."""
-        names = self.outer.names
+        # Others hold what was agreed on, or what a user has written since they were frozen.
+        names = self.outer.names & (self._changed | set(self._sent) | set(self._trained()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
         self.outer.receive(self._exchanged(names))
         self._after_write(names)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import check_agreement
+from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement
 from fsdp_zpp.collectives.devices import collective_device
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.replicas import replicas_are_equal
@@ -141,6 +141,7 @@ class LocalTraining:
         due = self._config.due(step, len(self._trained))
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
+            self._agree_on_changes([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
@@ -160,6 +161,12 @@ class LocalTraining:
         # for.
         check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
+    def _agree_on_changes(self, fragments: Sequence[Fragment]) -> None:
+        """Have all nodes exchange what any of them has trained. Collective."""
+        asked = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
+        for fragment, by_any in agree_on_use(asked):
+            fragment.changed = by_any()
+
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
 
@@ -175,7 +182,10 @@ class LocalTraining:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
         for fragment in self._trained:
-            fragment.send(step, all_trained=True)
+            fragment.note_trained()
+        self._agree_on_changes(self._trained)
+        for fragment in self._trained:
+            fragment.send(step)
         for fragment in self._trained:
             fragment.receive(1.0)
         for fragment in self._all:

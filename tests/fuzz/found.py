@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_zpp import Strategy
+from dataclasses import replace
 
-from .program import Branch, Evaluation, MicroBatch, Model, Move, Pass, Program, Resume, Step, Unit, ZeroGrad
+from fsdp_zpp import Int8, LocalSteps, Strategy
+
+from .program import Branch, Evaluation, Freeze, MicroBatch, Model, Move, Pass, Program, Resume, Step, Unit, ZeroGrad
 
 ONE = (Model(units=(Unit((Branch("affine"), Branch("norm"))),), root=(Branch("linear"),)),)
 OWNER = (((0, 0), (0, 1)),)
@@ -30,6 +32,11 @@ TWO_UNITS = Program(
 )
 
 WITHOUT_BLOCK = (Pass((), (((0, 1), (0,)),)),)
+
+# On nodes of one GPU, FSDP1 has no shards under the optimizer scope I.
+WHOLE = Strategy("III", gpus_per_node=1)
+IN_ROOT = (Model(units=(Unit((Branch("mlp"),), wrapped=False),)),)
+ON_ITS_OWN = LocalSteps(2, outer_lr=1.0, outer_momentum=0.5, nesterov=False, codec=None)
 
 FOUND = {
     "a block that only an evaluation has gathered since its gradient was reduced": _program(
@@ -60,4 +67,58 @@ FOUND = {
         "fsdp2", "IIG", MicroBatch(ALL, sync=False), MicroBatch(ALL, fails="backward"), MicroBatch(FIRST), Step()
     ),
     "ranks that use different units": TWO_UNITS,
+    "a part of a unit without shards that is thawed within a step": Program(
+        "fsdp1",
+        WHOLE,
+        IN_ROOT,
+        (
+            Freeze(0, 0, True, 0),
+            MicroBatch(FIRST),
+            Freeze(0, 0, False, 0),
+            MicroBatch(FIRST, sync=False),
+            MicroBatch(FIRST),
+            Step(),
+        ),
+        OWNER,
+    ),
+    "a part of a unit without shards whose gradients are cleared alone": Program(
+        "fsdp1",
+        WHOLE,
+        IN_ROOT,
+        (MicroBatch(FIRST), ZeroGrad(1), MicroBatch(FIRST, sync=False), MicroBatch(FIRST), Step((0, 1))),
+        (((0, 0),), ((0, 1),)),
+        interleaved=True,
+    ),
+    "replaced parameters of a unit that does not run before a move": replace(
+        _program("fsdp1", "NNI", MicroBatch(ALL), Step(), Move(), MicroBatch(WITHOUT_BLOCK), optimizer="replaces-data"),
+        observe=False,
+    ),
+    "replaced parameters of a unit without shards that does not run": replace(
+        _program("fsdp1", "III", MicroBatch(ALL), Step(), MicroBatch(WITHOUT_BLOCK), Step(), optimizer="replaces-data"),
+        strategy=replace(WHOLE, local_steps=ON_ITS_OWN),
+        observe=False,
+    ),
+    "a summons of a unit that was prefetched and not run": replace(
+        _program("fsdp1", "NNG", MicroBatch(ALL), Step(), Evaluation(WITHOUT_BLOCK)),
+        strategy=Strategy("NNG", weights=Int8(32), gradients=Int8(32), gpus_per_node=2),
+        prefetch=True,
+    ),
+    "a unit that is thawed and not used, in 16 bits": replace(
+        _program(
+            "fsdp2",
+            "NIG",
+            Freeze(0, 0),
+            MicroBatch(ALL),
+            Freeze(0, 0, False),
+            MicroBatch((Pass((0,), (((), ()),)),), sync=False),
+            MicroBatch(WITHOUT_BLOCK),
+            Step(),
+        ),
+        precision="bf16 none",
+    ),
+    "unreduced gradients of 16 bits on nodes of one GPU": replace(
+        _program("fsdp1", "NNN", MicroBatch(ALL, sync=False), MicroBatch(ALL), Step()),
+        strategy=Strategy("NNN", gpus_per_node=1, local_steps=replace(ON_ITS_OWN, outer_momentum=0.0)),
+        precision="fp16 fp32",
+    ),
 }

@@ -89,12 +89,16 @@ class HeldParameter:
 
 def held(model: nn.Module) -> list[list[HeldParameter]]:
     """What this rank holds of the parameters of each unit."""
-    units = []
+    units, groups = [], set()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             originals: Any = module._handle.flat_param._params
             units.append([HeldParameter(p, partial(_same, p)) for p in originals])
-        elif isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+        elif isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is None or group in groups:  # modules of a list share one
+                continue
+            groups.add(group)
             infos = [param._module_info for param in group.fsdp_params]
             shown = [partial(getattr, info.module, info.param_name) for info in infos]
             units.append(
