@@ -15,7 +15,16 @@ from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
 
-from fsdp_zpp import CodecState, Int4, LocalSteps, LoCo, Strategy, exchange_weights
+from fsdp_zpp import (
+    CodecState,
+    Int4,
+    LocalSteps,
+    LoCo,
+    Strategy,
+    agreed_weights,
+    exchange_weights,
+    invalidate,
+)
 
 GPUS = 2
 STEPS = 8
@@ -253,3 +262,55 @@ def left_by_a_mixture(adapter: Adapter, scopes: str) -> bool:
 def test_what_a_mixture_leaves_different_is_exchanged_again(pool: Callable[[int], Pool], scopes: str) -> None:
     """Under fully_shard alone: FullyShardedDataParallel lets nobody freeze what a forward left unsharded."""
     assert all(pool(4).run(left_by_a_mixture, Fsdp2(), scopes))
+
+
+def shown_and_own(adapter: Adapter, scopes: str) -> tuple[bool, bool]:
+    """In a worker: whether agreed weights show what a user wrote to frozen parameters, and what nodes agree on."""
+    model = make_model(adapter, Strategy(scopes, gpus_per_node=GPUS, local_steps=LocalSteps(2, codec=None)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = {A: (A, B, HEAD), B: (B, HEAD), HEAD: (HEAD,)}
+    for step, names in enumerate((trained[A], trained[A], trained[B], trained[B], trained[HEAD])):
+        step_of(model, optimizer, step, names)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if original_name(name) == A:
+                parameter.fill_(7.0)
+    invalidate(model)
+    with agreed_weights(model):
+        shown = adapter.full_weights(model)
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, shown)
+    same = all(torch.equal(other[name], shown[name]) for other in every for name in shown)
+    return bool((shown[A] == 7.0).all()), same
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, scopes=("III", "INI", "NNI", "NNN"))
+def test_agreed_weights_are_those_of_what_is_exchanged(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    assert set(pool(4).run(shown_and_own, adapter, scopes)) == {(True, True)}
+
+
+def trained_on_one_node(adapter: Adapter, scopes: str) -> tuple[bool, float]:
+    """In a worker: whether nodes agree in the end, and how far what only the first one has trained has gone."""
+    model = make_model(adapter, Strategy(scopes, gpus_per_node=GPUS, local_steps=LocalSteps(2, codec=None)))
+    before = adapter.full_weights(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        names = (A, B, HEAD) if dist.get_rank() < GPUS or step == 0 else (B, HEAD)
+        step_of(model, optimizer, step, names)
+    exchange_weights(model)
+    weights = adapter.full_weights(model)
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, weights)
+    same = all(torch.equal(other[name], weights[name]) for other in every for name in weights)
+    return same, (weights[A] - before[A]).norm().item()
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, scopes=("III", "INI", "NNI", "NNN"))
+def test_nodes_exchange_what_any_of_them_has_trained(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    for same, distance in pool(4).run(trained_on_one_node, adapter, scopes):
+        assert same
+        assert distance > 0

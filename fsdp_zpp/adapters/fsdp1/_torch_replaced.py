@@ -25,12 +25,17 @@ check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 def copy_replaced(handle: Any) -> None:
     """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on."""
     flat_param = handle.flat_param
-    if not hasattr(flat_param, "_local_shard"):
+    if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
         return
     if handle.uses_sharded_strategy:
         handle.prepare_read()
     elif flat_param._params:
         _copy_unsharded(handle)
+
+
+def _shows_parameters(flat_param: Any) -> bool:
+    """Whether modules have parameters, which torch takes away while it moves a model."""
+    return all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
 
 
 @torch.no_grad()
