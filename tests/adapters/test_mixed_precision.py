@@ -174,3 +174,25 @@ def test_overflow_skips_the_step_on_every_rank(
     for changed, scale in pool(4).run(overflow, adapter, bad, everywhere):
         assert changed == [True, False, True]
         assert scale == 2.0**7
+
+
+def thawed(adapter: Adapter, precision: Precision, strategy: Strategy) -> float:
+    """In a worker: how far gradients are from those without it if a unit was frozen in the first backward."""
+    found = []
+    for is_frozen in (False, True):
+        model = adapter.make(Case(precision=precision), strategy)
+        block = next(module for module in model.modules() if isinstance(module, models.Block))
+        block.requires_grad_(not is_frozen)
+        models.loss_of(model, models.batch(0, 0)).backward()
+        block.requires_grad_(True)
+        model.zero_grad()
+        models.loss_of(model, models.batch(1, 0)).backward()
+        found.append(adapter.full_gradients(model))
+    return models.distance(*found)
+
+
+@over_each(3, adapter=ADAPTERS, precision=PRECISIONS, scopes=SCOPES)
+def test_a_unit_that_was_frozen_first_reduces_as_if_it_had_not_been(
+    pool: Callable[[int], Pool], adapter: Adapter, precision: Precision, scopes: str
+) -> None:
+    assert max(pool(4).run(thawed, adapter, precision, Strategy(scopes, gpus_per_node=2))) == 0

@@ -152,16 +152,11 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         with_frozen=draft.has(Feature.FROZEN_IN_OPTIMIZER),
         inner=inner,
         hook=flavour == "hook",
-        # Without shards, FSDP can't show what was prefetched and not run if some of it is tied.
-        prefetch=adapter != "fsdp2" and not _is_tied(draft) and draft.has(Feature.PREFETCH),
+        prefetch=adapter != "fsdp2" and draft.has(Feature.PREFETCH),
         columns=draft.has(Feature.SHARD_1),
         offload=draft.has(Feature.OFFLOAD),
     )
     return replace(program, features=tuple(sorted({f.title for f in (*own, *draft.marked)})))
-
-
-def _is_tied(draft: Draft) -> bool:
-    return any(model.tied or any(unit.tied for unit in model.units) for model in draft.models)
 
 
 FREEZING = frozenset(

@@ -80,6 +80,15 @@ def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
     return handle if isinstance(handle, StrategyHandle) else None
 
 
+def prefetch_shards_alone(root: FullyShardedDataParallel) -> None:
+    """Prefetch nothing in forwards if a unit is not sharded: FSDP would hide the gradients of one that is not run."""
+    instances = FullyShardedDataParallel.fsdp_modules(root)
+    handles = [handle for each in instances if (handle := handle_of(each)) is not None]
+    if not all(handle.uses_sharded_strategy for handle in handles):
+        for each in instances:
+            each.forward_prefetch = False
+
+
 def announce_writebacks() -> None:
     """Have ``written_back()`` of a strategy's handle called after each of FSDP's writebacks."""
     original = unshard_param_utils._writeback_to_local_shard

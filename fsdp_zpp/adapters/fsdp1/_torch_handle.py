@@ -131,7 +131,9 @@ class StrategyHandle(ViewingHandle):
             and self._wants_full_precision()
             and not self._uses_param_mixed_precision  # else full precision has a buffer of its own
         ):
-            self._drop_gathered()
+            if self._prefetched:
+                self._leave_prefetched()
+            self._free_unsharded_flat_param()
             self._holds_decoded_weights = False
         return super().needs_unshard()
 
@@ -218,13 +220,13 @@ class StrategyHandle(ViewingHandle):
         # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
         is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
         if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
-            self._drop_gathered()
+            if self._prefetched:
+                self._leave_prefetched()
+            self._free_unsharded_flat_param()
 
-    def _drop_gathered(self) -> None:
-        if self._prefetched and self.uses_sharded_strategy:
-            self._use_sharded_flat_param()
-            self._prefetched = False
-        self._free_unsharded_flat_param()
+    def _leave_prefetched(self) -> None:
+        self._use_sharded_flat_param()
+        self._prefetched = False
 
     def hide_gradients(self) -> None:
         """Before the last micro-batch, hide accumulated gradients from FSDP and from optimizers."""

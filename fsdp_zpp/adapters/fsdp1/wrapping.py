@@ -156,6 +156,7 @@ def _on_lazy_init(root: nn.Module) -> None:
         setattr(root, _LIFECYCLE_HOOKS, hooks)
         log_frozen(root, name, [managed.unit for managed in found])
         _torch_backward.set_up_reductions(root)
+        _torch_adoption.prefetch_shards_alone(root)
 
 
 def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:

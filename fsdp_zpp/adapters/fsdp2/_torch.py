@@ -6,7 +6,8 @@ Each of these files has a table of the names it needs, which is checked before t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ class StrategyGroup(GatheringGroup):
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
     _is_ordered = False
+    _known_names: Mapping[FSDPParam, str] = MappingProxyType({})
 
     def lazy_init(self) -> None:
         if not self._is_ordered:
@@ -123,6 +125,11 @@ class StrategyGroup(GatheringGroup):
         return [name for name, param in named if shows_trained(param) or param.sharded_param.grad is not None]
 
     def _names(self) -> list[str]:
+        if not all(param in self._known_names for param in self.fsdp_params):
+            self._known_names = dict(zip(self.fsdp_params, self._find_names(), strict=True))
+        return [self._known_names[param] for param in self.fsdp_params]
+
+    def _find_names(self) -> list[str]:
         # FQNs are known only from lazy initialization on, and a checkpoint may be loaded before that.
         paths: dict[nn.Module, str] = {}
         for index, module in enumerate(self.modules):
