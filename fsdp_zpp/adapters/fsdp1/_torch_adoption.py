@@ -80,9 +80,9 @@ def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
     return handle if isinstance(handle, StrategyHandle) else None
 
 
-def prefetch_shards_alone(root: FullyShardedDataParallel) -> None:
+def prefetch_shards_alone(root: nn.Module) -> None:
     """Prefetch nothing in forwards if a unit is not sharded: FSDP would hide the gradients of one that is not run."""
-    instances = FullyShardedDataParallel.fsdp_modules(root)
+    instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     handles = [handle for each in instances if (handle := handle_of(each)) is not None]
     if not all(handle.uses_sharded_strategy for handle in handles):
         for each in instances:
