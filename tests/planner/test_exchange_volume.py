@@ -190,9 +190,9 @@ def peaks_of_exchanges(gpus_per_node: int, numel: int) -> dict[tuple[str, str, s
         share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
         outer = OuterStep(local_steps, mesh, Traffic())
         fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), partial(list, ["weight"]), int)
-        fragment.start()
+        fragment.note_trained()
         with PeakOfNewMemory() as memory:
-            fragment.send(1, all_trained=True)
+            fragment.send(1)
             fragment.receive(1.0)
         planned = exchange_memory(size, resolved, local_steps, Precision(storage=dtype)).working
         found[letters, str(codec), str(dtype)] = memory.peak, planned
