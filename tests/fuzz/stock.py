@@ -50,6 +50,9 @@ def reshard(model: Any, strategy: Any) -> None:
     """A forward leaves the root unsharded, and stock FSDP1 goes on with that whatever is written to the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if strategy is STOCK and group is not None and group._all_gather_result is not None:
+                group.wait_for_unshard()  # or the next forward goes on with what an asynchronous unshard has gathered
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel) and strategy is STOCK and _has_started(module):
             handle: Any = module._handle
