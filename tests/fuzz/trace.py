@@ -26,3 +26,8 @@ class Trace:
     wrong: list[str] = field(default_factory=list)
     error: str | None = None
     replicas_differ: bool = False
+
+    @property
+    def says(self) -> str | None:
+        """The exception alone, without where it was raised."""
+        return None if self.error is None else self.error.partition("\n")[0]

@@ -161,7 +161,10 @@ class Unsharded(Run):
 
 
 def is_as_exact(ours: Trace, stock: Trace, exact: Trace) -> bool:
-    """Whether ours is about as near to the judge as stock, in all losses together and in all weights of a moment."""
+    """Whether ours is about as near to the judge as stock, in all losses together and in all weights of a moment.
+
+    Of all ranks: one rank's losses may be near by chance. Collective.
+    """
     if exact.error is not None:
         return False
     far: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -170,6 +173,8 @@ def is_as_exact(ours: Trace, stock: Trace, exact: Trace) -> bool:
         moment = name.partition(" weight")[0] if " weight" in name else "losses"
         distances = (ours.shown[name].double() - truth, stock.shown[name].double() - truth, truth)
         far[moment] = [before + each.square().sum().item() for before, each in zip(far[moment], distances, strict=True)]
+    total = torch.tensor(list(far.values()), dtype=torch.float64)
+    dist.all_reduce(total)
     return all(
-        ours_far**0.5 <= NOT_FARTHER * stock_far**0.5 + 1e-6 * size**0.5 for ours_far, stock_far, size in far.values()
+        ours_far**0.5 <= NOT_FARTHER * stock_far**0.5 + 1e-6 * size**0.5 for ours_far, stock_far, size in total.tolist()
     )
