@@ -6,7 +6,21 @@ from dataclasses import replace
 
 from fsdp_zpp import Int8, LocalSteps, Strategy
 
-from .program import Branch, Evaluation, Freeze, MicroBatch, Model, Move, Pass, Program, Resume, Step, Unit, ZeroGrad
+from .program import (
+    Branch,
+    Evaluation,
+    Freeze,
+    MicroBatch,
+    Model,
+    Move,
+    Pass,
+    Program,
+    Resume,
+    Step,
+    Tune,
+    Unit,
+    ZeroGrad,
+)
 
 ONE = (Model(units=(Unit((Branch("affine"), Branch("norm"))),), root=(Branch("linear"),)),)
 OWNER = (((0, 0), (0, 1)),)
@@ -115,6 +129,15 @@ FOUND = {
             Step(),
         ),
         precision="bf16 none",
+    ),
+    "a unit that is unsharded by hand before the first forward": _program(
+        "fsdp2",
+        "III",
+        Tune("unshard", 0, 0),
+        MicroBatch(ALL, sync=False),
+        Freeze(0, 0),
+        MicroBatch((Pass((0,), (((), (0,)),)),)),
+        Step(),
     ),
     "unreduced gradients of 16 bits on nodes of one GPU": replace(
         _program("fsdp1", "NNN", MicroBatch(ALL, sync=False), MicroBatch(ALL), Step()),

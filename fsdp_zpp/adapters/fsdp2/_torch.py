@@ -82,11 +82,23 @@ class StrategyGroup(GatheringGroup):
             self._put_small_last()
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
+        if states:
+            self._name_what_was_unsharded(states[0]._modules[0])
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             callback, self._on_lazy_init = self._on_lazy_init, None
             callback(states[0]._modules[0])  # the root's state comes first
+
+    def _name_what_was_unsharded(self, root: nn.Module) -> None:
+        """Give parameters their FQNs that torch has not found, since ``unshard()`` came before the first forward."""
+        if all(param._param_fqn is not None for param in self.fsdp_params):
+            return
+        paths = {module: path for path, module in root.named_modules()}
+        for param in self.fsdp_params:
+            info = param._module_info
+            param._param_fqn = ".".join(filter(None, (paths[info.module], info.param_name)))
+        self._plan, self._layouts = None, {}  # which go by these names
 
     def _put_small_last(self) -> None:
         """Put small parameters last: among the others they would shift these, so that blocks straddled two of them.
