@@ -86,6 +86,13 @@ def make_model(adapter: Adapter, strategy: Strategy) -> nn.Module:
     return model
 
 
+def all_hold(weights: dict[str, Tensor]) -> bool:
+    """In a worker: whether all ranks have the same ones. Collective."""
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, weights)
+    return all(torch.equal(other[name], weights[name]) for other in every for name in weights)
+
+
 class Simulation:
     """This node's net, not sharded, and each parameter's exchanges by themselves."""
 
@@ -147,9 +154,7 @@ def distance_from_simulation(adapter: Adapter, scopes: str, schedule: str, train
     simulated = Simulation(config)
     simulated.train(TRAINED[trained])
     weights = adapter.full_weights(model)
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, weights)
-    same = all(torch.equal(other[name], weights[name]) for other in every for name in weights)
+    same = all_hold(weights)
     return models.distance(weights, {name: p.detach().cpu() for name, p in simulated.parameters.items()}), same
 
 
@@ -253,9 +258,7 @@ def left_by_a_mixture(adapter: Adapter, scopes: str) -> bool:
     step_of(model, optimizer, 2, (HEAD,))
     exchange_weights(model)
     weights = adapter.full_weights(model)
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, weights)
-    return all(torch.equal(other[name], weights[name]) for other in every for name in weights)
+    return all_hold(weights)
 
 
 @pytest.mark.parametrize("scopes", ["III", "INI", "NNI", "NNN"])
@@ -278,9 +281,7 @@ def shown_and_own(adapter: Adapter, scopes: str) -> tuple[bool, bool]:
     invalidate(model)
     with agreed_weights(model):
         shown = adapter.full_weights(model)
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, shown)
-    same = all(torch.equal(other[name], shown[name]) for other in every for name in shown)
+    same = all_hold(shown)
     return bool((shown[A] == 7.0).all()), same
 
 
@@ -301,9 +302,7 @@ def trained_on_one_node(adapter: Adapter, scopes: str) -> tuple[bool, float]:
         step_of(model, optimizer, step, names)
     exchange_weights(model)
     weights = adapter.full_weights(model)
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, weights)
-    same = all(torch.equal(other[name], weights[name]) for other in every for name in weights)
+    same = all_hold(weights)
     return same, (weights[A] - before[A]).norm().item()
 
 
