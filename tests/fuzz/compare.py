@@ -109,13 +109,16 @@ def _facts(ours: Trace, stock: Trace) -> str | None:
 
 def _rounding_error(ours: Trace, stock: Trace) -> str | None:
     """Whether codecs have changed more than a part of how far the training has gone."""
+    ends = [name for name in ours.shown if name.startswith("end")]
+    # What has overflowed in both says nothing of rounding.
+    ends = [name for name in ends if not (ours.shown[name].isnan().any() and stock.shown[name].isnan().any())]
+    if not ends:
+        return None
     start, end, end_of_ours = (
-        torch.cat([trace.shown[name].float().flatten() for name in ours.shown if name.startswith(when)])
+        torch.cat([trace.shown[when + name.removeprefix("end")].float().flatten() for name in ends])
         for trace, when in ((stock, "start"), (stock, "end"), (ours, "end"))
     )
     error, distance = (end_of_ours - end).norm(), (end - start).norm()
-    if end.isnan().any() and end_of_ours.isnan().any():
-        return None
     if error <= 0.5 * distance + 1e-5 * end.norm():
         return None
     return f"the weights are {error:.3g} from stock's, which have gone {distance:.3g}"
