@@ -24,7 +24,7 @@ from .program import (
 
 ONE = (Model(units=(Unit((Branch("affine"), Branch("norm"))),), root=(Branch("linear"),)),)
 OWNER = (((0, 0), (0, 1)),)
-ALL, FIRST = (Pass((0,), (((0, 1), (0,)),)),), (Pass((0,), (((0,), (0,)),)),)
+ALL, FIRST, SECOND = ((Pass((0,), ((used, (0,)),)),) for used in ((0, 1), (0,), (1,)))
 
 
 def _program(adapter: str, scopes: str, *ops: object, optimizer: str = "sgd") -> Program:
@@ -138,6 +138,24 @@ FOUND = {
         Freeze(0, 0),
         MicroBatch((Pass((0,), (((), (0,)),)),)),
         Step(),
+    ),
+    "two forwards in a micro-batch that reduces in fp32": replace(
+        _program("fsdp2", "III", MicroBatch(ALL, sync=False, forwards=2), MicroBatch(ALL), Step()), precision="bf16 fp32"
+    ),
+    "a part of a unit that no rank uses and that no longer trains, where unused ones get zeros": replace(
+        _program(
+            "fsdp2",
+            "IGG",
+            MicroBatch(SECOND, sync=False),
+            Freeze(0, 0, branch=0),
+            MicroBatch(SECOND),
+            Step(),
+        ),
+        zero_unused=True,
+    ),
+    "codecs where a first step finds no gradients": replace(
+        _program("fsdp2", "NNN", MicroBatch(ALL, fails="loss"), Step(), MicroBatch(ALL), Step(), optimizer="adamw"),
+        strategy=Strategy("NNN", gradients=Int8(32), gpus_per_node=2),
     ),
     "unreduced gradients of 16 bits on nodes of one GPU": replace(
         _program("fsdp1", "NNN", MicroBatch(ALL, sync=False), MicroBatch(ALL), Step()),

@@ -24,7 +24,7 @@ ERROR = {Int8: 1 / 254, Int4: 1 / 14}
 
 
 class Measured(Unsharded):
-    """Runs a program up to its first step, and measures the largest gradients on any rank."""
+    """Runs a program up to the first step that finds gradients, and measures the largest ones on any rank."""
 
     def __init__(self, program: Program, strategy: Any) -> None:
         super().__init__(program, strategy)
@@ -37,7 +37,9 @@ class Measured(Unsharded):
         """
         for number, op in enumerate(self.program.ops):
             if isinstance(op, ops.Step):
-                break
+                if self._any_gradient():
+                    break
+                continue
             self.number = number
             before = {p: 0 if p.grad is None else p.grad.clone() for p in self.largest}
             getattr(self, "do_" + type(op).__name__.lower())(op)
@@ -60,6 +62,12 @@ class Measured(Unsharded):
             for i, model in enumerate(self.models)
             for name, p in model.named_parameters(remove_duplicate=False)
         }
+
+    def _any_gradient(self) -> bool:
+        """Whether a rank has a gradient; none has one after a micro-batch that has failed. Collective."""
+        found = torch.tensor(float(any(p.grad is not None for p in self.largest)))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
 
 
 def gradient_errors(program: Program, ours: Trace, stock: Trace) -> list[str]:

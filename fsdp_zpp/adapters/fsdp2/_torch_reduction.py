@@ -28,6 +28,7 @@ _NEEDED = (
     Needed(_PARAM, "sharded_param _param_fqn", "the parameters of a group"),
     Needed(_PARAM, "unsharded_param _unsharded_param", "gradients that are not sharded yet"),
     Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
+    Needed(_PARAM, "accumulate_unsharded_grad_if_needed", "the same", until=(2, 14)),
     Needed(_GROUP, "_set_separate_reduce_scatter_group", "refusing it", since=(2, 13)),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
     Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
@@ -227,24 +228,23 @@ class ReducingGroup(GradientGroup):
         kept = any(param.unsharded_accumulated_grad is not None for param in params)
         if kept and hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
             for param in params:
+                param.accumulate_unsharded_grad_if_needed()  # or the next line replaces what is accumulated
                 param.to_accumulated_grad_if_needed()
-        if not self._must_agree:
-            return
-        for param in params:
+        for param in filter(self._goes_without, params):
             if id(param) in self._used:
                 self._unused.pop(id(param), None)  # a module that runs twice comes here twice
             elif id(param) not in self._unused:
                 sharded = param.sharded_param
                 self._unused[id(param)] = param, sharded.grad, getattr(sharded, "_post_accumulate_grad_hooks", None)
 
-    @property
-    def _must_agree(self) -> bool:
-        """Whether parameters that no rank uses are to get no gradient, so that ranks exchange what they have used.
+    def _goes_without(self, param: FSDPParam) -> bool:
+        """Whether a parameter gets no gradient if no rank has used it, so that ranks exchange whether they have.
 
-        Not with error feedback, whose errors must be sent on, nor if set_reduce_scatter_unused_params asks for zeros.
+        Not with error feedback, whose errors must be sent on, nor where set_reduce_scatter_unused_params asks for zeros,
+        as it does for what requires a gradient by now.
         """
         assert self.reduction is not None
-        return self.reduction.errors is None and not self.reduces_unused
+        return self.reduction.errors is None and not (self.reduces_unused and param._unsharded_param.requires_grad)
 
     def _set_separate_reduce_scatter_group(self, enable: bool, *groups: Any) -> None:
         if enable and self.reduction is not None:
@@ -271,7 +271,7 @@ class ReducingGroup(GradientGroup):
 
     def used_in_step(self) -> list[bool]:
         """For each parameter, whether this rank has used it in the step; empty if ranks need not agree on that."""
-        if not self._took_part or not self._must_agree:
+        if not self._took_part or not any(map(self._goes_without, self._step)):
             return []
         return [id(param) in self._used for param in self._step]
 
