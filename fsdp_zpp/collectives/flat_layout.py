@@ -66,6 +66,13 @@ class FlatLayout:
         """The parameters' FQNs."""
         return frozenset(piece.name for piece in self.pieces)
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where the values between the pieces begin and end in a chunk."""
+        ends = (0, *(start + piece.numel for piece, start in zip(self.pieces, self.starts, strict=True)))
+        bounds = zip(ends, (*self.starts, self.numel), strict=True)
+        return tuple((end, start) for end, start in bounds if start > end)
+
     def __or__(self, other: FlatLayout) -> FlatLayout:
         """The dense layout of all parameters of both."""
         return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))

@@ -140,7 +140,8 @@ FOUND = {
         Step(),
     ),
     "two forwards in a micro-batch that reduces in fp32": replace(
-        _program("fsdp2", "III", MicroBatch(ALL, sync=False, forwards=2), MicroBatch(ALL), Step()), precision="bf16 fp32"
+        _program("fsdp2", "III", MicroBatch(ALL, sync=False, forwards=2), MicroBatch(ALL), Step()),
+        precision="bf16 fp32",
     ),
     "a part of a unit that no rank uses and that no longer trains, where unused ones get zeros": replace(
         _program(
@@ -156,6 +157,21 @@ FOUND = {
     "codecs where a first step finds no gradients": replace(
         _program("fsdp2", "NNN", MicroBatch(ALL, fails="loss"), Step(), MicroBatch(ALL), Step(), optimizer="adamw"),
         strategy=Strategy("NNN", gradients=Int8(32), gpus_per_node=2),
+    ),
+    "zeros in place of an overflow that codecs have spread": replace(
+        _program(
+            "fsdp1",
+            "NNN",
+            Freeze(0, 0, branch=0),
+            MicroBatch(ALL, overflows=0),
+            Step(),
+            ZeroGrad(set_to_none=False),
+            Freeze(0, 0, False, branch=0),
+            MicroBatch(ALL),
+            Step(),
+        ),
+        strategy=Strategy("NNN", gradients=Int8(32), gpus_per_node=2),
+        scaler=True,
     ),
     "unreduced gradients of 16 bits on nodes of one GPU": replace(
         _program("fsdp1", "NNN", MicroBatch(ALL, sync=False), MicroBatch(ALL), Step()),

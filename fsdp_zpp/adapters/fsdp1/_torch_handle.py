@@ -41,9 +41,9 @@ _NEEDED = (
     Needed(_HANDLE, "flat_param_to _fully_sharded_module _reset_flat_param_grad_info_if_needed", "moves of a model"),
     Needed(_HANDLE, "_orig_param_dtype _reduce_dtype", "the dtype of gradients"),
     Needed(_HANDLE, "_use_orig_params _use_sharded_views _writeback_orig_params _skip_writeback_check", "writebacks"),
-    Needed(_HANDLE, "_offload_params _device_handle device rank flat_param", "shards on the CPU and their ranks"),
+    Needed(_HANDLE, "_offload_params _device_handle device", "shards on the CPU"),
+    Needed(_HANDLE, "rank world_size flat_param", "the rank of a shard"),
     Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
-    Needed(_FLAT, "_numels_with_padding _is_padding_mask", "zeroing the padding"),
     Needed("torch.distributed.fsdp._runtime_utils", "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
 )
@@ -199,6 +199,11 @@ class StrategyHandle(ViewingHandle):
         """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
         assert self.reduction is not None
         self.reduction.start(gradient, out, 1.0, self._gradient_layout(gradient)).finish()
+        if not self.uses_sharded_strategy:
+            # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
+            # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
+            for start, stop in self._layout.trained(out.shape[0]).gaps:
+                out[start:stop].zero_()
 
     def _gradient_layout(self, gradient: Tensor) -> FlatLayout:
         # Only errors are to know which parameters are frozen.
@@ -299,13 +304,11 @@ class StrategyHandle(ViewingHandle):
 
     def zero_padding(self) -> None:
         """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
-        flat_param = self.flat_param
-        start, end = -self.rank * flat_param.numel() if self.uses_sharded_strategy else 0, 0
-        for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
-            end = start + numel
-            if is_padding and end > 0:
-                flat_param.data[max(start, 0) : end].zero_()
-            start = end
+        shard = self.flat_param.data
+        ranks, first = (self.world_size, self.rank * shard.numel()) if self.uses_sharded_strategy else (1, 0)
+        for start, stop in self._layout.whole(ranks * shard.numel()).gaps:
+            if stop > first:
+                shard[max(start - first, 0) : stop - first].zero_()
 
 
 def reduction_hook(handle: StrategyHandle, gradient: Tensor, out: Tensor | None = None) -> None:

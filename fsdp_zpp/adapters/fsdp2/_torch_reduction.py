@@ -240,8 +240,8 @@ class ReducingGroup(GradientGroup):
     def _goes_without(self, param: FSDPParam) -> bool:
         """Whether a parameter gets no gradient if no rank has used it, so that ranks exchange whether they have.
 
-        Not with error feedback, whose errors must be sent on, nor where set_reduce_scatter_unused_params asks for zeros,
-        as it does for what requires a gradient by now.
+        Not with error feedback, whose errors must be sent on, nor where set_reduce_scatter_unused_params asks for
+        zeros, as it does for what requires a gradient by now.
         """
         assert self.reduction is not None
         return self.reduction.errors is None and not (self.reduces_unused and param._unsharded_param.requires_grad)
