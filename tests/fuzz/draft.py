@@ -47,6 +47,8 @@ class Draft:
     has_run: bool = False
     # Whether all branches are in use: fully_shard can't reduce gradients of two dtypes, of which some have accumulated.
     uses_all: bool = False
+    # Whether gradients may be clipped: the error of a large one may be more than all of the next, which is not.
+    clips: bool = True
     # Whether anything may be frozen.
     freezes: bool = True
 

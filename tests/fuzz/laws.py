@@ -39,8 +39,7 @@ class SeenWeights:
     """
 
     def __init__(self, program: Program) -> None:
-        used = [program.strategy, *([program.inner] if program.inner else [])]
-        self.bound = max(map(weight_error, used)) * MARGIN + IN_16_BITS * program.has_half + 1e-6
+        self.bound = max(map(weight_error, program.strategies)) * MARGIN + IN_16_BITS * program.has_half + 1e-6
         self.of_exact = IN_16_BITS * program.has_half + 1e-6  # of parameters of one dimension
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_zpp import Strategy
+from fsdp_zpp import Int4, Strategy
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,17 @@ class Program:
     @property
     def has_codecs(self) -> bool:
         """Whether ours rounds more than stock."""
-        strategies = [self.strategy, *([self.inner] if self.inner else [])]
-        return self.hook or any(codec is not None for s in strategies for codec in (s.weights, *s.gradient_codecs))
+        return self.hook or any(codec is not None for s in self.strategies for codec in (s.weights, *s.gradient_codecs))
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """All of them."""
+        return [self.strategy, *([self.inner] if self.inner else [])]
+
+    @property
+    def rounds_coarsely(self) -> bool:
+        """Whether gradients are rounded to a few values."""
+        return any(isinstance(codec, Int4) for s in self.strategies for codec in s.gradient_codecs)
 
     @property
     def has_half(self) -> bool:

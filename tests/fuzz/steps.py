@@ -44,7 +44,7 @@ def step(draft: Draft, scaler: bool) -> None:
     all_ = tuple(range(len(draft.optimizers)))
     # With local steps, all of them: what others keep is not what the simulation keeps.
     stepping = all_ if scaler or draft.local_steps or not draft.one_in(4) else (draw(st.sampled_from(all_)),)
-    draft.ops.append(Step(stepping, clip=0.3 if draft.one_in(4) else None))
+    draft.ops.append(Step(stepping, clip=0.3 if draft.clips and draft.one_in(4) else None))
     if draft.has(Feature.SHOWN, 3):
         show(draft)
     zeros = draft.has(Feature.ZEROS, 1 if Feature.FREEZE_KEEPING_GRADIENTS in draft.features else 2)

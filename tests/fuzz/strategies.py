@@ -126,6 +126,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         same = [levels for levels in LEGAL_LEVELS if levels[2] == chosen.optimizer]
         other = (strategies_without_codecs if plain else strategies_with_codecs)(world, same)
         inner = replace(draw(other), gpus_per_node=chosen.gpus_per_node)
+    draft.clips = all(s.error_feedback is None for s in (chosen, inner or chosen))
     closure = features & {Feature.SAM, Feature.LBFGS}
     scaler = not local and not closure and draft.one_in(6)
     set_up(draft)

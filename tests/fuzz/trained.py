@@ -141,12 +141,13 @@ class Trained:
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """New optimizers for the units that each has."""
         # What is not used gets a gradient if errors are fed back, and would be decayed.
-        decays = self.program.strategy.error_feedback is None
+        decays = all(s.error_feedback is None for s in self.program.strategies)
         owned = [[p for i, unit in owned for p in self.parameters(i, unit)] for owned in self.program.optimizers]
         if self.program.interleaved:
             every = [p for parameters in owned for p in parameters]
             owned = [every[at :: len(owned)] for at in range(len(owned))]
-        return [optimizers.make(self.program.optimizer, parameters, decays) for parameters in owned]
+        kind, coarse = self.program.optimizer, self.program.rounds_coarsely
+        return [optimizers.make(kind, parameters, decays, coarse) for parameters in owned]
 
 
 def _columns(parameter: nn.Parameter) -> Shard | None:
