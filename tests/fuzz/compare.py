@@ -15,7 +15,7 @@ from .program import Program
 from .run import Run
 from .simulated import Simulated
 from .trace import Trace
-from .unsharded import Unsharded, is_as_exact
+from .unsharded import Rounded, Unsharded, is_as_exact
 
 _stock: dict[str, Trace] = {}
 
@@ -60,11 +60,11 @@ def run_ours(program: Program) -> str | None:
         return found
     if is_local:
         exact = Simulated(replace(program, precision=None), STOCK).run()
-        return None if is_as_exact(ours, stock, exact) else found
+        return None if is_as_exact(ours, [stock], exact) else found
     exact = Unsharded(program, STOCK).run()
     if program.has_codecs:
         return found if exact.error is not None else _rounding_error(ours, exact)
-    return None if is_as_exact(ours, stock, exact) else found
+    return None if is_as_exact(ours, [stock, Rounded(program, STOCK).run()], exact) else found
 
 
 def _is_whole(program: Program) -> bool:

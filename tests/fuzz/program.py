@@ -302,6 +302,13 @@ class Program:
         return self.hook or any(codec is not None for s in self.strategies for codec in (s.weights, *s.gradient_codecs))
 
     @property
+    def rounding(self) -> float:
+        """The largest relative error of rounding to the coarsest dtype in use."""
+        if not self.has_half:
+            return 2.0**-24
+        return 2.0**-11 if "fp16" in (self.precision or "") else 2.0**-8
+
+    @property
     def strategies(self) -> list[Strategy]:
         """All of them."""
         return [self.strategy, *([self.inner] if self.inner else [])]

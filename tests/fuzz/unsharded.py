@@ -1,13 +1,14 @@
 """Runs a program without FSDP, in fp64: the judge where ours and stock differ by more than usual rounding.
 
 Some programs magnify rounding (a layer norm of three nearly equal values, 16 bits over many steps), and now and then
-stock is the one that is wrong. What counts is that ours is about as near to this run as stock is, or nearer.
+stock is the one that is wrong. What counts is that ours is about as near to this run as stock is, or as a run with
+rounding alone is, or nearer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,7 @@ from .run import Run, halved
 from .trace import Trace
 
 NOT_FARTHER = 4.0
-"""How many times as far from the judge as stock ours may be."""
+"""How many times as far from the judge as others ours may be."""
 
 
 class Unsharded(Run):
@@ -160,21 +161,33 @@ class Unsharded(Run):
         """Changes no value."""
 
 
-def is_as_exact(ours: Trace, stock: Trace, exact: Trace) -> bool:
-    """Whether ours is about as near to the judge as stock, in all losses together and in all weights of a moment.
+class Rounded(Unsharded):
+    """One whose reduced gradients are off by as much as rounding may be: how far that alone leads from the judge."""
 
-    Of all ranks: one rank's losses may be near by chance. Collective.
+    def _average(self) -> dict[nn.Parameter, Any]:
+        own = super()._average()
+        # The same on all ranks.
+        generator = torch.Generator().manual_seed(self.number)
+        for p in own:
+            if p.grad is not None:
+                noise = torch.rand(p.shape, generator=generator, dtype=p.dtype)
+                p.grad = p.grad * (1 + self.program.rounding * (2 * noise - 1))
+        return own
+
+
+def is_as_exact(ours: Trace, others: Sequence[Trace], exact: Trace) -> bool:
+    """Whether ours is about as near to the judge as the farthest other: all losses, and all weights of a moment.
+
+    Of all ranks: one rank's losses may be near by chance. So may all of one other's be. Collective.
     """
     if exact.error is not None:
         return False
-    far: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for name in stock.shown:  # it names tied weights once
+    far: dict[str, list[float]] = defaultdict(lambda: [0.0] * (len(others) + 2))
+    for name in others[0].shown:  # stock, which names tied weights once
         truth = exact.shown[name]
         moment = name.partition(" weight")[0] if " weight" in name else "losses"
-        distances = (ours.shown[name].double() - truth, stock.shown[name].double() - truth, truth)
+        distances = [truth, *(trace.shown[name].double() - truth for trace in (ours, *others))]
         far[moment] = [before + each.square().sum().item() for before, each in zip(far[moment], distances, strict=True)]
     total = torch.tensor(list(far.values()), dtype=torch.float64)
     dist.all_reduce(total)
-    return all(
-        ours_far**0.5 <= NOT_FARTHER * stock_far**0.5 + 1e-6 * size**0.5 for ours_far, stock_far, size in total.tolist()
-    )
+    return all(own <= NOT_FARTHER * max(rest) + 1e-6 * size for size, own, *rest in total.sqrt().tolist())
