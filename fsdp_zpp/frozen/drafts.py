@@ -50,11 +50,19 @@ class Draft:
             self.token = secrets.token_hex(8)
             self._path = folder / f"{INDEX}.{self.token}.{_machine()}"
             self._file = self._path.open("x")
-            with suppress(OSError):  # where the folder's file system has no locks, drafts are never taken for leftovers
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._path.exists():
+            if self._lock():
                 return
-            self._file.close()  # before it was locked, another save has taken it for a leftover
+            self._file.close()  # another save was faster, and takes it for a leftover
+
+    def _lock(self) -> bool:
+        """Lock the draft that was just made; tells whether it is there to stay."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # without locks in the file system, nobody takes it for a leftover
+        return self._path.exists()
 
     def file(self, number: int) -> Path:
         """The path of a file of this save, counted from 1."""

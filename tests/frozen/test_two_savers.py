@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +150,21 @@ def test_files_of_another_machine_stay_and_are_named(tmp_path: Path, monkeypatch
     assert said.startswith(f"{tmp_path} has 1 files of a save that is running on another machine or was cut off there")
     assert draft.file(1).name in said
     draft.publish("{}")
+
+
+def test_a_draft_that_another_save_locks_first_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, others = fcntl.flock, []
+
+    def slow(file: Any, operation: int) -> None:
+        if not others:  # as a save that has found the draft and is about to remove it
+            (found,) = tmp_path.iterdir()
+            others.append(found.open("r+"))
+            flock(others[0], operation)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    draft = Draft(tmp_path)
+    Path(others[0].name).unlink()
+    others[0].close()
+    draft.publish("{}")
+    assert [path.name for path in tmp_path.iterdir()] == [files.INDEX]
