@@ -7,7 +7,8 @@ are stored as they are, and so are persistent buffers. Names are FQNs without ad
 file of each tensor and, as metadata, each weight's shape, dtype and codec.
 
 Each save writes files under new names, then replaces the index, then removes the files of the older base. So a folder
-has the older base until the index is replaced, and the newer one afterwards, never a mix, wherever a save is cut off.
+has the older base until the index is replaced, and the newer one afterwards, never a mix, wherever a save is cut off,
+and whoever else saves into the folder; see the top of drafts.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .weight import FrozenWeight
 
 INDEX = "frozen_base.safetensors.index.json"
 FORMAT = "fsdp_zpp"
+VERSION = 1
 CODES, SCALES = "codes", "scales"
 REMEDY = "save the base again with save_frozen_params, into a folder of its own"
 Storable = Int8 | Int4 | NF4
@@ -123,7 +125,8 @@ def local_payload_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> 
 
 def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
     """The text of the index."""
-    metadata = {"format": FORMAT, "weights": {name: asdict(stored) for name, stored in weights.items()}}
+    described = {name: asdict(stored) for name, stored in weights.items()}
+    metadata = {"format": FORMAT, "version": VERSION, "weights": described}
     return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
 
 
@@ -138,7 +141,15 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
         raise ValueError(f"{folder} has no {INDEX}, which save_frozen_params writes")
     where, index = read_index(path, REMEDY)
     metadata = index.get("metadata")
-    said = metadata.get("weights") if isinstance(metadata, dict) and metadata.get("format") == FORMAT else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
+    # The first indexes had no version.
+    if (version := metadata.get("version", VERSION)) != VERSION:
+        raise ValueError(
+            f"{path} has the format version {version!r}, but this fsdp_zpp reads version {VERSION}; load the base with "
+            f"the fsdp_zpp that saved it, or {REMEDY}"
+        )
+    said = metadata.get("weights")
     if not isinstance(said, dict) or not said:
         raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
     weights = {name: _stored_weight(name, of_it, path) for name, of_it in said.items()}

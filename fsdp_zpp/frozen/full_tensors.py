@@ -16,8 +16,8 @@ from fsdp_zpp.module_names import original_path
 def full_parameters(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) -> dict[str, Tensor]:
     """Copies on the CPU of the parameters that are ``wanted``, by their FQNs without wrappers. Collective.
 
-    Ranks other than the first may get shards, or nothing. FSDP's own full state dicts don't serve: the one of
-    FullyShardedDataParallel gathers all parameters, and the one of fully_shard has what a forward left gathered.
+    Ranks of the model other than its first may get shards, or nothing. FSDP's own full state dicts don't serve: the one
+    of FullyShardedDataParallel gathers all parameters, and the one of fully_shard has what a forward left gathered.
 
     Args:
         model: The model, sharded or not.

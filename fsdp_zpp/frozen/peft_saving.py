@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.collectives.agreement import from_first_rank
+from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.module_names import original_path, parameter_name
+from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
 
 from .full_tensors import full_parameters
+from .saving import check_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,36 +31,56 @@ def save_adapter(
 ) -> None:
     """Save adapters in the files that ``PeftModel.from_pretrained(base, path)`` reads. Collective.
 
-    Rank 0 writes ``adapter_config.json`` and ``adapter_model.safetensors``; adapters other than ``"default"`` go to
-    folders of their names. The files can be read on any number of GPUs. The model in memory does not change.
+    The model's first rank writes ``adapter_config.json`` and ``adapter_model.safetensors``; adapters other than
+    ``"default"`` go to folders of their names. The files can be read on any number of GPUs. The model in memory does
+    not change.
 
     Args:
         model: A PEFT model, plain or sharded by either FSDP, or a module that contains one.
         path: The folder.
         adapters: Names of adapters. Default: all.
-        process_group: The ranks of the model. Default: all ranks.
+        process_group: The ranks of the model, of which the first writes. Default: those that it is sharded over, or all
+            ranks if it is not sharded.
         **options: Further arguments of ``PeftModel.save_pretrained``.
 
     Raises:
         ImportError: If peft is not installed.
-        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names.
-        RuntimeError: If rank 0 can't write the files; every rank raises.
+        TypeError: If an argument has the wrong type, on any rank; every rank raises.
+        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names; likewise.
+        RuntimeError: If the first rank can't write the files; every rank raises.
     """
-    peft_model = peft_model_in(model)
-    names = list(peft_model.peft_config)
-    if unknown := set(adapters or ()) - set(names):
-        raise ValueError(f"there is no adapter {sorted(unknown)} in this model; choose from {names}")
+    group = ranks_of(model, process_group)
+    peft_model, selected = agree(
+        group,
+        lambda: _check(model, path, adapters),
+        lambda checked: repr(list(checked[0].peft_config)),
+        "called save_adapter with a model of other adapters than",
+    )
     state = adapter_state(model)  # on all ranks, since it is collective
     error = ""
-    if not dist.is_initialized() or dist.get_rank(process_group) == 0:
+    if group is None or dist.get_rank(group) == 0:
         try:
-            selected = list(adapters) if adapters is not None else names
             with as_plain(peft_model, state):
                 peft_model.save_pretrained(os.fspath(path), selected_adapters=selected, state_dict=state, **options)
         except Exception as failure:  # any at all: the other ranks wait to hear whether it went well
             error = f"{type(failure).__name__}: {failure}"
-    if error := from_first_rank(error, process_group):
+    if error := from_first_rank(error, group):
         raise RuntimeError(f"the adapter could not be saved to {os.fspath(path)}: {error}")
+
+
+def _check(model: nn.Module, path: object, adapters: object) -> tuple[PeftModel, list[str]]:
+    """The PEFT model in ``model`` and the adapters of it to save."""
+    check_module(model)
+    check_folder(path)
+    peft_model = peft_model_in(model)
+    names = list(peft_model.peft_config)
+    if adapters is None:
+        return peft_model, names
+    if isinstance(adapters, str) or not isinstance(adapters, Collection):
+        raise TypeError(f"adapters must be a list of names such as {names[:1]}, got {adapters!r}")
+    if unknown := [name for name in adapters if name not in names]:
+        raise ValueError(f"there is no adapter {unknown} in this model; choose from {names}")
+    return peft_model, list(adapters)
 
 
 def peft_model_in(model: nn.Module) -> PeftModel:

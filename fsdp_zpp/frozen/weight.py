@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.codecs.base import Codec
@@ -70,6 +71,12 @@ class FrozenBase:
 
     def invalidate(self) -> None:
         """Do nothing, since frozen weights don't change."""
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that its weights are placed on; none where each process has all of them."""
+        found = dict.fromkeys(weight.placement.mesh.group for weight in self.weights)
+        return [group for group in found if group is not None]
 
 
 class FrozenWeight:

@@ -75,6 +75,7 @@ def of_weight(**said: Any) -> Callable[[dict[str, Any]], None]:
 
 WRONG_INDEX: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "format": (lambda index: index["metadata"].pop("format"), "is not the index of a quantized base"),
+    "version": (lambda index: index["metadata"].update(version=2), "has the format version 2, but this fsdp_zpp reads"),
     "metadata": (lambda index: index.pop("metadata"), "is not the index of a quantized base"),
     "weights": (lambda index: index["metadata"].update(weights=[]), "is not the index of a quantized base"),
     "weight map": (lambda index: index.pop("weight_map"), "it has no weight_map"),

@@ -2,95 +2,45 @@
 
 from __future__ import annotations
 
-import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from harness import frozen_files as files, lora, models
+from harness import frozen_files as files, lora
 from harness.adapter import Adapter, Case
 from harness.covering import over_adapters
+from harness.disk import FILE_SIZE, STEPS, Killed, dying_at, failing_at, quantized, stored_in
 from harness.pool import Pool
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_zpp import Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
-from fsdp_zpp.frozen import saving
 from fsdp_zpp.frozen.encoding import MIN_NUMEL
 
-FILE_SIZE = 20_000
-"""Smaller than a base, so that there are several files."""
 
-
-def quantized(seed: int) -> models.Net:
-    base = files.make_base(seed)
-    quantize_frozen_params(base, files.CODEC)
-    return base
-
-
-def stored_in(folder: Path) -> Tensor:
-    """What a base computes that is loaded from a folder."""
-    net = files.make_empty()
-    load_frozen_params(net, folder)
-    return files.output_of(net)
-
-
-class Killed(BaseException):
-    """Ends a save without a chance to clear up."""
-
-
-STEPS = [(saving, "save_file"), (os, "fsync"), (Path, "write_text"), (Path, "replace"), (Path, "unlink")]
-
-
-@contextmanager
-def failing(step: int, error: BaseException) -> Iterator[list[str]]:
-    """Let ``error`` happen at one of the calls by which a save changes the disk; tells which calls there were."""
-    calls: list[str] = []
-    patch = pytest.MonkeyPatch()
-
-    def watched(name: str, original: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls.append(name)
-            if len(calls) == step + 1:
-                raise error
-            return original(*arguments, **options)
-
-        return call
-
-    with patch.context() as context:
-        for owner, name in STEPS:
-            context.setattr(owner, name, watched(name, getattr(owner, name)))
-        yield calls
-
-
-def test_a_save_that_ends_anywhere_leaves_the_older_base_or_the_newer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the order of calls is what matters here
+def test_a_save_that_ends_anywhere_leaves_the_older_base_or_the_newer(tmp_path: Path) -> None:
     older, newer = quantized(0), quantized(1)
     expected = {"older": files.output_of(older), "newer": files.output_of(newer)}
     step, ended = 0, True
     while ended:
-        for kind in (Killed, OSError):
-            folder = tmp_path / f"{kind.__name__}{step}"
+        for end in (dying_at, failing_at):
+            folder = tmp_path / f"{end.__name__}{step}"
             save_frozen_params(older, folder, max_file_size=FILE_SIZE)
-            with failing(step, kind("No space left on device")) as calls:
-                with suppress(Killed, RuntimeError):
-                    save_frozen_params(newer, folder, max_file_size=FILE_SIZE)
-                ended = len(calls) > step
-            now = "newer" if "replace" in calls[: step if ended else None] else "older"
+            with end(step) as steps, suppress(Killed, RuntimeError):
+                save_frozen_params(newer, folder, max_file_size=FILE_SIZE)
+            ended = len(steps.begun) > step
+            now = "newer" if "replace" in steps.done else "older"
             assert torch.equal(stored_in(folder), expected[now])
             save_frozen_params(newer, folder, max_file_size=FILE_SIZE)  # which also clears up
             assert torch.equal(stored_in(folder), expected["newer"])
-            assert len(list(folder.iterdir())) == len(list((tmp_path / "Killed0").iterdir()))
+            assert len(list(folder.iterdir())) == len(list((tmp_path / "dying_at0").iterdir()))
         step += 1
-    assert {"save_file", "fsync", "write_text", "replace", "unlink"} <= set(calls)
-    names = [name for name in calls if name != "unlink"]
-    assert names[-5:] == ["write_text", "fsync", "fsync", "replace", "fsync"]
-    assert names[:-5] == ["save_file", "fsync"] * (len(names[:-5]) // 2)
+    assert set(steps.done) == {name for _, name in STEPS}
+    to_disk = [name for name in steps.done if name in ("save_file", "fsync", "replace")]
+    assert to_disk[-4:] == ["fsync", "fsync", "replace", "fsync"]
+    assert to_disk[:-4] == ["save_file", "fsync"] * (len(to_disk[:-4]) // 2)
 
 
 def test_a_full_disk_leaves_the_older_base(tmp_path: Path) -> None:
