@@ -12,7 +12,12 @@ import pytest
 RUN = Path(__file__).parents[1] / "run"
 STAND_INS = {
     "nvidia-smi": '[ "$GPU" = 1 ] && echo "GPU 0: NVIDIA H200 (UUID: GPU-0)" || exit 9',
-    "python": """if [ "$1" = -m ]; then mkdir -p .venv/bin; cp stand-ins/* .venv/bin; else [ "$TORCH" = 1 ]; fi""",
+    "python": """case "$*" in
+        *version_info*) [ "$OLD" = 0 ] ;;
+        --version) echo Python 3.10.13 ;;
+        *venv*) mkdir -p .venv/bin; cp stand-ins/* .venv/bin ;;
+        *) [ "$TORCH" = 1 ] ;;
+        esac""",
     "pip": "true",
     "pytest": "true",
     "torchrun": "true",
@@ -28,16 +33,24 @@ def commands(folder: Path, command: str = "test", *, gpu: bool, torch: bool) -> 
         gpu: Whether the machine has a GPU.
         torch: Whether it has a torch of its own.
     """
+    result = attempt(folder, command, PYTHON="python", GPU=str(int(gpu)), TORCH=str(int(torch)))
+    assert result.returncode == 0, result.stderr
+    return (folder / "log").read_text().splitlines()
+
+
+def attempt(folder: Path, command: str = "test", **variables: str) -> subprocess.CompletedProcess[str]:
+    """``./run command`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
     shutil.copy(RUN, folder)
     stand_ins = folder / "stand-ins"
-    stand_ins.mkdir()
+    stand_ins.mkdir(exist_ok=True)
     for name, body in STAND_INS.items():
         script = stand_ins / name
         script.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>log\n{body}\n')
         script.chmod(0o755)
-    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "PYTHON": "python", "GPU": str(int(gpu))}
-    subprocess.run(["./run", command], cwd=folder, env=environment | {"TORCH": str(int(torch))}, check=True, timeout=30)
-    return (folder / "log").read_text().splitlines()
+    shutil.copy(stand_ins / "python", stand_ins / "python3")
+    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "GPU": "0", "TORCH": "0", "OLD": "0"} | variables
+    command_line = ["./run", command]
+    return subprocess.run(command_line, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
 
 
 @pytest.mark.parametrize(("gpu", "version"), [(True, "2.15.0"), (False, "2.13.0")], ids=["GPU", "no GPU"])
@@ -46,13 +59,13 @@ def test_torch_is_the_newest_with_a_gpu_and_small_without(tmp_path: Path, gpu: b
     assert called.index(f"pip install --quiet torch=={version}") < called.index(
         "pip install --quiet --editable .[test]"
     )
-    assert "python -m venv .venv" in called
+    assert "python -m venv --clear .venv" in called
 
 
 @pytest.mark.parametrize("gpu", [True, False], ids=["GPU", "no GPU"])
 def test_a_machine_keeps_its_own_torch(tmp_path: Path, gpu: bool) -> None:
     called = commands(tmp_path, gpu=gpu, torch=True)
-    assert "python -m venv --system-site-packages .venv" in called
+    assert "python -m venv --clear --system-site-packages .venv" in called
     assert not any("torch==" in call for call in called)
 
 
@@ -69,3 +82,26 @@ def test_nothing_is_run_with_the_root_on_the_path(tmp_path: Path) -> None:
         called = commands(folder, command, gpu=False, torch=True)[-1]
         assert called.startswith(f"{expected} ")
         assert " -m " not in called
+
+
+def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    result = attempt(tmp_path, OLD="1")
+    assert result.returncode == 1
+    assert "needs Python 3.11 or later, but python3 is: Python 3.10.13" in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("left", ["another Python", "no pip", "all but the packages"])
+def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, left: str) -> None:
+    bin_ = tmp_path / ".venv/bin"
+    bin_.mkdir(parents=True)
+    for name in ("python", "pip"):
+        fails = (left, name) in (("another Python", "python"), ("no pip", "pip"))
+        (bin_ / name).write_text(f"#!/bin/sh\nexit {int(fails)}\n")
+        (bin_ / name).chmod(0o755)
+    (bin_ / "pytest").symlink_to("pip")
+    result = attempt(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / ".venv/ready").exists()
+    made = "-m venv --clear .venv" in (tmp_path / "log").read_text()
+    assert made == (left != "all but the packages")

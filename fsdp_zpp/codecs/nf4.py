@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.kernels import PayloadLayout
 
 from .base import Codec, check_block
@@ -48,7 +49,7 @@ class NF4(Codec):
         _ = self.layout  # raises if the block is no power of two or too large
         # Looked up, not imported: that takes seconds, and a strategy may be made only for a plan.
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise ModuleNotFoundError("NF4 needs bitsandbytes: pip install 'fsdp_zpp[nf4]'", name="bitsandbytes")
+            raise ModuleNotFoundError(f"NF4 needs bitsandbytes: {how_to_install('nf4')}", name="bitsandbytes")
 
     def __str__(self) -> str:
         return f"nf4({self.block})"

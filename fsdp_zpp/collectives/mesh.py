@@ -103,8 +103,8 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
             "gpus_per_node was not given and LOCAL_WORLD_SIZE is not set (torchrun sets it); "
             "pass gpus_per_node, the number of ranks that share a node"
         )
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    launched, nodes_launched = dist.get_world_size(), int(os.environ.get("GROUP_WORLD_SIZE", 0))
+    local_world, nodes_launched = _from_launcher("LOCAL_WORLD_SIZE"), _from_launcher("GROUP_WORLD_SIZE")
+    launched = dist.get_world_size()
     if nodes_launched and nodes_launched * local_world != launched:
         # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
         raise ValueError(
@@ -115,6 +115,23 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
     if local_world not in found:
         found[local_world] = Topology(world, _ranks_on_each_node(group, local_world))
     return found[local_world]
+
+
+def _from_launcher(name: str) -> int:
+    """The positive number in a variable that torchrun sets; 0 if it is not set.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return 0
+    if not value.isdecimal() or int(value) == 0:
+        raise ValueError(
+            f"{name}={value!r} in the environment is not a positive number, as torchrun sets it; set it as torchrun "
+            "does, or pass gpus_per_node, the number of ranks that share a node"
+        )
+    return int(value)
 
 
 def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:

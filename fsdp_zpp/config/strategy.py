@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import os
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from fsdp_zpp.codecs.delta import Int4Delta
 from .deepspeed import strategy_arguments
 from .error_feedback import LoCo, check_error_feedback
 from .local_steps import LocalSteps
-from .mapping import arguments_from_mapping, mapping_from_arguments
+from .mapping import PRESETS, arguments_from_mapping, mapping_from_arguments
 from .resolve import ResolvedStrategy, finer_inside, resolve
 from .topology import Topology
 
@@ -108,6 +109,8 @@ class Strategy:
         if self.levels in LEGAL_LEVELS:
             return
         reason = "levels are three of the letters N, I, G"
+        if near := difflib.get_close_matches(self.levels.lower(), PRESETS, n=1, cutoff=0.75):
+            reason += f" (did you mean Strategy.{near[0]}()?)"
         # Three valid letters can break only the rule about the optimizer.
         if len(self.levels) == 3 and set(self.levels) <= set(_SCOPES):
             reason = "the optimizer scope must be at least as fine (N < I < G) as the other two"
@@ -232,7 +235,13 @@ class Strategy:
 
         Raises:
             TypeError: If both ``every`` and ``local_steps`` are given.
+            ValueError: If ``local_steps`` is None, which is another preset.
         """
+        if overrides.get("local_steps", True) is None:
+            raise ValueError(
+                "local_steps=None (null or false in a file) makes diloco no DiLoCo but mics, which exchanges gradients "
+                "in every step; leave it out for the defaults, or choose mics"
+            )
         if every is not None and "local_steps" in overrides:
             raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
         local_steps = LocalSteps() if every is None else LocalSteps(every)

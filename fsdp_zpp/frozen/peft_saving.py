@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.collectives.agreement import agree, from_first_rank
+from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.module_names import original_path, parameter_name
 from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
 
@@ -93,7 +94,7 @@ def peft_model_in(model: nn.Module) -> PeftModel:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ImportError("save_adapter needs peft; install fsdp_zpp[peft]") from error
+        raise ImportError(f"save_adapter needs peft: {how_to_install('peft')}") from error
     found = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
     if found is None:
         raise ValueError(f"there is no PeftModel in this {type(model).__name__}; make one with peft.get_peft_model")

@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
+from fsdp_zpp.extras import how_to_install
+
 
 def require(distribution: str, least: str, *, purpose: str = "") -> None:
     """Check that a framework is installed, before it is imported.
@@ -18,13 +20,16 @@ def require(distribution: str, least: str, *, purpose: str = "") -> None:
     Raises:
         ImportError: If it is not installed, or is older; says what to install.
     """
-    install = f"pip install 'fsdp_zpp[{distribution}]'"
     try:
         found = version(distribution)
     except PackageNotFoundError:
-        raise ImportError(f"fsdp_zpp.integrations.{distribution} needs {distribution}: {install}") from None
+        raise absent(distribution) from None
     if TorchVersion(found) < least:
         needs = f"{distribution} {least} or later" + (f" {purpose}" if purpose else "")
-        raise ImportError(
-            f"fsdp_zpp.integrations.{distribution} needs {needs}, and {found} is installed: {install} --upgrade"
-        )
+        install = how_to_install(distribution, upgrade=True)
+        raise ImportError(f"fsdp_zpp.integrations.{distribution} needs {needs}, and {found} is installed: {install}")
+
+
+def absent(distribution: str) -> ImportError:
+    """The error that a framework is not installed; arguments as of :func:`require`."""
+    return ImportError(f"fsdp_zpp.integrations.{distribution} needs {distribution}: {how_to_install(distribution)}")

@@ -21,12 +21,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from fsdp_zpp.config.strategy import Strategy
 
-from ._requirement import require
+from ._requirement import absent, require
+
+try:
+    from axolotl.integrations.base import BasePlugin
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "axolotl":
+        raise
+    raise absent("axolotl") from None
 
 _TRAINER_INTEGRATION = "fsdp_zpp.integrations.transformers"
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_zpp.extras import how_to_install
+
 from .config import GIB
 from .estimate import Estimate
 from .report import Plan
@@ -27,7 +29,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the chart needs matplotlib: pip install 'fsdp_zpp[examples]'") from error
+        raise ModuleNotFoundError(f"the chart needs matplotlib: {how_to_install('examples')}") from error
     # Without pyplot there is neither a window nor a global figure that somebody must close.
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fsdp_zpp.extras import how_to_install
+
 from .config import whole
 
 DEFAULT_UNITS = 32
@@ -251,13 +253,14 @@ def pretrained_size(name: str) -> ModelSize:
 
     Raises:
         ModuleNotFoundError: If transformers is not installed.
-        ValueError: If there is no such config, or it is not a causal language model's.
+        ValueError: If there is no such config, the hub can't be reached, or it is not a causal language model's.
     """
     try:
+        from huggingface_hub.errors import LocalEntryNotFoundError
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "reading the size of a model from its config needs transformers: pip install 'fsdp_zpp[examples]', "
+            f"reading the size of a model from its config needs transformers: {how_to_install('examples')}, "
             "or give the number of parameters instead"
         ) from error
     if name.endswith(".json") and not Path(name).is_file():
@@ -268,9 +271,22 @@ def pretrained_size(name: str) -> ModelSize:
         # Only sizes matter, so the weights need no memory.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a config of anything makes of transformers' code
+        if any(isinstance(cause, LocalEntryNotFoundError) for cause in _causes(error)):
+            raise ValueError(
+                f"the hub could not be reached for the config of {name}, which is neither a file or directory here nor "
+                "in the cache; check the network, give a config.json or a directory that has one, or give the number "
+                f"of parameters instead: {error}"
+            ) from error
         raise ValueError(
             f"{name} is not a causal language model that transformers can build; allowed are a config.json, "
-            f"a directory that has one, or a name on the hub: {error}"
+            f"a directory that has one, or a name on the hub: {type(error).__name__}: {error}"
         ) from error
     return module_size(model)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -19,13 +19,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_instance(name: str, value: object) -> None:
-    """Raise if the class Strategy was passed where an instance was meant.
+    """Raise if the class Strategy, or a method that makes one, was passed where an instance was meant.
 
     Raises:
-        TypeError: If ``value`` is the class.
+        TypeError: If ``value`` is one of these.
     """
     if isinstance(value, type) and issubclass(value, Strategy):
         raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
+    made_by = getattr(value, "__self__", None)
+    if isinstance(made_by, type) and issubclass(made_by, Strategy):
+        call = f"Strategy.{getattr(value, '__name__', '')}"
+        raise TypeError(f"{name} is the method {call} itself, not what it returns; did you mean {call}()?")
 
 
 def strategy_facts(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, object]:

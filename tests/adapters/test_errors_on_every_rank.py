@@ -43,6 +43,7 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
     return {
         "indivisible": (sharded(Strategy(gpus_per_node=3)), ValueError, "allowed are [1, 2, 4]"),
         "the class": (sharded(Strategy), TypeError, "did you mean Strategy()"),
+        "a method": (sharded(Strategy.zeropp), TypeError, "did you mean Strategy.zeropp()?"),
         "integers": (sharded(Strategy(**TWO), _integers), TypeError, "codes is torch.int8"),
         "doubles": (sharded(Strategy(**TWO), lambda: models.make_net().double()), TypeError, "is torch.float64"),
         "2-D mesh": (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -142,6 +145,35 @@ def test_checkpoints_pass_between_scopes(
 ) -> None:
     source, target = (STOCK if scopes is None else Strategy(scopes, gpus_per_node=2) for scopes in pair)
     pool(4).run(checkpoint, adapter, source, target, str(tmp_path / "checkpoint"))
+
+
+def load_from_rank_0(adapter: Adapter, scopes: str, gpus_per_node: int) -> None:
+    """In a worker: the full state of an optimizer, which rank 0 alone holds, loaded on all ranks."""
+    case = Case(steps=2, optimizer="adamw-foreach")
+    strategy = Strategy(scopes, gpus_per_node=gpus_per_node)
+    first, second = adapter.make(case, strategy), adapter.make(case, strategy)
+    optimizers = [models.make_optimizer(case.optimizer, model.parameters()) for model in (first, second)]
+    train(adapter, first, case, optimizer=optimizers[0])
+    train(adapter, second, case, optimizer=optimizers[1], first_step=50)
+    # Copied: what is not sharded is shared with the optimizer, and both would train it.
+    weights, state = copy.deepcopy(get_state_dict(first, optimizers[0], options=FULL))
+    set_model_state_dict(second, weights, options=FULL)
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(second, optimizers[1], state if dist.get_rank() == 0 else {}, options=from_rank_0)
+    losses = [
+        train(adapter, model, case, optimizer=optimizer, first_step=2)
+        for model, optimizer in zip((first, second), optimizers, strict=True)
+    ]
+    assert losses[0] == losses[1]
+    assert models.distance(adapter.full_weights(second), adapter.full_weights(first)) == 0
+
+
+@pytest.mark.parametrize(("scopes", "gpus_per_node"), [("GGG", 2), ("NNN", 2), ("III", 2), ("NII", 2), ("III", 1)])
+@over_adapters_and_flat
+def test_an_optimizer_state_that_rank_0_alone_has_loaded_reaches_all_nodes(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, gpus_per_node: int
+) -> None:
+    pool(4).run(load_from_rank_0, adapter, scopes, gpus_per_node)
 
 
 def save(adapter: Adapter, path: str) -> dict[str, Tensor]:

@@ -81,5 +81,5 @@ def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, "bitsandbytes")
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
-    with pytest.raises(ModuleNotFoundError, match=r"NF4 needs bitsandbytes: pip install 'fsdp_zpp\[nf4\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"NF4 needs bitsandbytes: run pip install '\.\[nf4\]' in your"):
         NF4()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +34,27 @@ def count_groups() -> int:
 def test_process_groups_are_made_once_for_each_layout(pool: Callable[[int], Pool]) -> None:
     assert max(pool(4).run(count_groups)) <= 4  # two nodes and two local indices; none if a test before made them
     assert pool(4).run(count_groups) == [0] * 4
+
+
+def errors_of_bad_launchers(values: list[str]) -> list[str]:
+    """In a worker: what is said of values that a launcher may have set."""
+    said = []
+    for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        for value in values:
+            with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"} | {name: value}):
+                try:
+                    process_mesh(dist.group.WORLD)
+                    said.append("nothing")
+                except ValueError as error:
+                    said.append(str(error))
+    return said
+
+
+def test_what_a_launcher_says_of_nodes_must_be_a_positive_number(pool: Callable[[int], Pool]) -> None:
+    for said in pool(4).run(errors_of_bad_launchers, ["0", "abc", "", "-2", "2.0"]):
+        assert all(
+            "in the environment is not a positive number" in each and "pass gpus_per_node" in each for each in said
+        )
 
 
 def groups_left() -> tuple[bool, timedelta]:

@@ -28,6 +28,12 @@ def test_scopes_are_three_of_the_letters_n_i_g(scopes: str) -> None:
         Strategy(scopes)
 
 
+@pytest.mark.parametrize("name", ["zeropp", "ZeroPP", "zero-3", "mixzp", "diloco"])
+def test_the_name_of_a_preset_is_recognized(name: str) -> None:
+    with pytest.raises(ValueError, match=r"three of the letters N, I, G \(did you mean Strategy\.\w+\(\)\?\); legal"):
+        Strategy(name)
+
+
 LOCAL = {"levels": "III", "local_steps": LocalSteps()}
 
 

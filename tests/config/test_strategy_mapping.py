@@ -56,6 +56,14 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     )
 
 
+@pytest.mark.parametrize("off", [None, False])
+def test_diloco_without_local_steps_is_not_silently_mics(off: object) -> None:
+    with pytest.raises(ValueError, match="leave it out for the defaults, or choose mics"):
+        Strategy.from_dict({"preset": "diloco", "local_steps": off})
+    with pytest.raises(ValueError, match="leave it out for the defaults, or choose mics"):
+        Strategy.diloco(local_steps=None)
+
+
 @given(legal_strategies())
 def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
     mapping = strategy.to_dict()

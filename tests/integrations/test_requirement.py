@@ -26,8 +26,16 @@ def test_there_is_an_extra_and_a_module_for_each(framework: str) -> None:
 
 
 def test_an_absent_framework_is_named() -> None:
-    with pytest.raises(ImportError, match=r"needs no_such_framework: pip install 'fsdp_zpp\[no_such_framework\]'"):
+    with pytest.raises(ImportError, match=r"needs no_such_framework: run pip install '\.\[no_such_framework\]' in"):
         require("no_such_framework", "1.0")
+
+
+def test_a_plugin_of_an_absent_framework_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['axolotl'] = None")
+    code = "import fsdp_zpp.integrations.axolotl"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd="/", env={"PYTHONPATH": str(tmp_path)})
+    assert "fsdp_zpp.integrations.axolotl needs axolotl: run pip install '.[axolotl]' in your clone" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,9 @@ def test_an_old_framework_is_named_with_its_version(found: str, enough: bool) ->
         if enough:
             require("accelerate", "1.13")
             return
-        with pytest.raises(ImportError, match=f"needs accelerate 1.13 or later, and {found} is installed: pip install"):
+        with pytest.raises(
+            ImportError, match=f"needs accelerate 1.13 or later, and {found} is installed: run pip install"
+        ):
             require("accelerate", "1.13")
 
 

@@ -206,6 +206,27 @@ def test_configs_of_other_models_are_refused(config: Path, capsys: pytest.Captur
     assert "is not a causal language model that transformers can build" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "bad", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": -1}, {"model_type": "no such"}], ids=str
+)
+def test_configs_that_break_transformers_are_refused(
+    bad: dict, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(json.dumps(json.loads(config.read_text()) | bad))
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(config), *CLUSTER])
+    assert "is not a causal language model that transformers can build" in capsys.readouterr().err
+
+
+def test_a_hub_that_cannot_be_reached_is_named_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "nobody/no-such-model", *CLUSTER])
+    assert "error: the hub could not be reached for the config of nobody/no-such-model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("package", "option"), [("matplotlib", "--plot"), ("transformers", "--model")])
 def test_missing_packages_are_named(
     package: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -218,7 +239,7 @@ def test_missing_packages_are_named(
         main(["plan", *size, *CLUSTER, option, str(tmp_path / "x.png")])
     error = capsys.readouterr().err
     assert package in error
-    assert "pip install 'fsdp_zpp[examples]'" in error
+    assert "pip install '.[examples]' in your clone" in error
 
 
 def test_importing_the_package_imports_no_optional_one() -> None:

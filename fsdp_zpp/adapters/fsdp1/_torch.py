@@ -39,6 +39,7 @@ _NEEDED = (
     Needed(f"{_FSDP}._runtime_utils", "_share_state_and_init_handle_attrs", "learning which instance is the root"),
     Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_apply", "moves of a model"),
     Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
+    Needed(_INSTANCE, "_optim_state_dict_to_load_impl", "loading optimizer states from rank 0 alone"),
     Needed(_INSTANCE, "register_comm_hook _comm_hook_state", "communication hooks with a state for each instance"),
     Needed(f"{_FSDP}._flat_param", "FlatParamHandle HandleTrainingState", "what the files beside this one build on"),
     Needed(f"{_FSDP}._common_utils", "TrainingState _no_dispatch_record_stream", "the same"),
@@ -64,6 +65,7 @@ __all__ = [
     "frozen_apart",
     "intercept_construction",
     "intercept_hook_registration",
+    "load_optimizer_states_over",
     "no_dispatch_record_stream",
     "on_lazy_init",
     "process_group_of",
@@ -265,3 +267,22 @@ def save_optimizer_states_in_any_group() -> None:
         return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
 
     _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys  # type: ignore[assignment]
+
+
+def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
+    """Make FSDP send optimizer states that rank 0 alone has loaded to ``ranks_of(model)``, unless that is None.
+
+    It sends them over the group that it shards over. Rank 0 is in one node's alone if a model is sharded inside nodes.
+    """
+    original = FullyShardedDataParallel._optim_state_dict_to_load_impl
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature.bind(*args, **kwargs)
+        ranks = ranks_of(bound.arguments["model"]) if bound.arguments.get("rank0_only") else None
+        if ranks is not None:
+            bound.arguments["group"] = ranks
+        return original(*bound.args, **bound.kwargs)
+
+    FullyShardedDataParallel._optim_state_dict_to_load_impl = staticmethod(optim_state_dict_to_load_impl)  # type: ignore[method-assign]

@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
@@ -61,7 +62,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 def _construct_with(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
     check_instance("sharding_strategy", strategy)
-    if isinstance(strategy, str):
+    if not isinstance(strategy, (Strategy, ShardingStrategy, NoneType)):
         raise TypeError(
             "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
             f"{strategy!r}"
@@ -117,6 +118,13 @@ def _group_of(unit: StrategyUnit) -> dist.ProcessGroup:
     """The ranks over which FSDP shards ``unit``'s weights, or, for those that it does not shard, just works."""
     group = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     return own_rank() if group is None else group
+
+
+def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that hold ``model``, if it is sharded inside nodes, as all or none of its units are."""
+    units = (unit_of(module) for module in model.modules())
+    inside = (unit for unit in units if isinstance(unit, StrategyUnit) and unit.scopes.optimizer == "I")
+    return next((unit.ranks.group for unit in inside), None)
 
 
 def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -279,6 +287,11 @@ PATCHES = (
         "_optim_utils._map_param_key_to_optim_keys",
         "torch broadcasts keys of optimizer states from global rank 0, which a node's group may not have",
         _torch.save_optimizer_states_in_any_group,
+    ),
+    Patch(
+        "FullyShardedDataParallel._optim_state_dict_to_load_impl",
+        "torch sends optimizer states that rank 0 alone has loaded over a group that may not have it",
+        lambda: _torch.load_optimizer_states_over(_all_ranks_of),
     ),
 )
 """All that is replaced in torch; it changes nothing for models of torch's own strategies.

@@ -24,7 +24,7 @@ from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
-from .validation import check_arguments, check_strategy, is_stock, named_own_parameters
+from .validation import check_arguments, check_strategy, is_stock, mark_sharded, named_own_parameters
 
 
 @overload
@@ -99,6 +99,7 @@ def fully_shard(
     if any(holds_packed_values(p) for _, p in _to_be_sharded(modules, passed_on)):  # what is left of them
         unit.leave_weights_uncoded()
     sharded = torch_fully_shard(module, **passed_on)
+    mark_sharded(modules)
     group = _torch.adopt_group(modules[0], _on_lazy_init)
     if is_stock(strategy):
         for each in modules:

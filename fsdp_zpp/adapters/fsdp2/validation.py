@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_other_parallelism, topology_for
+
+_SHARDED = "_fsdp_zpp_sharded"
 
 
 def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
@@ -27,6 +29,7 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
+    _check_order(modules, arguments.get("ignored_params") or set())
     if is_stock(strategy):
         return
     _check_reshard(strategy, arguments["reshard_after_forward"])
@@ -42,6 +45,24 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
     check_no_other_parallelism(strategy, named_own_parameters(modules))
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
+
+
+def mark_sharded(modules: list[nn.Module]) -> None:
+    """Note that the parameters of ``modules`` are sharded by now."""
+    for module in modules:
+        for parameter in module.parameters():
+            setattr(parameter, _SHARDED, True)
+
+
+def _check_order(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """Raise if a module around ``modules`` was sharded before them: torch would say so at the first forward only."""
+    left_alone = {id(parameter) for parameter in ignored}
+    for name, parameter in named_own_parameters(modules):
+        if getattr(parameter, _SHARDED, False) and id(parameter) not in left_alone:
+            raise ValueError(
+                f"{name} is sharded already, with a module around it; shard layers before the model, so that what is "
+                "left to the model is what no layer has"
+            )
 
 
 def is_stock(strategy: Strategy) -> bool:

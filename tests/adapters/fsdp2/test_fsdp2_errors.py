@@ -24,6 +24,12 @@ def _mesh(*names: str) -> Any:
     return init_device_mesh(device_type(), (2,) * len(names), mesh_dim_names=names)
 
 
+def _model_first(strategy: Strategy) -> Any:
+    net = models.make_net()
+    fully_shard(net, strategy=strategy)
+    return fully_shard(net.blocks[0], strategy=strategy)
+
+
 CALLS: dict[str, Refusal] = {
     "no strategy": (lambda: fully_shard(models.make_net(), strategy="IGG"), TypeError, "strategy must be a Strategy"),
     "reshard to a few": (
@@ -45,6 +51,12 @@ CALLS: dict[str, Refusal] = {
         lambda: fully_shard(models.make_net(), strategy=TWO, shard_placement_fn=lambda p: "elsewhere"),
         ValueError,
         "must return a Shard or None",
+    ),
+    "the model before its layers": (lambda: _model_first(TWO), ValueError, "shard layers before the model"),
+    "the model before its layers, inside nodes": (
+        lambda: _model_first(Strategy("III", gpus_per_node=2)),
+        ValueError,
+        "norm.weight is sharded already",
     ),
     "unknown argument": (lambda: fully_shard(models.make_net(), strategy=TWO, mesch=1), TypeError, "mesch"),
 }
