@@ -259,7 +259,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
     fragments = [unit.fragment for unit in exchanged if unit.fragment is not None]
     training = LocalTraining(model, fragments, exchanged[0].ranks, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
-    # FSDP sets up its model within a forward, whose hooks have been run, or for a state dict, before weights are loaded.
+    # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in exchanged):
         training.before_forward(root)
     for unit in exchanged:
