@@ -132,7 +132,7 @@ class QuantizedReduceState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
-        return RankState(self._units, [self.mesh]).state_dict()
+        return RankState(self._units, [self.mesh], warns=self.mesh.rank == 0).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned; call it after ``register_comm_hook``.
@@ -140,7 +140,7 @@ class QuantizedReduceState:
         Raises:
             ValueError: If the errors were saved under another configuration.
         """
-        RankState(self._units, [self.mesh]).load_state_dict(state)
+        RankState(self._units, [self.mesh], warns=self.mesh.rank == 0).load_state_dict(state)
 
 
 def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:

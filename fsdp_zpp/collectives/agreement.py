@@ -180,6 +180,31 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
     return said[0]
 
 
+def run_on_first_rank(act: Callable[[], None]) -> None:
+    """Run ``act`` on rank 0; the others wait until it is done. Collective.
+
+    Raises:
+        OSError: On every rank, if ``act`` raises it.
+    """
+    failure: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            failure = error
+    if (failure := from_first_rank(failure)) is not None:
+        raise failure
+
+
+def on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether something is so on any rank of ``group``; None means this process alone. Collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return here
+    flag = torch.tensor(here, dtype=torch.uint8, device=collective_device(group))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
 def agree_on_use(
     asked: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:

@@ -1,9 +1,11 @@
-"""A fingerprint of weights, by which a copy of them is told to be of the same values."""
+"""Fingerprints of weights, by which a copy of them is told to be of the same values, and what was saved with them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +13,50 @@ from torch import Tensor
 CHECK = "FSDP_ZPP_CHECK"
 """The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as a value has."""
+_CHUNK = 1 << 22
+
 
 def fingerprint(shard: Tensor) -> str:
     """A hash of the values, in which -0 and 0 are equal. Waits for the device."""
     # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
     values = (shard.detach() + 0.0).cpu().contiguous().view(torch.uint8)
     return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"
+
+
+def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """The dtype of each shard, and a sum over the bits of its values, in which -0 and 0 are equal.
+
+    Computed where the shards are, with memory for a few million values; the same on every device. Waits for the device
+    once.
+    """
+    sums = [_checksum(shard) for shard in shards.values()]
+    devices = {each.device for each in sums}
+    found = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
+    return {name: (str(shard.dtype), each) for (name, shard), each in zip(shards.items(), found, strict=True)}
+
+
+def _checksum(shard: Tensor) -> Tensor:
+    total, start = torch.zeros((), dtype=torch.int64, device=shard.device), 0
+    for part in plain_parts(shard.detach()):
+        for chunk in part.reshape(-1).split(_CHUNK):
+            values = chunk + 0.0 if chunk.is_floating_point() and chunk.itemsize > 1 else chunk
+            # Integer sums do not depend on the order in which a device adds. Odd factors, so that each bit counts.
+            factors = 2 * torch.arange(start, start + chunk.numel(), device=chunk.device) + 1
+            total += (values.view(BITS[chunk.itemsize]) * factors).sum()
+            start += chunk.numel()
+    return total
+
+
+def plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """The tensors with values of their own that a tensor subclass consists of; a plain tensor is its only part."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_parts(getattr(tensor, name))
 
 
 def check_is_on() -> bool:

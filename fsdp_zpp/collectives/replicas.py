@@ -6,17 +6,15 @@ model of their own, and nothing but the loss would show it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .devices import for_collectives
+from .fingerprint import BITS, plain_parts
 from .mesh import ProcessMesh
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model: str) -> None:
@@ -46,8 +44,8 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
     if scope == "G":
         return True
     # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.
-    plain = [part for tensor in held for part in _plain_parts(tensor.detach())]
-    sums = [tensor.view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in plain]
+    plain = [part for tensor in held for part in plain_parts(tensor.detach())]
+    sums = [tensor.view(BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in plain]
     if not sums:
         return True
     total = torch.stack(sums).sum()
@@ -62,13 +60,3 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
     if mesh.intra is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)
     return bool(bounds[0].item() == -bounds[1].item())
-
-
-def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with values of their own that a tensor subclass consists of; a plain tensor is its only part."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _plain_parts(getattr(tensor, name))

@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from fsdp_zpp.collectives.agreement import from_first_rank
+from fsdp_zpp.collectives.agreement import agree, from_first_rank, run_on_first_rank
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import named_units
 
@@ -32,8 +33,12 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         model: What a strategy has sharded.
         optimizers: All of its optimizers.
         checkpoint: The framework's file or folder, the same on all ranks.
+
+    Raises:
+        OSError: On every rank, if rank 0 can't remove that of an earlier checkpoint of this name.
     """
-    _remove_earlier(checkpoint)
+    # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
+    run_on_first_rank(lambda: remove_codec_state(checkpoint))
     if (found := _codec_state_of(model, optimizers)) is not None:
         _, state = found
         dcp.save(state, checkpoint_id=_folder_of(checkpoint))
@@ -48,7 +53,8 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         checkpoint: The framework's file or folder, the same on all ranks.
 
     Raises:
-        ValueError: If it was saved for other units, or under another configuration of error feedback.
+        ValueError: If it was saved for other units, or under another configuration of error feedback, or if its files
+            are not all there; the latter on every rank.
     """
     if (found := _codec_state_of(model, optimizers)) is None:
         return
@@ -58,10 +64,20 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
         return
     # Only what is there: a checkpoint of fewer ranks, or of other units, lacks keys, and CodecState says what follows.
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    loaded = {key: value for key, value in state.items() if key in saved}
-    dcp.load(loaded, checkpoint_id=folder)
+    try:
+        saved = agree(dist.group.WORLD, lambda: _saved_keys(folder), lambda keys: "", "")
+        loaded = {key: value for key, value in state.items() if key in saved}
+        dcp.load(loaded, checkpoint_id=folder)  # which raises on all ranks if it fails on any
+    except (Exception, CheckpointException) as error:
+        raise ValueError(
+            f"the codec state in {folder} can't be read; its save was cut off, unless files were removed since: resume "
+            "from another checkpoint, or remove this folder to go on from this one with codec state that starts over"
+        ) from error
     codecs.load_state_dict(loaded)
+
+
+def _saved_keys(folder: Path) -> set[str]:
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def remove_codec_state(checkpoint: Path) -> None:
@@ -69,23 +85,6 @@ def remove_codec_state(checkpoint: Path) -> None:
     for folder in (_inside(checkpoint), _beside(checkpoint)):
         if folder.is_dir():
             shutil.rmtree(folder)
-
-
-def _remove_earlier(checkpoint: Path) -> None:
-    """Remove the codec state of an earlier checkpoint of this name, perhaps of another strategy. Collective.
-
-    Raises:
-        OSError: On every rank, if rank 0 can't remove it.
-    """
-    failure: OSError | None = None
-    if dist.get_rank() == 0:
-        try:
-            remove_codec_state(checkpoint)
-        except OSError as error:
-            failure = error
-    # All wait for it here: a rank that is early would write into the folder that rank 0 is still removing.
-    if (failure := from_first_rank(failure)) is not None:
-        raise failure
 
 
 def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, dict[str, Any]] | None:

@@ -43,6 +43,8 @@ from accelerate.utils.fsdp_utils import (
     get_parameters_from_modules,
 )
 
+from ._accelerate_saves import SavingAccelerator
+
 A = TypeVar("A", bound=Accelerator)
 
 
@@ -74,8 +76,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
     _check_accelerator(accelerator)
-    plugin = plugin or getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None:
+    if (plugin := plugin or getattr(accelerator.state, "fsdp_plugin", None)) is None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
@@ -92,7 +93,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     return accelerator
 
 
-class ShardingAccelerator(Accelerator):
+class ShardingAccelerator(SavingAccelerator):
     """Shards models by a strategy where accelerate would call torch's own ``fully_shard``.
 
     Attributes:
@@ -204,8 +205,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         )
     if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
         raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
-    config = accelerator.parallelism_config
-    if config is None:
+    if (config := accelerator.parallelism_config) is None:
         return
     if config.dp_replicate_enabled:
         raise ValueError(

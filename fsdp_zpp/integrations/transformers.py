@@ -25,6 +25,7 @@ from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
 
 from . import accelerate as sharding
 from ._codec_files import load_codec_state, save_codec_state
+from ._cut_off_saves import check_complete, mark_complete, mark_incomplete
 from ._requirement import require
 
 require("transformers", "5.16")
@@ -125,6 +126,14 @@ class ShardingTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        mark_complete(Path(output_dir))  # before Trainer removes earlier checkpoints
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_complete(Path(resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
@@ -139,6 +148,8 @@ class ShardingTrainer(Trainer):
         # model, ranks that are early would not find it.
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
+        if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint begins
+            mark_incomplete(Path(output_dir))
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)

@@ -2,15 +2,16 @@
 
 Codec state belongs to the rank that sends: no other rank has it, and it depends on how the ranks are laid out. So each
 rank saves its own part, under keys that name the rank, as bytes, which torch.distributed.checkpoint loads without
-knowing their size beforehand. The layout is saved beside them. On another layout, codec state starts over: errors are
-zero, weights are sent whole once, nodes begin their local steps anew, and a warning says so.
+knowing their size beforehand. The layout is saved beside them. On another layout, or with other weights than those that
+it was saved with ([Note: Weights of codec state] in loaded_state.py), codec state starts over: errors are zero, weights
+are sent whole once, nodes begin their local steps anew, and a warning says so.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,19 @@ from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
 from .api import units
 from .fragment import Fragment
+from .loaded_state import Checksums, LoadedState, trained_checksums
 from .optimizer_state import OptimizerState
-from .unit import StrategyUnit, named_units
+from .unit import StrategyUnit, Unit, named_units, unit_of
 
 logger = logging.getLogger("fsdp_zpp")
 
 
 SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 """Codec state of one unit, or of one optimizer."""
+
+_SAVED_WITH = "saved_with"
+"""The key of the checksums of a unit's weights, in the state of each of its parts."""
+_STARTS_OVER = "errors start from zero, weights are sent whole once, and local steps start over from the loaded weights"
 
 
 class RankState:
@@ -40,10 +46,21 @@ class RankState:
     Args:
         parts: The state of each unit, by a name that is the same on all ranks.
         meshes: The ranks of the units.
+        units: By the name of a part, the unit with whose weights it is saved.
+        modules: The modules of these units.
+        warns: Whether this rank says what starts over; one of the ranks that load does.
     """
 
-    def __init__(self, parts: Mapping[str, SavedState], meshes: Iterable[ProcessMesh]) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        parts: Mapping[str, SavedState],
+        meshes: Iterable[ProcessMesh],
+        units: Mapping[str, Unit] | None = None,
+        modules: Sequence[nn.Module] = (),
+        *,
+        warns: bool,
+    ) -> None:
+        self._parts, self._units, self._modules, self._warns = parts, units or {}, modules, warns
         # Sorted, so that the text is the same in every process: the order of a set of strings is not.
         layouts = sorted({str(mesh.topology) for mesh in meshes})
         self._layout = f"{dist.get_world_size()} ranks" + (f" as {' and '.join(layouts)}" if layouts else "")
@@ -51,8 +68,19 @@ class RankState:
 
     def state_dict(self) -> dict[str, Any]:
         """Each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
-        own = {self._prefix + name: _to_bytes(part.state_dict()) for name, part in self._parts.items()}
+        # Of what was loaded and not used yet, those that it was saved with.
+        saved_with = {
+            unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
+            for unit in dict.fromkeys(self._units.values())
+        }
+        own = {
+            self._prefix + name: _to_bytes(part.state_dict() | self._weights_of(name, saved_with))
+            for name, part in self._parts.items()
+        }
         return {"layout": self._layout, **own}
+
+    def _weights_of(self, part: str, saved_with: Mapping[Unit, Checksums]) -> dict[str, Checksums]:
+        return {_SAVED_WITH: saved_with[self._units[part]]} if part in self._units else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what was saved on this layout; if it was saved on another, start over and warn.
@@ -63,7 +91,7 @@ class RankState:
         if not self._parts:
             saved_on = state.get("layout", "")
             # torch.distributed.checkpoint loads nothing else here; it says as what nodes if there was codec state.
-            if " as " in saved_on and dist.get_rank() == 0:
+            if " as " in saved_on and self._warns:
                 logger.warning(
                     "the codec state was saved on %s, but this model has none: error feedback, weight deltas and local "
                     "steps are inactive on its ranks, so what was saved is not used",
@@ -72,15 +100,8 @@ class RankState:
             return
         # Before looking for this rank's keys: a checkpoint of fewer ranks has none for the others.
         if state.get("layout") != self._layout:
-            for part in self._parts.values():
-                part.reset()
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "the codec state was saved on %s, but this is %s: errors start from zero, weights are sent "
-                    "whole once, and local steps start over from the loaded weights",
-                    state.get("layout"),
-                    self._layout,
-                )
+            self._forget_loaded()
+            self._start_over(f"was saved on {state.get('layout')}, but this is {self._layout}")
             return
         missing = [name for name in self._parts if self._prefix + name not in state]
         if missing:
@@ -88,8 +109,30 @@ class RankState:
                 f"the checkpoint has no codec state for {missing}; wrap the model as it was wrapped when it was saved"
             )
         # All keys are there now, so no unit is loaded while another can't be.
+        loaded = {name: torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True) for name in self._parts}
+        self._forget_loaded()
         for name, part in self._parts.items():
-            part.load_state_dict(torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True))
+            part.load_state_dict(loaded[name])
+        # Older checkpoints have no checksums.
+        known = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items() if _SAVED_WITH in loaded[name]}
+        if known:
+            LoadedState(known, self._modules, self._drop)
+
+    def _forget_loaded(self) -> None:
+        for unit in self._units.values():
+            if unit.loaded_state is not None:
+                unit.loaded_state.forget()
+
+    def _drop(self) -> None:
+        self._start_over(
+            "was not saved with the weights that were loaded: its save was cut off, or they are of another checkpoint"
+        )
+
+    def _start_over(self, reason: str) -> None:
+        for part in self._parts.values():
+            part.reset()
+        if self._warns:
+            logger.warning("the codec state %s: %s", reason, _STARTS_OVER)
 
 
 class CodecState:
@@ -98,9 +141,9 @@ class CodecState:
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
     sends deltas against; of ``Strategy(local_steps=...)``, what differs from node to node: weights, states of
     optimizers and of exchanges. It is a ``Stateful`` of torch.distributed.checkpoint; each rank saves its own part. On
-    another number of ranks or nodes, errors start from zero, weights are sent whole once and nodes begin their local
-    steps anew, with a warning. If more ranks load than have saved, the checkpoint has no entries for some of them: load
-    this part by itself,
+    another number of ranks or nodes, or if the weights at the next forward are not those that it was saved with, errors
+    start from zero, weights are sent whole once and nodes begin their local steps anew, with a warning. If more ranks
+    load than have saved, the checkpoint has no entries for some of them: load this part by itself,
     ``dcp.load({"codecs": CodecState(model)}, ..., planner=DefaultLoadPlanner(allow_partial_load=True))``.
 
     With local steps, weights and optimizer states in torch's own checkpoints come from an arbitrary node. On the same
@@ -121,19 +164,15 @@ class CodecState:
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
         next(units(model))  # raises if fsdp_zpp manages nothing of the model, where there would be nothing to save
-        parts: dict[str, SavedState] = {}
-        meshes: set[ProcessMesh] = set()
-        for unit, path in named_units(model).items():
-            if unit.errors is not None:
-                parts[f"errors of {path}"] = unit.errors
-                meshes.add(unit.ranks)
-            if isinstance(unit, StrategyUnit) and unit.gather is not None and unit.gather.secondary.sends_deltas:
-                parts[f"weights of {path}"] = unit.gather.secondary
-                meshes.add(unit.ranks)
-            if isinstance(unit, StrategyUnit) and unit.fragment is not None:
-                parts[f"local steps of {path}"] = unit.fragment
-                meshes.add(unit.ranks)
-        self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes)
+        found, parts, of = named_units(model), dict[str, SavedState](), dict[str, Unit]()
+        for unit, path in found.items():
+            for name, part in _parts_of(unit):
+                parts[f"{name} of {path}"], of[f"{name} of {path}"] = part, unit
+        meshes = dict.fromkeys(unit.ranks for unit in of.values())
+        holders = set(of.values())
+        modules = [module for module in model.modules() if unit_of(module) in holders]
+        warns = any(unit.ranks.rank == 0 for unit in found)
+        self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes, of, modules, warns=warns)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, as bytes by unit."""
@@ -148,19 +187,28 @@ class CodecState:
         self._state.load_state_dict(state)
 
 
+def _parts_of(unit: Unit) -> Iterator[tuple[str, SavedState]]:
+    if unit.errors is not None:
+        yield "errors", unit.errors
+    if isinstance(unit, StrategyUnit):
+        if unit.gather is not None and unit.gather.secondary.sends_deltas:
+            yield "weights", unit.gather.secondary
+        if unit.fragment is not None:
+            yield "local steps", unit.fragment
+
+
 def _optimizer_states(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], parts: Mapping[str, SavedState]
 ) -> dict[str, SavedState]:
     given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    fragments = [part for part in parts.values() if isinstance(part, Fragment) and part.was_trained]
-    if not fragments:
-        return {}
-    if not given:
+    fragments = [part for part in parts.values() if isinstance(part, Fragment)]
+    # A model may be frozen now, and trained when the state was saved, or after this.
+    if fragments and not given and any(fragment.was_trained for fragment in fragments):
         raise ValueError(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
-    return {f"optimizer {index}": OptimizerState(optimizer, fragments[0]) for index, optimizer in enumerate(given)}
+    return {f"optimizer {at}": OptimizerState(each, fragments[0]) for at, each in enumerate(given if fragments else [])}
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:

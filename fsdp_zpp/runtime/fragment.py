@@ -14,6 +14,10 @@ from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.config.local_steps import LocalSteps
 
+Span = tuple[int, int]
+"""Where values start and stop in a flat tensor."""
+_MOST_SPANS = 64
+
 
 @dataclass
 class Progress:
@@ -49,6 +53,7 @@ class Fragment:
         outer: As given.
         progress: How far its training has come.
         pending: By what it is of, state that was loaded besides this and is restored with it, and how.
+        before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded since it was last asked, and no state with them.
     """
 
@@ -68,6 +73,7 @@ class Fragment:
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
         self._loaded: dict[str, Any] | None = None
+        self.before_restore: Callable[[], None] = lambda: None
         self.was_reloaded = False
 
     @property
@@ -208,8 +214,28 @@ class Fragment:
         self._loaded = state
         self.progress = Progress(**state["progress"])
 
+    def same_as_loaded(self, names: Collection[str]) -> list[tuple[int, list[Span]]]:
+        """By parameter, its number of values here, and where they are those of what was loaded."""
+        loaded = {} if self._loaded is None else self._loaded["weights"]
+        return [
+            (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
+            for name, shard in self._of(names).items()
+            if name in loaded
+        ]
+
+    def holds_loaded_agreed(self, names: Collection[str]) -> bool:
+        """Whether what this rank holds of some parameters are the agreed weights of what was loaded."""
+        exchanges = None if self._loaded is None else self._loaded["exchanges"]
+        agreed = {} if exchanges is None else exchanges["agreed"]
+        held = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
+        return held.keys() <= agreed.keys() and all(
+            torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in held.items()
+        )
+
     def restore(self) -> None:
         """Go on with what was loaded, if anything was."""
+        if self._loaded is not None:
+            self.before_restore()
         if (state := self._loaded) is None:
             return
         self._loaded = None
@@ -226,3 +252,11 @@ class Fragment:
         self._loaded, self.progress, self._changed, self._sent = None, Progress(), set(), []
         self.pending.clear()
         self.outer.reset()
+
+
+def _longest_spans(flags: Tensor) -> list[Span]:
+    """Where flags are set, without the many short spans in which they are so by chance."""
+    padded = torch.nn.functional.pad(flags.reshape(-1).to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().view(-1, 2)
+    longest = (edges[:, 1] - edges[:, 0]).topk(min(len(edges), _MOST_SPANS)).indices
+    return [(start, stop) for start, stop in edges[longest].tolist()]

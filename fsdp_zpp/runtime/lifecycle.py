@@ -259,7 +259,9 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[Stra
     fragments = [unit.fragment for unit in exchanged if unit.fragment is not None]
     training = LocalTraining(model, fragments, exchanged[0].ranks, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
-    training.before_forward(root)  # of which FSDP sets up its model, and hooks have been run
+    # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
+    if all(unit.loaded_state is None for unit in exchanged):
+        training.before_forward(root)
     for unit in exchanged:
         unit.local_training = training
     return training

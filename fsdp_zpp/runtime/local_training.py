@@ -10,16 +10,14 @@ by then all optimizers have stepped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement
-from fsdp_zpp.collectives.devices import collective_device
+from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement, on_any_rank
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
@@ -124,17 +122,10 @@ class LocalTraining:
             return
         # As under the scope I, under N, too: what is compared are nodes.
         held = [shard for fragment in reloaded for shard in fragment.weights]
-        if replicas_are_equal(held, self._ranks, "I") and self._any_rank(not each.holds_agreed for each in reloaded):
+        left = any(not each.holds_agreed for each in reloaded)
+        if replicas_are_equal(held, self._ranks, "I") and on_any_rank(left, self._ranks.group):
             for fragment in reloaded:
                 fragment.restart()
-
-    def _any_rank(self, here: Iterable[bool]) -> bool:
-        """Whether any of ``here`` is true on any rank. Collective."""
-        group = self._ranks.group
-        assert group is not None
-        flag = torch.tensor(any(here), dtype=torch.uint8, device=collective_device(group))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
 
     def _exchange_after(self, step: int) -> None:
         self._receive(step)

@@ -21,6 +21,7 @@ from fsdp_zpp.config.strategy import Strategy
 from .fragment import Fragment
 
 if TYPE_CHECKING:
+    from .loaded_state import LoadedState
     from .local_training import LocalTraining
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
@@ -38,7 +39,19 @@ class Communicator(Protocol):
 
 
 class Unit(Communicator, Protocol):
-    """One group of parameters that is gathered and reduced together."""
+    """One group of parameters that is gathered and reduced together.
+
+    Attributes:
+        named_shards: Returns what this rank holds of each of its parameters, by FQN, ready to be read and written to.
+        trained_names: Returns the FQNs of those that require a gradient or have one.
+        loads: How often weights were loaded from a state dict.
+        loaded_state: Its codec state from a checkpoint, until the next forward.
+    """
+
+    named_shards: Callable[[], Mapping[str, Tensor]]
+    trained_names: Callable[[], Collection[str]]
+    loads: int
+    loaded_state: LoadedState | None
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
@@ -110,6 +123,8 @@ class StrategyUnit:
         on_drop_gradients: Called in every :meth:`drop_gradients`, for what the adapter itself has accumulated.
         named_shards: Returns what this rank holds of each of its parameters, by FQN, ready to be read and written to.
         trained_names: Returns the FQNs of those that require a gradient or have one.
+        loads: How often weights were loaded from a state dict.
+        loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
@@ -125,6 +140,8 @@ class StrategyUnit:
         self.on_drop_gradients: Callable[[], None] = lambda: None
         self.named_shards: Callable[[], Mapping[str, Tensor]] = dict
         self.trained_names: Callable[[], Collection[str]] = tuple
+        self.loads = 0
+        self.loaded_state: LoadedState | None = None
         self.gather = self._make_gather()
         self.packed = False
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
@@ -199,6 +216,7 @@ class StrategyUnit:
     def weights_loaded(self) -> None:
         """Handle weights that were loaded, from a state dict."""
         self.invalidate()
+        self.loads += 1
         if self.fragment is not None:
             self.fragment.weights_loaded()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import NoneType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
@@ -22,6 +22,7 @@ from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
+from fsdp_zpp.runtime.loaded_state import LoadedState
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_of
@@ -38,9 +39,13 @@ U = TypeVar("U", bound=Unit)
 class HookedUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
-    def __init__(self, state: QuantizedReduceState) -> None:
+    def __init__(self, state: QuantizedReduceState, layout: _torch_layout.GradientLayout) -> None:
         self.traffic = state.traffic
         self.errors, self.ranks = state.errors, state.mesh
+        self.named_shards: Callable[[], Mapping[str, Tensor]] = layout.named_shards
+        self.trained_names: Callable[[], Collection[str]] = layout.trained_names
+        self.loads = 0
+        self.loaded_state: LoadedState | None = None
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Stock FSDP keeps no secondary shard."""
@@ -220,14 +225,12 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
-    states = {
-        (name := _name_of(path)): state.of_unit(name, _torch_layout.GradientLayout(instance).trained)
-        for path, instance in instances.items()
-    }
+    layouts = {path: _torch_layout.GradientLayout(instance) for path, instance in instances.items()}
+    states = {(name := _name_of(path)): state.of_unit(name, layouts[path].trained) for path in instances}
     hooked: list[ManagedUnit[HookedUnit]] = []
     error_nbytes = 0
-    for (name, own), instance in zip(states.items(), instances.values(), strict=True):
-        hooked.append(_managed(name, HookedUnit(own), instance))
+    for (name, own), (path, instance) in zip(states.items(), instances.items(), strict=True):
+        hooked.append(_managed(name, HookedUnit(own, layouts[path]), instance))
         if unit_of(instance) is None:
             attach(instance, hooked[-1].unit)
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_adoption.shard_of(instance))

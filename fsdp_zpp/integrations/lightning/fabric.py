@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
+from fsdp_zpp.integrations._cut_off_saves import check_complete, saving_over
 
 from .checks import announce_node_size, check_data_parallel, check_no_codec_state, split_sharding_strategy
 from .wrapping import wrapped_on_cpu
@@ -60,12 +61,13 @@ class CodecStateInCheckpoints(ParallelStrategy):
             TypeError: If ``state`` holds codec state itself.
         """
         check_no_codec_state(state.values())
-        super().save_checkpoint(path, state, storage_options, filter)
         path = Path(self.broadcast(path))
-        if (model := _model_in_training(state)) is not None:
-            save_codec_state(model, _optimizers_in(state), path)
-        elif self.is_global_zero:
-            remove_codec_state(path)
+        with saving_over(path):
+            super().save_checkpoint(path, state, storage_options, filter)
+            if (model := _model_in_training(state)) is not None:
+                save_codec_state(model, _optimizers_in(state), path)
+            elif self.is_global_zero:
+                remove_codec_state(path)
 
     def load_checkpoint(
         self,
@@ -81,6 +83,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
             ValueError: If codec state was saved for another model, or under another configuration.
         """
         check_no_codec_state(state.values() if isinstance(state, dict) else ())
+        check_complete(Path(self.broadcast(path)))
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, dict) and (model := _model_in_training(state)) is not None:
             load_codec_state(model, _optimizers_in(state), Path(self.broadcast(path)))

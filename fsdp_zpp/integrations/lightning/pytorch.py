@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
+from fsdp_zpp.integrations._cut_off_saves import check_complete, remove_marks, saving_over
 
 from .checks import announce_node_size, check_data_parallel, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
@@ -52,16 +53,18 @@ class CodecStateInCheckpoints(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """As Lightning's, and codec state beside it."""
         holds_optimizers = "optimizer_states" in checkpoint
-        super().save_checkpoint(checkpoint, filepath, storage_options)
         path = Path(self.broadcast(filepath))
-        if holds_optimizers:
-            assert self.model is not None
-            save_codec_state(self.model, self.optimizers, path)
-        elif self.is_global_zero:
-            remove_codec_state(path)
+        with saving_over(path):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if holds_optimizers:
+                assert self.model is not None
+                save_codec_state(self.model, self.optimizers, path)
+            elif self.is_global_zero:
+                remove_codec_state(path)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's, and codec state if the Trainer goes on training."""
+        check_complete(Path(self.broadcast(checkpoint_path)))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.model is not None
         assert self.lightning_module is not None
@@ -74,6 +77,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_codec_state(Path(filepath))
+            remove_marks(Path(filepath))
 
 
 class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):

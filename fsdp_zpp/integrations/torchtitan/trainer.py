@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.collectives.agreement import run_on_first_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
@@ -53,6 +55,8 @@ class StrategyTrainer(Trainer):
         self._micro_batches_left = 0
         super().__init__(config)
         model: nn.Module = self.model_parts[0]  # not sharded if torchtitan is only to save a seed checkpoint
+        if strategy is not None and self.checkpointer.enable:
+            _forget_what_is_saved_over(self.checkpointer)
         if self.checkpointer.enable and isinstance(model, FSDPModule) and _has_codec_state(strategy):
             self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
 
@@ -75,6 +79,20 @@ class StrategyTrainer(Trainer):
             model.set_requires_gradient_sync(self._micro_batches_left == 0)
         loss: Tensor = super().forward_backward_step(**batch)
         return loss
+
+
+def _forget_what_is_saved_over(checkpointer: Any) -> None:
+    """Have a save over an earlier one be told by torchtitan if it is cut off.
+
+    It writes file by file over what is there, and takes a checkpoint for whole if it has ``.metadata``, written last.
+    """
+    save = checkpointer.dcp_save
+
+    def dcp_save(state_dict: dict[str, Any], checkpoint_id: str, *arguments: Any, **options: Any) -> Any:
+        run_on_first_rank(lambda: (Path(checkpoint_id) / ".metadata").unlink(missing_ok=True))
+        return save(state_dict, checkpoint_id, *arguments, **options)
+
+    checkpointer.dcp_save = dcp_save
 
 
 def _check_loss(loss: BaseLoss.Config) -> None:

@@ -1,0 +1,131 @@
+"""Codec state that was loaded, until it is known to belong to the weights.
+
+[Note: Weights of codec state]
+A save that is cut off between weights and codec state, over an older one, leaves both of different steps. So codec
+state carries checksums of the weights that it was saved with. They may be loaded before it or after it: they are
+compared when it is loaded, which counts unless others are loaded after it, and again at the next forward. If they do
+not match on all ranks, it is dropped on all of them.
+
+Of nodes that train on their own, a checkpoint has each piece of a weight from an arbitrary node, or what was agreed on.
+Codec state has the weights of each node, so pieces are compared with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_zpp.collectives.agreement import on_any_rank
+from fsdp_zpp.collectives.fingerprint import checksums
+from fsdp_zpp.collectives.mesh import ProcessMesh
+
+from .fragment import Fragment, Span
+from .unit import StrategyUnit, Unit
+
+Checksums = Mapping[str, tuple[str, int]]
+"""Dtypes and checksums of what a rank holds of parameters, by name."""
+
+
+def trained_checksums(unit: Unit) -> Checksums:
+    """Those of a unit's trained parameters, which are what tells one step from another."""
+    trained = set(unit.trained_names())
+    return checksums({name: shard for name, shard in unit.named_shards().items() if name in trained})
+
+
+class LoadedState:
+    """What was loaded for several units. See [Note: Weights of codec state].
+
+    Args:
+        saved_with: By unit, the checksums of the weights that it was saved with.
+        modules: The modules of these units.
+        drop: Starts over without it.
+    """
+
+    def __init__(
+        self, saved_with: Mapping[Unit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
+    ) -> None:
+        self.saved_with, self._drop = saved_with, drop
+        self._found = {
+            unit: (unit.loads, _held(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
+        }
+        # On all of them: not every model is called by its root. The first that is called removes them.
+        self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True) for module in modules]
+        for unit in saved_with:
+            if unit.loaded_state is not None:
+                unit.loaded_state.forget()
+        for unit in saved_with:
+            unit.loaded_state = self
+            if (fragment := _fragment_of(unit)) is not None:
+                fragment.before_restore = self.settle
+
+    def forget(self) -> None:
+        """Leave it as it is: it was settled, or other state was loaded over it."""
+        for hook in self._hooks:
+            hook.remove()
+        for unit in self.saved_with:
+            unit.loaded_state = None
+            if (fragment := _fragment_of(unit)) is not None:
+                fragment.before_restore = lambda: None
+
+    # Not traced: once, and then it is gone.
+    @torch.compiler.disable
+    def _before_forward(self, module: nn.Module, *inputs: Any) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Drop it unless it belongs to the weights of all ranks. Collective."""
+        self.forget()
+        differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
+        # A dict, not a set: ranks must go through them in the same order, and a set's order differs by process.
+        for mesh in dict.fromkeys(unit.ranks for unit in self.saved_with):
+            local = [unit for unit in self.saved_with if unit.ranks == mesh and _fragment_of(unit) is not None]
+            differs |= bool(local) and not self._nodes_hold(local, mesh)
+            differs = on_any_rank(differs, mesh.group)
+        if differs:
+            self._drop()
+
+    def _is_of_same(self, unit: Unit) -> bool:
+        saved, (loads, found) = self.saved_with[unit], self._found[unit]
+        return (loads == unit.loads and _match(found, saved)) or _match(_held(unit, saved), saved)
+
+    def _nodes_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
+        """Whether the weights of units are those of any node or, all of them, the agreed ones. Collective."""
+        assert mesh.inter is not None
+        asked = [(fragment, self.saved_with[unit]) for unit in units if (fragment := _fragment_of(unit)) is not None]
+        agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in asked)
+        own = [same for fragment, names in asked for same in fragment.same_as_loaded(names)]
+        said: list[list[tuple[int, list[Span]]]] = [[]] * dist.get_world_size(mesh.inter)
+        dist.all_gather_object(said, own, group=mesh.inter)
+        by_parameter = zip(*said, strict=True)
+        return agreed or all(
+            _cover(numels[0], [span for spans in of_nodes for span in spans])
+            for numels, of_nodes in (zip(*each, strict=True) for each in by_parameter)
+        )
+
+
+def _fragment_of(unit: Unit) -> Fragment | None:
+    return unit.fragment if isinstance(unit, StrategyUnit) else None
+
+
+def _held(unit: Unit, saved: Checksums) -> Checksums:
+    """What this rank holds of parameters that were saved."""
+    return checksums({name: shard for name, shard in unit.named_shards().items() if name in saved})
+
+
+def _match(held: Checksums, saved: Checksums) -> bool:
+    """Whether parameters are those that were saved; in another dtype they may be."""
+    return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in held.items())
+
+
+def _cover(numel: int, spans: Iterable[Span]) -> bool:
+    """Whether spans leave no gap in a tensor."""
+    reached = 0
+    for start, stop in sorted(spans):
+        if start > reached:
+            break
+        reached = max(reached, stop)
+    return reached >= numel
