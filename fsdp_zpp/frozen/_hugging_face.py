@@ -7,23 +7,25 @@ that stand for frozen weights are registered as parameters of their modules.
 For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is parametrized
 on a stand-in module instead.
 
-transformers' ``save_pretrained`` would write only the part of a model that is not quantized. It raises instead.
+transformers' ``save_pretrained`` would write only the part of a model that is not quantized. It raises, unless it is
+given a state dict that has all.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from fsdp_zpp.module_names import model_name
+from fsdp_zpp.module_names import model_name, parameter_name
 
 from ._tensor import frozen_tensor
 from .modules import FrozenModule, frozen_modules, frozen_sites, frozen_weights_of, replaced
@@ -143,7 +145,7 @@ _METHOD = "save_pretrained"
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Make ``save_pretrained`` of ``model`` and its submodules raise while any of their weights are quantized."""
+    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would leave quantized weights out."""
     for module in model.modules():
         # PeftModel's own save_pretrained writes only adapters, which are complete.
         if hasattr(type(module), _METHOD) and not hasattr(type(module), "get_base_model"):
@@ -152,12 +154,22 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 
 def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    weights = {weight for _, _, weight in frozen_modules(module)}
-    if weights:
+    method = getattr(type(module), _METHOD)
+    given = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    # Ranks that write nothing have nothing to leave out.
+    left_out = _left_out(module, given.get("state_dict") or {}) if given.get("is_main_process", True) else 0
+    if left_out:
         raise RuntimeError(
-            f"{len(weights)} weights of this {model_name(module)} are frozen and quantized, and save_pretrained "
-            "would leave them out; call fsdp_zpp.save_frozen_params(model, path) to save the quantized base, or "
-            "fsdp_zpp.save_adapter(model, path) to save an adapter. For a checkpoint in full precision, call "
-            "fsdp_zpp.dequantize_frozen_params(model) first, on every rank and before sharding"
+            f"{left_out} weights of this {model_name(module)} are frozen and quantized, and save_pretrained would "
+            "leave them out; call fsdp_zpp.save_frozen_params(model, path) to save the quantized base, or "
+            "fsdp_zpp.save_adapter(model, path) to save an adapter. For a checkpoint in full precision, pass "
+            "state_dict=accelerator.get_state_dict(model), or call fsdp_zpp.dequantize_frozen_params(model) first, on "
+            "every rank and before sharding"
         )
-    return getattr(type(module), _METHOD)(module, *args, **kwargs)
+    return method(module, *args, **kwargs)
+
+
+def _left_out(module: nn.Module, state: Mapping[str, Any]) -> int:
+    """How many of the quantized weights of ``module`` a state dict lacks."""
+    there = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
+    return len({weight for _, _, weight in frozen_modules(module)} - there)

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.module_names import original_path
+from fsdp_zpp.module_names import original_path, parameter_name
+
+from .modules import frozen_sites
+from .weight import FrozenWeight
 
 
 def full_parameters(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) -> dict[str, Tensor]:
@@ -43,6 +46,26 @@ def full_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def dequantized_weights(model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
+    """Copies on the CPU of the quantized weights, dequantized, by all of their FQNs without wrappers. Collective.
+
+    One weight at a time is on the device.
+
+    Args:
+        model: The model, sharded or not.
+        kept: Whether this rank keeps the copies; without, it takes part and returns nothing.
+    """
+    names: dict[FrozenWeight, list[str]] = {}
+    for path, _, name, weight in frozen_sites(model):
+        names.setdefault(weight, []).append(parameter_name(path, name))
+    found: dict[str, Tensor] = {}
+    for weight, paths in names.items():
+        whole = weight.dequantize()
+        for path in paths if kept else ():  # tied ones are copied, as in torch's own full state dicts
+            found[path] = whole.to("cpu", copy=True)
+    return found
 
 
 def _instances(model: nn.Module) -> list[FullyShardedDataParallel]:

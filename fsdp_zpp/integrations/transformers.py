@@ -5,7 +5,7 @@
 
 The model comes to Trainer as ever, not sharded, with adapters or without. Checkpoints are Trainer's own for FSDP2, by
 default sharded ones of torch.distributed.checkpoint, of adapters only if PEFT manages them; beside those lies the codec
-state. integrations/accelerate.py shards the model when the training, or the first evaluation, begins.
+state. integrations/accelerate/ shards the model when the training, or the first evaluation, begins.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 
 from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
+from .optimizer_modes import register_mode_hook, watch_modes
 from .summary import Groups, log_summaries
 from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
 from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel, too_small_units
@@ -36,7 +37,8 @@ class LifecycleHooks:
     A backward that synchronizes gradients counts as a change of the weights: an optimizer step follows it, and not
     every optimizer announces its steps. Some are not torch's, some write through ``p.data`` or in the middle of their
     step. torch's optimizers announce their steps as well, which covers steps that no backward precedes. Both change
-    all units that any step changes; see [Note: What a step changes] in weight_changes.py.
+    all units that any step changes; see [Note: What a step changes] in weight_changes.py. So do ``train`` and ``eval``
+    of an optimizer that has them; see optimizer_modes.py.
 
     Args:
         units: The units of the model.
@@ -55,6 +57,7 @@ class LifecycleHooks:
         self._heard: weakref.ref[GradScaler] | None = None  # the last scaler that units were told of since a step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
+        weakref.finalize(self, register_mode_hook(_weak(self.optimizer_switched)))
         weakref.finalize(self, register_method_post_hook(Optimizer, "zero_grad", _weak(self.gradients_cleared)))
         weakref.finalize(self, register_method_post_hook(nn.Module, "zero_grad", _weak(self.module_cleared)))
         weakref.finalize(self, register_method_post_hook(GradScaler, "step", _weak(self.scaler_stepped)))
@@ -73,6 +76,12 @@ class LifecycleHooks:
             self._local_training.step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(held, getattr(optimizer, "found_inf", None))
+
+    def optimizer_switched(self, optimizer: Optimizer) -> None:
+        """Handle a change of ``optimizer``, which may be another model's, between training and evaluation."""
+        held = _held_by(optimizer)
+        if self._holds_any(held):
+            self._changes.written(held)
 
     def _step_made(self, held: set[int], skipped: Tensor | None) -> None:
         if all(managed.unit.errors is None for managed in self._units):
@@ -289,11 +298,12 @@ def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> 
         check_agreement(group, f"the first forward of {model}", facts)
 
 
-def _tag_parameters(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _optimizer_given(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     """Mark the parameters of the group that was just added to an optimizer, which is its last."""
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)
+    watch_modes(optimizer)
 
 
 # At import: a model is watched from its first forward on, and optimizers are constructed before that.
-register_method_post_hook(Optimizer, "add_param_group", _tag_parameters)
+register_method_post_hook(Optimizer, "add_param_group", _optimizer_given)

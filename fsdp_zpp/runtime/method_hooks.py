@@ -32,19 +32,26 @@ def register_step_hook(hook: Hook) -> Callable[[], None]:
     torch iterates over its step hooks as it runs them, so removing one meanwhile raises; a garbage collection could do
     that to the hook of a model that is gone. So torch gets one hook, for good, which runs all of ours.
     """
-    # Kept on torch's class, where torch's own hooks are, rather than in a global of this module.
-    hooks: dict[int, Hook] | None = getattr(Optimizer, _STEP_HOOKS, None)
-    if hooks is None:
-        hooks = {}
-        setattr(Optimizer, _STEP_HOOKS, hooks)
+    if not hasattr(Optimizer, _STEP_HOOKS):
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: run_hooks(Optimizer, _STEP_HOOKS, optimizer))
+    return add_hook(Optimizer, _STEP_HOOKS, hook)
 
-        def run_all(optimizer: Optimizer, args: Any, kwargs: Any, hooks: dict[int, Hook] = hooks) -> None:
-            for hook in list(hooks.values()):  # a copy, since a hook may be removed meanwhile
-                hook(optimizer)
 
-        register_optimizer_step_post_hook(run_all)
+def add_hook(owner: type, name: str, hook: Hook) -> Callable[[], None]:
+    """Add a hook to those that a class has under ``name``; returns a function that removes it at any time."""
+    # On torch's class, where torch's own hooks are, rather than in a global of this module.
+    if not hasattr(owner, name):
+        setattr(owner, name, {})
+    hooks: dict[int, Hook] = getattr(owner, name)
     hooks[id(hook)] = hook
     return _remover(hooks, hook)
+
+
+def run_hooks(owner: type, name: str, *args: Any, **kwargs: Any) -> None:
+    """Run the hooks that :func:`add_hook` has added."""
+    hooks: dict[int, Hook] = getattr(owner, name, {})
+    for hook in list(hooks.values()):  # a copy, since a hook may be removed meanwhile
+        hook(*args, **kwargs)
 
 
 def _remover(hooks: dict[int, Hook], hook: Hook) -> Callable[[], None]:

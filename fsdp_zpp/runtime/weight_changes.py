@@ -62,9 +62,16 @@ class WeightChanges:
 
     def step(self, held: Collection[int] = ()) -> None:
         """Declare the weights of units that change stale, for a step that was made or is to come; ``held`` as above."""
+        self._invalidate(held, by_step=True)
+
+    def written(self, held: Collection[int]) -> None:
+        """Declare them stale after other writes of an optimizer, which may change them by more than a step does."""
+        self._invalidate(held, by_step=False)
+
+    def _invalidate(self, held: Collection[int], *, by_step: bool) -> None:
         self.look(held)
         for managed in self._changing:
-            managed.unit.invalidate(by_step=True)
+            managed.unit.invalidate(by_step=by_step)
 
     def _warn_of(self, untrained: list[ManagedUnit[Unit]]) -> None:
         if not untrained or self._has_warned:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fuzz.optimizers import ScheduleFree
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
@@ -146,6 +147,37 @@ def step_after_other_forwards(adapter: Adapter, strategy: Strategy) -> float:
 @over_adapters
 def test_a_step_may_follow_other_forwards(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     assert max(pool(4).run(step_after_other_forwards, adapter, HPZ)) <= 1e-6
+
+
+def evaluated_by_average(adapter: Adapter, strategy: Strategy) -> float:
+    """In a worker: the distance of logits from those of a net that is not sharded, as above."""
+    logits_by_net = []
+    for net in (models.make_net(), adapter.make(Case(), strategy)):
+        found = []
+        optimizer = ScheduleFree(net.parameters())
+        for step in range(3):
+            for micro_batch in range(2):
+                optimizer.train()  # as Trainer calls it
+                (models.loss_of(net, models.batch(step, micro_batch)) / 2).backward()
+            for p in net.parameters() if not logits_by_net else ():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+            found.append(logits(net))
+            optimizer.train()
+            found.append(logits(net))
+        logits_by_net.append(torch.stack(found).cpu())
+    assert not torch.allclose(found[-1], found[-2], atol=1e-3)  # or nothing would become stale
+    return float((logits_by_net[1] - logits_by_net[0]).abs().max())
+
+
+@over_each(1, adapter=ADAPTERS, scopes=SCOPES)
+def test_optimizers_may_evaluate_other_weights_than_they_train(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    assert max(pool(4).run(evaluated_by_average, adapter, Strategy(scopes, gpus_per_node=2))) <= 1e-5
 
 
 def write_behind_its_back(adapter: Adapter, announce: bool) -> str:

@@ -184,9 +184,11 @@ class Forwards(Trained):
 
     def _show_average(self, shown: bool) -> None:
         """Have optimizers that train other weights than they evaluate change them."""
-        averaging = [optimizer for optimizer in self.optimizers if hasattr(optimizer, "show_average")]
-        for optimizer in averaging:
-            self.announce_write(lambda: optimizer.show_average(shown))  # noqa: B023
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "train"):
+                for model in self.models:
+                    stock.reshard(model, self.strategy)
+                optimizer.eval() if shown else optimizer.train()
 
     def announce_write(self, write: Any) -> None:
         """Write weights as README says that one does."""

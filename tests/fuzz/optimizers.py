@@ -30,7 +30,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
-        self.steps = 0
+        self.steps, self.evaluates = 0, False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,10 +42,18 @@ class ScheduleFree(torch.optim.Optimizer):
             z.sub_(p.grad, alpha=RATE)
 
     @torch.no_grad()
-    def show_average(self, shown: bool) -> None:
-        """Give parameters the values to evaluate with, or to train with again."""
-        for p, state in self.state.items():
-            p.lerp_(state["z"], 1 - 1 / self.BETA if shown else 1 - self.BETA)
+    def eval(self) -> None:
+        """Give parameters the values to evaluate with."""
+        for p, state in self.state.items() if not self.evaluates else ():
+            p.lerp_(state["z"], 1 - 1 / self.BETA)
+        self.evaluates = True
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Give parameters the values to train with again."""
+        for p, state in self.state.items() if self.evaluates else ():
+            p.lerp_(state["z"], 1 - self.BETA)
+        self.evaluates = False
 
 
 class Sam(torch.optim.Optimizer):

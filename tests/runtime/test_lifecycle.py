@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
 from fsdp_zpp.runtime.method_hooks import register_method_post_hook
+from fsdp_zpp.runtime.optimizer_modes import register_mode_hook
 
 
 def sgd() -> torch.optim.SGD:
@@ -38,3 +39,31 @@ def test_hooks_run_until_they_are_removed() -> None:
     remove()
     optimizer.zero_grad()
     assert heard == [(False,)]
+
+
+class Averaging(torch.optim.SGD):
+    """Has the methods of schedule-free optimizers."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_a_change_of_mode_is_heard_once() -> None:
+    heard: list[object] = []
+    optimizer = Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    hook = heard.append
+    remove = register_mode_hook(hook)
+    for _ in range(3):
+        optimizer.train()
+    assert len(heard) == 1
+    optimizer.eval()
+    assert len(heard) == 2
+    optimizer.load_state_dict(optimizer.state_dict())  # perhaps saved in the other mode
+    optimizer.eval()
+    assert len(heard) == 3
+    Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1).eval()  # another one is in a mode of its own
+    assert len(heard) == 4
+    remove()
+    optimizer.train()
+    assert len(heard) == 4

@@ -1,0 +1,158 @@
+"""Every exit of accelerate and Trainer: what is trained and what is frozen, quantized or not, is all there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from harness import llama
+from harness.hugging_face import new_job
+from harness.pool import Pool, device_type
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from fsdp_zpp import NF4, Int8, Strategy
+from fsdp_zpp.integrations import accelerate, transformers
+
+KINDS = ("full", "lora", "partly frozen")
+# Without a codec of weights, or the sharded model would compute with weights that differ from those in files.
+STRATEGIES = {
+    "none": Strategy.zero3(gpus_per_node=2),
+    "mixzpp": Strategy.mixzpp(weights=None, frozen=Int8(64), gpus_per_node=2),
+    "nf4": Strategy.mixzpp(weights=None, frozen=NF4(64), gpus_per_node=2),
+}
+STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+CELLS = list(itertools.product(KINDS, STRATEGIES))
+
+
+def make_model(kind: str, tied: bool = False) -> Any:
+    """A Llama of which all is trained, adapters are, or only the last layer and the norm are."""
+    model = llama.make_base(tied=tied)
+    if kind == "lora":
+        return llama.adapt(model, {"default": "lora"})
+    if kind == "partly frozen":
+        model.requires_grad_(False)
+        for module in (model.model.layers[-1], model.model.norm):
+            module.requires_grad_(True)
+    return model
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    """What a model answers, on the CPU."""
+    tokens = torch.arange(1, 13, device=next(model.parameters()).device).view(1, -1)
+    with torch.no_grad():
+        return model(input_ids=tokens).logits.cpu()
+
+
+@contextmanager
+def prepared(kind: str, strategy: str, state_dict: str, tied: bool = False) -> Iterator[tuple[Any, Any, Any]]:
+    """A context with an accelerator, a model and its optimizer."""
+    with new_job():
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type=state_dict
+        )
+        accelerator = Accelerator(cpu=device_type() == "cpu")
+        accelerate.use_strategy(accelerator, STRATEGIES[strategy], plugin=plugin)
+        model = make_model(kind, tied)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        yield accelerator, *accelerator.prepare(model, optimizer)
+
+
+def saved_by_accelerate(folder: str, kind: str, strategy: str, tied: bool = False) -> list[Tensor]:
+    """In a worker: a training that is saved in all ways; the logits after it, and after ``load_state`` of each kind."""
+    found = []
+    for state_dict in STATE_DICTS:
+        with prepared(kind, strategy, state_dict, tied) as (accelerator, model, optimizer):
+            llama.train(model, optimizer)
+            accelerator.save_state(f"{folder}/{state_dict}")
+            accelerator.save_model(model, f"{folder}/save_model")
+            model.save_pretrained(
+                f"{folder}/save_pretrained",
+                is_main_process=accelerator.is_main_process,
+                save_function=accelerator.save,
+                state_dict=accelerator.get_state_dict(model),
+            )
+            found.append(logits_of(model))
+        with prepared(kind, strategy, state_dict, tied) as (accelerator, model, _):
+            accelerator.load_state(f"{folder}/{state_dict}")
+            found.append(logits_of(model))
+    return found
+
+
+def saved_by_trainer(folder: str, kind: str, strategy: str) -> list[Tensor]:
+    """In a worker: a training that is saved in all ways; the logits after it, and resumed from each kind."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 16).view(8, 16) % llama.VOCABULARY]
+    found = []
+    for state_dict, resumed in itertools.product(STATE_DICTS, (False, True)):
+        with new_job():
+            arguments = TrainingArguments(
+                output_dir=f"{folder}/{state_dict}",
+                use_cpu=device_type() == "cpu",
+                fsdp=True,
+                fsdp_config={"state_dict_type": state_dict},
+                max_steps=2,
+                per_device_train_batch_size=1,
+                learning_rate=1e-2,
+                save_steps=2,
+                report_to=[],
+                disable_tqdm=True,
+            )
+            trainer = Trainer(make_model(kind), arguments, train_dataset=rows)
+            transformers.use_strategy(trainer, STRATEGIES[strategy])
+            trainer.train(resume_from_checkpoint=resumed)
+            if not resumed:
+                trainer.save_model(f"{folder}/save_model")
+            found.append(logits_of(trainer.model))
+    return found
+
+
+def loaded(folder: Path, kind: str, strategy: str) -> nn.Module:
+    """In one process: what ``from_pretrained`` makes of files, of adapters on what the base was rounded to."""
+    if kind != "lora":
+        return LlamaForCausalLM.from_pretrained(folder)
+    frozen = STRATEGIES[strategy].frozen
+    base = llama.make_base() if frozen is None else llama.rounded_base(frozen)
+    return PeftModel.from_pretrained(base.cpu(), folder)
+
+
+def check(found: list[Tensor], folders: list[Path], kind: str, strategy: str) -> None:
+    """Compare logits with those of the files."""
+    first = found[0]
+    assert not torch.allclose(first, logits_of(make_model(kind).cpu()), atol=0.1)  # or nothing would be trained
+    for again in found[1:]:
+        assert torch.equal(again, first)
+    for folder in folders:
+        model = loaded(folder, kind, strategy)
+        torch.testing.assert_close(logits_of(model), first, rtol=1e-4, atol=1e-4)
+        if kind != "lora":
+            assert load_file(folder / "model.safetensors").keys() == make_model(kind).state_dict().keys()
+
+
+@pytest.mark.parametrize(("kind", "strategy"), CELLS)
+def test_accelerate_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: str) -> None:
+    found = pool(4).run(saved_by_accelerate, str(tmp_path), kind, strategy)[0]
+    if kind != "lora":  # accelerate saves no configuration
+        LlamaForCausalLM(make_model(kind).config).config.save_pretrained(tmp_path / "save_model")
+    check(found, [tmp_path / "save_model", tmp_path / "save_pretrained"], kind, strategy)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), CELLS)
+def test_trainer_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: str) -> None:
+    found = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy)[0]
+    check(found, [tmp_path / "save_model", tmp_path / "FULL_STATE_DICT" / "checkpoint-2"], kind, strategy)
+
+
+def test_tied_quantized_weights_are_saved(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    first, *others = pool(4).run(saved_by_accelerate, str(tmp_path), "partly frozen", "nf4", True)[0]
+    assert all(torch.equal(each, first) for each in others)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "save_pretrained")
+    torch.testing.assert_close(logits_of(model), first, rtol=1e-4, atol=1e-4)
