@@ -21,7 +21,6 @@ from fsdp_zpp.config.strategy import Strategy
 from .fragment import Fragment
 
 if TYPE_CHECKING:
-    from .loaded_state import LoadedState
     from .local_training import LocalTraining
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
@@ -38,6 +37,19 @@ class Communicator(Protocol):
         """Declare the secondary shard stale."""
 
 
+class UnsettledState(Protocol):
+    """Codec state that was loaded, until it is known to belong to the weights. See loaded_state.py.
+
+    Attributes:
+        saved_with: By unit, dtypes and checksums of the parameters that it was saved with, by name.
+    """
+
+    saved_with: Mapping[Unit, Mapping[str, tuple[str, int]]]
+
+    def forget(self) -> None:
+        """Leave it as it is."""
+
+
 class Unit(Communicator, Protocol):
     """One group of parameters that is gathered and reduced together.
 
@@ -51,7 +63,7 @@ class Unit(Communicator, Protocol):
     named_shards: Callable[[], Mapping[str, Tensor]]
     trained_names: Callable[[], Collection[str]]
     loads: int
-    loaded_state: LoadedState | None
+    loaded_state: UnsettledState | None
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
@@ -141,7 +153,7 @@ class StrategyUnit:
         self.named_shards: Callable[[], Mapping[str, Tensor]] = dict
         self.trained_names: Callable[[], Collection[str]] = tuple
         self.loads = 0
-        self.loaded_state: LoadedState | None = None
+        self.loaded_state: UnsettledState | None = None
         self.gather = self._make_gather()
         self.packed = False
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
