@@ -42,8 +42,9 @@ def plan_model(
     group = dist.group.WORLD
     size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
     missing = (inter_gbps is None and nodes > 1) or (intra_gbps is None and gpus_per_node > 1)
-    facts = {"measured bandwidth": missing, "memory of the GPU": gpu_memory is None}  # each of them by a collective
-    check_agreement(group, "Strategy.auto", {"nodes": nodes, "gpus_per_node": gpus_per_node} | facts)
+    facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    facts |= {"measured bandwidth": missing, "memory of the GPU": gpu_memory is None}  # each of them by a collective
+    check_agreement(group, "Strategy.auto", facts)
     if missing and group is not None:
         measured = measure_bandwidth(group, gpus_per_node)
         inter_gbps = measured.inter_gbps if inter_gbps is None else inter_gbps
