@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
-from fsdp_zpp.collectives.agreement import check_agreement
+from fsdp_zpp.collectives.agreement import agree, check_agreement
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
@@ -56,18 +56,13 @@ class QuantizedReduceState:
         gpus_per_node: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        intra = finer_inside(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
-        for name, value in (("codec", codec), ("intra_codec", intra)):
-            check_codec(name, value, such_as="Int4(128)")
-            check_hop_codec(name, value)
-        check_error_feedback(error_feedback, "codec", intra, codec)
-        check_gpus_per_node(gpus_per_node)
         if not dist.is_initialized():
             raise RuntimeError(
                 "there is no process group for QuantizedReduceState; call torch.distributed.init_process_group() first"
             )
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         assert self.process_group is not None
+        intra = agree(self.process_group, lambda: _checked(codec, intra_codec, error_feedback, gpus_per_node))
         self.traffic = Traffic()
         facts: dict[str, object] = {"codec": codec, "intra_codec": intra, "error_feedback": error_feedback}
         facts |= {"gpus_per_node": gpus_per_node or launched_node_size(self.process_group)}
@@ -141,6 +136,22 @@ class QuantizedReduceState:
             ValueError: If the errors were saved under another configuration.
         """
         RankState(self._units, [self.mesh], warns=self.mesh.rank == 0).load_state_dict(state)
+
+
+def _checked(
+    codec: Codec | None,
+    intra_codec: Codec | Literal["auto"] | None,
+    error_feedback: LoCo | None,
+    gpus_per_node: int | None,
+) -> Codec | None:
+    """The codec of the intra-node hop, once all arguments are checked."""
+    intra = finer_inside(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
+    for name, value in (("codec", codec), ("intra_codec", intra)):
+        check_codec(name, value, such_as="Int4(128)")
+        check_hop_codec(name, value)
+    check_error_feedback(error_feedback, "codec", intra, codec)
+    check_gpus_per_node(gpus_per_node)
+    return intra
 
 
 def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:

@@ -14,6 +14,7 @@ and whoever else saves into the folder; see the top of drafts.py.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ class StoredWeight:
         blocks = layout.blocks(torch.Size(self.shape).numel())
         codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
         return codes, Header((blocks,), torch.float32)
+
+
+def check_folder(path: object) -> Path:
+    """The folder that the argument ``path`` names.
+
+    Raises:
+        TypeError: If it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")
+    return Path(path)
 
 
 def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:

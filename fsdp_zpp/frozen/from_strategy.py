@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.config.strategy import Strategy
@@ -17,6 +18,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from .base import UngroupedPayload, make_units
 from .encoding import FrozenOptions, quantize_selected
+from .finite import refuse_infinite
 from .modules import frozen_modules
 from .placement import Placement
 from .report import log_report
@@ -54,7 +56,7 @@ def quantize_for(
         Names of frozen parameters that stay as they are, by the reason.
 
     Raises:
-        ValueError: If weights have no values, or weights that were quantized before can't move.
+        ValueError: If weights have no values, or infinite ones, or weights that were quantized before can't move.
     """
     follow_strategy(module, mesh)
     if strategy.frozen is None:
@@ -62,11 +64,13 @@ def quantize_for(
     options = FrozenOptions(
         strategy.frozen,
         Placement(strategy.parameters, mesh),
-        device=compute_device(dist.group.WORLD, device),
+        device=compute_device(mesh.group, device),
         dtype=dtype,
         broadcast=broadcast,
     )
     selection = select(module, options.min_numel, ignored, unpack=isinstance(strategy.frozen, NF4))
+    has_values = broadcast is None or mesh.rank == 0
+    agree(mesh.group, lambda: refuse_infinite(selection) if has_values else None)
     report, base = quantize_selected(module, selection, options)
     if base is not None and report.weights:
         # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.

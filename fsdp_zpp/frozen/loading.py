@@ -13,11 +13,21 @@ from torch import Tensor, nn
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
 
 from .base import base_for
 from .completeness import check_header, match_keys
 from .encoding import install
-from .file_format import CODES, SCALES, StoredWeight, local_payload_from_slices, read_base
+from .file_format import (
+    CODES,
+    REMEDY,
+    SCALES,
+    StoredWeight,
+    check_folder,
+    local_payload_from_slices,
+    read_base,
+)
+from .finite import FiniteSlice, refuse_infinite_values
 from .model_tensors import ModelTensor, frozen_names
 from .placement import Placement, place_base
 from .report import FrozenReport, log_report
@@ -59,15 +69,23 @@ def load_frozen_params(
         What is quantized now, and what stays as it is.
 
     Raises:
+        TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If the files are broken or don't fit the model exactly, on any rank, or the model is already
             sharded. Every rank raises, and the model is unchanged.
     """
-    group = process_group if process_group is not None else dist.group.WORLD
-    selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
-    refuse_sharded(selection, "call load_frozen_params before you wrap the model")
+    group = ranks_of(model, process_group)
+
+    def check() -> tuple[Selection, torch.device | None]:
+        check_module(model)
+        check_folder(path)
+        selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
+        refuse_sharded(selection, "call load_frozen_params before you wrap the model")
+        return selection, compute_device(group, device)
+
+    selection, kept_on = agree(group, check)
     check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
     # After the ranks have agreed, since it makes process groups, in which different node sizes would hang.
-    where, kept_on = place_base(placement, group, gpus_per_node), compute_device(group, device)
+    where = place_base(placement, group, gpus_per_node)
     read = agree(
         group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
     )
@@ -122,11 +140,16 @@ def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement
     weights, others = [], []
     for tensor, (key, *_) in found:
         if key not in stored:
-            others.append((tensor, files.read(key)))
+            value = files.read(key)
+            if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
+                refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
+            others.append((tensor, value))
             continue
         candidate, one = candidates[id(tensor.tensor)], stored[key]
         weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
-        row = local_payload_from_slices(weight, files.slice(f"{key}.{CODES}"), files.slice(f"{key}.{SCALES}"))
+        codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
+        finite = FiniteSlice(files.slice(scales), f"{files.file_of(scales)} is broken: {scales}", REMEDY)
+        row = local_payload_from_slices(weight, files.slice(codes), finite)
         kept_on = candidate.parameter.device if device is None else device
         weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
     index = repr([stored, [(key, files.file_of(key).name) for key in files]])

@@ -15,8 +15,8 @@ from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.module_names import original_path, parameter_name
 from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
 
+from .file_format import check_folder
 from .full_tensors import full_parameters
-from .saving import check_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -14,10 +14,12 @@ from fsdp_zpp.codecs.blockwise import Int8
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
+from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
 from fsdp_zpp.runtime.validation import DTYPES
 
 from .base import drop_weights
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
+from .finite import finite_rows, refuse_infinite
 from .model_tensors import ModelTensor
 from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
 from .placement import place_base
@@ -65,7 +67,8 @@ def quantize_frozen_params(
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
         gpus_per_node: As in ``Strategy``. Default: that of the strategy that wraps the model, before or after.
-        process_group: The data-parallel ranks. Default: all ranks, or this process alone if there is no process group.
+        process_group: The data-parallel ranks. Default: those that the model is sharded over; all ranks if it is not
+            sharded yet; this process alone if there is no process group.
         checkpoint: Where to read the weights: a safetensors file, an index of several, a folder with either, or a
             function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must
             have all frozen parameters and persistent buffers, quantized or not; trainable parameters are read, too, if
@@ -83,8 +86,9 @@ def quantize_frozen_params(
         What was quantized, how many bytes it takes now, what stays as it is and why.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or weights have no values. If weights are sharded already and can't
+        TypeError: If an argument has the wrong type, on any rank; every rank raises.
+        ValueError: If an argument is out of range, likewise, or weights have no
+            values, or NaN or infinite ones. If weights are sharded already and can't
             be taken back: after a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel
             without ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
             ``sync_module_states``, which need a model that is not sharded. If a checkpoint is broken or not this
@@ -96,21 +100,23 @@ def quantize_frozen_params(
         >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)
     """
     codec = Int8(256) if codec is None else codec
-    if not isinstance(codec, Codec):
-        raise TypeError(f"codec must be a codec such as Int8(256) or Int4(128), got {codec!r}")
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
-        raise ValueError(f"min_numel must be a positive int, got {min_numel!r}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
-    group = process_group if process_group is not None else dist.group.WORLD
+    group = ranks_of(model, process_group)
     in_the_model = checkpoint is None and not sync_module_states
-    selection = select(model, min_numel, ignored_params, take_sharded=in_the_model, unpack=isinstance(codec, NF4))
-    refuse_sharded(
-        selection,
-        f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
-        "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True and "
-        "before a state dict is saved or loaded)",
-    )
+
+    def check() -> tuple[Selection, torch.device | None]:
+        _check_arguments(model, codec, min_numel, dtype)
+        selection = select(model, min_numel, ignored_params, take_sharded=in_the_model, unpack=isinstance(codec, NF4))
+        refuse_sharded(
+            selection,
+            f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
+            "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True "
+            "and before a state dict is saved or loaded)",
+        )
+        if in_the_model or (sync_module_states and group is not None and dist.get_rank(group) == 0):
+            refuse_infinite(selection)
+        return selection, compute_device(group, device)
+
+    selection, kept_on = agree(group, check)
     facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
     facts |= {"from a checkpoint": checkpoint is not None}
     check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
@@ -118,7 +124,7 @@ def quantize_frozen_params(
         codec,
         place_base(placement, group, gpus_per_node, wrapping_mesh(model, group) if gpus_per_node is None else None),
         min_numel,
-        compute_device(group, device),
+        kept_on,
         dtype,
         group if sync_module_states else None,
     )
@@ -126,7 +132,7 @@ def quantize_frozen_params(
     if checkpoint is not None:
         # All of it, before the model changes: if one rank's files are broken, no rank's model may be half quantized.
         read = agree(
-            group, lambda: _read(model, checkpoint, selection, options), lambda read: read.summary, OTHER_FILES
+            group, lambda: _read(model, checkpoint, selection, options, group), lambda read: read.summary, OTHER_FILES
         )
     parts = [_quantize_flattened(model, holder, options, ignored_params) for holder in selection.to_open]
     report = merge([*parts, quantize_selected(model, selection, options, read.encoded if read else None)[0]])
@@ -134,6 +140,16 @@ def quantize_frozen_params(
     for tensor, value in read.others if read is not None else ():
         tensor.fill(value, options.device or torch.device("cpu"))
     return report
+
+
+def _check_arguments(model: object, codec: object, min_numel: object, dtype: object) -> None:
+    check_module(model)
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec must be a codec such as Int8(256) or Int4(128), got {codec!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
+        raise ValueError(f"min_numel must be a positive int, got {min_numel!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -145,9 +161,15 @@ class _Read:
     summary: str
 
 
-def _read(model: nn.Module, checkpoint: Source, selection: Selection, options: FrozenOptions) -> _Read:
+def _read(
+    model: nn.Module,
+    checkpoint: Source,
+    selection: Selection,
+    options: FrozenOptions,
+    group: dist.ProcessGroup | None,
+) -> _Read:
     """Check that a checkpoint has all of the model, then read it and quantize the selected weights."""
-    source = source_from(checkpoint)
+    source = source_from(checkpoint, warns=group is None or dist.get_rank(group) == 0)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
     encoded = []
     for candidate in selection.chosen:
@@ -157,8 +179,14 @@ def _read(model: nn.Module, checkpoint: Source, selection: Selection, options: F
                 f"{candidate.name} is on the meta device but is not part of the base, so it is not read from the "
                 "checkpoint; give it values first"
             )
-        encoded.append(encode_candidate(candidate, options, None if tensor is None else source.reader(tensor)))
-    return _Read(encoded, [(tensor, source.read(tensor)) for tensor in tensors.values()], source.summary())
+        read = (
+            None
+            if tensor is None
+            else finite_rows(source.reader(tensor), f"the checkpoint's {tensor.name}", "give a complete one")
+        )
+        encoded.append(encode_candidate(candidate, options, read))
+    others = [(tensor, source.read(tensor)) for tensor in tensors.values()]
+    return _Read(encoded, others, source.summary())
 
 
 def _quantize_flattened(
@@ -188,10 +216,12 @@ def dequantize_frozen_params(model: nn.Module) -> int:
     Raises:
         RuntimeError: If another parameter of a quantized module is parametrized.
     """
-    sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
-    for _, module, name, weight in frozen_sites(model):
-        plain_class(module)  # raises, before anything has changed
-        sites.setdefault(weight, []).append((module, name))
+    sites = agree(
+        ranks_of(model),
+        lambda: _sites(model),
+        lambda sites: repr([name for users in sites.values() for _, name in users]),
+        "called dequantize_frozen_params with other quantized weights than",
+    )
     for weight, users in sites.items():
         parameter = nn.Parameter(weight.dequantize(), requires_grad=False)
         for module, name in users:
@@ -199,3 +229,13 @@ def dequantize_frozen_params(model: nn.Module) -> int:
     for base in {weight.base: None for weight in sites}:
         drop_weights(base, set(sites))
     return len(sites)
+
+
+def _sites(model: nn.Module) -> dict[FrozenWeight, list[tuple[FrozenModule, str]]]:
+    """The modules of each frozen weight, with its names in them; raises before anything has changed."""
+    check_module(model)
+    sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
+    for _, module, name, weight in frozen_sites(model):
+        plain_class(module)
+        sites.setdefault(weight, []).append((module, name))
+    return sites

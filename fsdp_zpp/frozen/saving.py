@@ -15,7 +15,7 @@ from fsdp_zpp.module_names import base_fqns, original_path
 from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
 
 from .base_writer import BaseWriter
-from .file_format import CODES, SCALES, StoredWeight, full_codes
+from .file_format import CODES, SCALES, StoredWeight, check_folder, full_codes
 from .full_tensors import full_buffers, full_parameters
 from .model_tensors import frozen_names
 from .weight import FrozenWeight
@@ -89,17 +89,6 @@ def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | 
         raise ValueError(f"nothing of this {type(model).__name__} is quantized; call quantize_frozen_params first")
     stored = {name: StoredWeight.of(weight) for weight, name in weights.items()}
     return _Asked(check_folder(path), _nbytes(max_file_size), weights, stored)
-
-
-def check_folder(path: object) -> Path:
-    """The folder that the argument ``path`` names.
-
-    Raises:
-        TypeError: If it is no path.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")
-    return Path(path)
 
 
 def _nbytes(size: object) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.module_names import model_name
@@ -56,12 +55,14 @@ class Checkpoint:
 
     Args:
         path: A file, an index, or a folder with either.
+        warns: Whether to warn of tensors that a model has no place for; on one rank, or there is a warning a rank.
 
     Raises:
         ValueError: If it holds no safetensors.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, warns: bool) -> None:
+        self._warns = warns
         self._source = find_checkpoint(path, INDEX)
         if self._source.name.endswith(".index.json"):
             files, _ = read_index(self._source, _REMEDY)
@@ -81,7 +82,8 @@ class Checkpoint:
             for other in keys[1:]:
                 self._check_equal(model, keys[0], other)
             self._keys[tensor] = keys[0]
-        self._warn_of_others(model)
+        if self._warns:
+            self._warn_of_others(model)
         return list(self._keys)
 
     def reader(self, tensor: ModelTensor) -> ReadRows:
@@ -113,8 +115,6 @@ class Checkpoint:
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """Warn of tensors that the model has no place for: the checkpoint may be of a larger model."""
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return  # one warning a checkpoint, not one a rank
         known = {key for tensor in model_tensors(model) for key in tensor.keys}
         known |= {name for names in frozen_names(model).values() for name in names}
         parts = {key: self._files.parts(key) for key in self._files.keys}
@@ -167,8 +167,8 @@ class Generated:
         return ""
 
 
-def source_from(checkpoint: Source) -> WeightSource:
-    """The source that the argument ``checkpoint`` describes.
+def source_from(checkpoint: Source, warns: bool) -> WeightSource:
+    """The source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`.
 
     Raises:
         ValueError: If it is a path that holds no safetensors.
@@ -178,4 +178,4 @@ def source_from(checkpoint: Source) -> WeightSource:
         return Generated(checkpoint)
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise TypeError(f"checkpoint must be a path or a function of a parameter's name, got {checkpoint!r}")
-    return Checkpoint(Path(checkpoint))
+    return Checkpoint(Path(checkpoint), warns)

@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_zpp.collectives.agreement import agree, check_agreement
 from fsdp_zpp.collectives.mesh import topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.runtime.model_ranks import check_module
 
 from .bandwidth import measure_bandwidth, world
 from .config import GIB, whole
-from .model_size import module_size
+from .model_size import ModelSize, module_size
 from .plan import plan
 from .report import Plan
 
@@ -37,6 +39,25 @@ def plan_model(
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or missing while no process group is initialized.
     """
+    group = dist.group.WORLD
+    size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
+    missing = (inter_gbps is None and nodes > 1) or (intra_gbps is None and gpus_per_node > 1)
+    facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    facts |= {"measured bandwidth": missing, "memory of the GPU": gpu_memory is None}  # each of them by a collective
+    check_agreement(group, "Strategy.auto", facts)
+    if missing and group is not None:
+        measured = measure_bandwidth(group, gpus_per_node)
+        inter_gbps = measured.inter_gbps if inter_gbps is None else inter_gbps
+        intra_gbps = measured.intra_gbps if intra_gbps is None else intra_gbps
+    on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
+    on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
+    return agree(group, lambda: plan(size, **on, **options))
+
+
+def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
+    """The size of ``model``, and the nodes and GPUs of each that the arguments or the running job name."""
+    check_module(model)
     size = module_size(model)
     running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
     if running is not None:
@@ -47,21 +68,7 @@ def plan_model(
             f"got nodes={nodes} and gpus_per_node={gpus_per_node}, and no process group is initialized to take them "
             "from; pass both, or call torch.distributed.init_process_group first"
         )
-    nodes, gpus_per_node = whole("nodes", nodes), whole("gpus_per_node", gpus_per_node)
-    missing = (inter_gbps is None and nodes > 1) or (intra_gbps is None and gpus_per_node > 1)
-    if missing and dist.is_initialized():
-        measured = measure_bandwidth(world(), gpus_per_node)
-        inter_gbps = measured.inter_gbps if inter_gbps is None else inter_gbps
-        intra_gbps = measured.intra_gbps if intra_gbps is None else intra_gbps
-    return plan(
-        size,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        inter_gbps=inter_gbps,
-        intra_gbps=intra_gbps,
-        gpu_memory=device_memory() if gpu_memory is None else gpu_memory,
-        **options,
-    )
+    return size, whole("nodes", nodes), whole("gpus_per_node", gpus_per_node)
 
 
 def choose_strategy(model: nn.Module, **options: Any) -> Strategy:

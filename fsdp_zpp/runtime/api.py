@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.hops import Kind, Level
 
 from .local_training import LocalTraining
+from .model_ranks import check_module, ranks_of
 from .unit import PARTS, Communicator, StrategyUnit, named_units
 
 
@@ -19,6 +21,7 @@ def units(model: nn.Module) -> Iterator[Communicator]:
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
+    check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
     found: dict[Communicator, None] = dict.fromkeys(named_units(model))
     found |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
@@ -91,10 +94,11 @@ def exchange_weights(model: nn.Module) -> None:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
 
     Raises:
-        ValueError: If its strategy has no local steps, or ranks have made different numbers of steps; on every rank.
+        ValueError: If its strategy has no local steps on any rank, or ranks have made different numbers of steps; every
+            rank raises.
         RuntimeError: If the model has not run a forward yet, or shows its agreed weights.
     """
-    for training in _local_trainings(model):
+    for training in agree(ranks_of(model), lambda: _local_trainings(model)):
         training.exchange_all()
 
 

@@ -119,6 +119,28 @@ def test_codes_and_scales_that_do_not_fit_are_refused(
     refused(files.make_base(), loading(tmp_path), f"has {key} as torch.", f"{WEIGHT}, Int8 in blocks of 64", "again")
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("key", [f"{WEIGHT}.scales", "blocks.0.norm.weight"])
+def test_a_base_with_values_that_are_not_finite_is_refused(tmp_path: Path, key: str, value: float) -> None:
+    files.change_tensors(save(tmp_path), lambda tensors: tensors[key].view(-1)[1:2].fill_(value))
+    refused(files.make_base(), loading(tmp_path), f"is broken: {key} has values that are NaN or infinite", "save the")
+
+
+def test_a_mask_of_infinite_values_is_none_of_them(tmp_path: Path) -> None:
+    files.change_tensors(save(tmp_path), lambda tensors: tensors["blocks.0.shift"].fill_(-torch.inf))
+    load_frozen_params(files.make_base(), tmp_path)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_not_quantized(tmp_path: Path, value: float) -> None:
+    net = files.make_base()
+    net.blocks[0].up.weight[5, 7] = value
+    refused(net, lambda net: quantize_frozen_params(net, files.CODEC), f"{WEIGHT} has values that are NaN or infinite")
+    path = files.write_checkpoint(tmp_path / "model.safetensors", net.state_dict())
+    message = f"the checkpoint's {WEIGHT} has values that are NaN or infinite"
+    refused(files.make_empty(), quantizing(path), message, "give a complete one")
+
+
 def on_rank_2(kind: str, folder: str) -> tuple[Reply, bool]:
     """In a worker: what is said where rank 2 sees other files than the others, and whether the net is as it was."""
     own = Path(folder) / ("broken" if dist.get_rank() == 2 else "whole")

@@ -79,7 +79,7 @@ def snapshot(net: nn.Module) -> dict[str, Any]:
     """All that a failed call must leave as it was: classes, tensors themselves, and their values."""
     tensors = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers())}
     kept = {
-        name: (id(tensor), tensor.is_meta, tensor.sum().item() if not tensor.is_meta else 0.0)
+        name: (id(tensor), tensor.is_meta, tensor.nan_to_num().sum().item() if not tensor.is_meta else 0.0)
         for name, tensor in tensors.items()
     }
     return kept | {"frozen": [name for name, module in net.named_modules() if isinstance(module, FrozenModule)]}

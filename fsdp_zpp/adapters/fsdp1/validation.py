@@ -11,27 +11,46 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-from fsdp_zpp.collectives.agreement import check_agreement, parameter_facts
+from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.model_ranks import check_module
 from fsdp_zpp.runtime.packed_weights import packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
-from fsdp_zpp.runtime.validation import check_dtypes, check_no_other_parallelism, strategy_facts, topology_for
+from fsdp_zpp.runtime.validation import (
+    check_dtypes,
+    check_instance,
+    check_no_other_parallelism,
+    strategy_facts,
+    topology_for,
+)
 
 
-def check_arguments(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
+def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> None:
     """Raise for what a strategy can't do. Collective over ``group``.
 
     Args:
-        strategy: How to shard.
-        group: The ranks to shard over.
+        strategy: How to shard; of what is no strategy, ranks hear before it is refused.
+        group: The ranks to shard over; None if there is no process group.
         arguments: Those of FSDP's constructor; iterators among them become lists.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
-    _check_agreement(strategy, group, arguments)
+    if group is not None:
+        _check_agreement(strategy, group, arguments)
+    check_instance("sharding_strategy", strategy)
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
+            f"{strategy!r}"
+        )
+    assert group is not None
+    agree(group, lambda: _check_what_is_sharded(strategy, group, arguments))
+
+
+def _check_what_is_sharded(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
     topology_for(strategy, group)
     _check_parameters(strategy, arguments)
     _check_offload(arguments)
@@ -64,8 +83,11 @@ def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
     return group if group is not None else dist.group.WORLD
 
 
-def _check_agreement(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
+def _check_agreement(strategy: object, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
     module: nn.Module = arguments["module"]
+    if not isinstance(module, nn.Module):  # which differs from what other ranks have, if they have one
+        check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
+        check_module(module)
     nested = {
         p
         for m in module.modules()

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
-from types import NoneType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, UnsettledState, attach, unit_of
-from fsdp_zpp.runtime.validation import check_instance, mesh_for
+from fsdp_zpp.runtime.validation import mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout, _torch_replaced
@@ -65,20 +64,16 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
 def _construct_with(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
-    check_instance("sharding_strategy", strategy)
-    if not isinstance(strategy, (Strategy, ShardingStrategy, NoneType)):
-        raise TypeError(
-            "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
-            f"{strategy!r}"
-        )
-    if not isinstance(strategy, Strategy):
+    if strategy is None or isinstance(strategy, ShardingStrategy):
         construct()
         return
     group = group_of(arguments)
-    if group is None:
+    if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error
         return
     check_arguments(strategy, group, arguments)
+    assert isinstance(strategy, Strategy)
+    assert group is not None
     unit = StrategyUnit(strategy, mesh_for(strategy, group))
     mixed_precision = arguments["mixed_precision"]
     unit.left_unquantized = quantize_for(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
-from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement, parameter_facts
+from fsdp_zpp.collectives.agreement import agree, agree_on_use, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -17,6 +17,7 @@ from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_f
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
+from fsdp_zpp.runtime.model_ranks import check_module
 from fsdp_zpp.runtime.packed_weights import holds_packed_values, packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
@@ -87,10 +88,14 @@ def fully_shard(
     """
     passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not dist.is_initialized():
+        check_strategy(strategy)
+    group, compared = _ranks(mesh)
+    if compared:
+        _check_agreement(modules, strategy, group, passed_on)
     check_strategy(strategy)
-    _check_agreement(modules, strategy, passed_on)
-    check_arguments(modules, strategy, passed_on)
-    unit = _unit_for(strategy, passed_on)
+    agree(group if compared else None, lambda: check_arguments(modules, strategy, group, passed_on))
+    unit = _unit_for(strategy, group, passed_on)
     policy = passed_on.get("mp_policy")
     for each in modules:
         ignored = passed_on.get("ignored_params") or ()
@@ -100,12 +105,12 @@ def fully_shard(
         unit.leave_weights_uncoded()
     sharded = torch_fully_shard(module, **passed_on)
     mark_sharded(modules)
-    group = _torch.adopt_group(modules[0], _on_lazy_init)
-    if is_stock(strategy):
+    parameters = _torch.adopt_group(modules[0], _on_lazy_init)
+    if is_stock(strategy, group):
         for each in modules:
             attach(each, unit)
-    elif group is not None:  # else the module has no parameters of its own
-        _apply(unit, modules, group)
+    elif parameters is not None:  # else the module has no parameters of its own
+        _apply(unit, modules, parameters)
     return sharded
 
 
@@ -133,17 +138,28 @@ def install() -> None:
 fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
 
 
-def _check_agreement(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
-    mesh = arguments["mesh"]
+def _ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, bool]:
+    """The ranks to shard over, and whether they can compare their arguments.
+
+    A stock strategy takes a mesh of several dimensions, too: torch communicates, and the unit's own ranks are not used.
+    """
     if mesh is None and not dist.is_initialized():
         dist.init_process_group()  # as torch would have done
-    group = dist.group.WORLD if mesh is None else mesh.get_group() if getattr(mesh, "ndim", None) == 1 else None
-    if group is None:
-        return
+    group = mesh.get_group() if mesh is not None and getattr(mesh, "ndim", None) == 1 else dist.group.WORLD
+    assert group is not None
+    return group, mesh is None or getattr(mesh, "ndim", None) == 1
+
+
+def _check_agreement(
+    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
+) -> None:
+    call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
+    if not all(isinstance(module, nn.Module) for module in modules):  # which other ranks may have
+        check_agreement(group, call, {})
+        list(map(check_module, modules))
     facts = strategy_facts(strategy, group)
     facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
     own = _to_be_sharded(modules, arguments)
-    call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
     check_agreement(group, call, facts | parameter_facts(own) | packed_facts(own))
 
 
@@ -152,18 +168,15 @@ def _to_be_sharded(modules: list[nn.Module], arguments: dict[str, Any]) -> list[
     return [(name, p) for name, p in named_own_parameters(modules) if id(p) not in ignored]
 
 
-def _unit_for(strategy: Strategy, arguments: dict[str, Any]) -> StrategyUnit:
-    """A unit on the ranks that ``arguments`` name; replaces their mesh by that of the ranks to shard over."""
+def _unit_for(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> StrategyUnit:
+    """A unit on the ranks of ``group``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
     mesh = arguments["mesh"]
-    # A stock strategy takes any mesh, with several dimensions too: torch communicates, and the unit's mesh is not used.
-    group = dist.group.WORLD if mesh is None or is_stock(strategy) else mesh.get_group()
-    assert group is not None
     unit = StrategyUnit(strategy, mesh_for(strategy, group))
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
-        group = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
-        assert group is not None
+        sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
+        assert sharded_over is not None
         device_type = default_device_type() if mesh is None else mesh.device_type
-        arguments["mesh"] = DeviceMesh.from_group(group, device_type)
+        arguments["mesh"] = DeviceMesh.from_group(sharded_over, device_type)
     return unit
 
 

@@ -18,19 +18,22 @@ from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_o
 _SHARDED = "_fsdp_zpp_sharded"
 
 
-def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dict[str, Any]) -> None:
+def check_arguments(
+    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
+) -> None:
     """Raise for what a strategy can't do; wraps the ``shard_placement_fn`` in ``arguments`` to check its results.
 
     Args:
         modules: What is to be sharded.
         strategy: How.
+        group: The ranks to shard over.
         arguments: What torch's ``fully_shard`` will be called with.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
     _check_order(modules, arguments.get("ignored_params") or set())
-    if is_stock(strategy):
+    if is_stock(strategy, group):
         return
     _check_reshard(strategy, arguments["reshard_after_forward"])
     if arguments.get("dp_mesh_dims") is not None:
@@ -38,7 +41,8 @@ def check_arguments(modules: list[nn.Module], strategy: Strategy, arguments: dic
             "dp_mesh_dims is not supported with a Strategy; pass mesh= the 1-D data-parallel dimension of your mesh, "
             'as in mesh=mesh["dp"]'
         )
-    _check_mesh(strategy, arguments["mesh"])
+    _check_mesh(arguments["mesh"])
+    topology_for(strategy, group)
     _check_dtypes(modules, arguments.get("ignored_params") or set())
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
@@ -65,10 +69,9 @@ def _check_order(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> N
             )
 
 
-def is_stock(strategy: Strategy) -> bool:
-    """Whether torch's ``fully_shard`` does it all by itself, with whatever arguments it takes."""
-    assert dist.group.WORLD is not None
-    return strategy.is_plain and topology_for(strategy, dist.group.WORLD).nodes == 1
+def is_stock(strategy: Strategy, group: dist.ProcessGroup) -> bool:
+    """Whether torch's ``fully_shard`` does it all by itself on ``group``, with whatever arguments it takes."""
+    return strategy.is_plain and topology_for(strategy, group).nodes == 1
 
 
 def check_strategy(strategy: object) -> None:
@@ -93,16 +96,13 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
     )
 
 
-def _check_mesh(strategy: Strategy, mesh: Any) -> None:
+def _check_mesh(mesh: Any) -> None:
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
             f"a Strategy takes the 1-D mesh of the ranks to shard over, got {mesh.ndim} dimensions "
             f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node, and of a mesh with "
             'other parallelisms pass the data-parallel dimension, as in mesh["dp"]'
         )
-    group = dist.group.WORLD if mesh is None else mesh.get_group()
-    assert group is not None
-    topology_for(strategy, group)
 
 
 def _check_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:

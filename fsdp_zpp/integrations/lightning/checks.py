@@ -57,7 +57,7 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
-        if not isinstance(unit, StrategyUnit) or is_stock(unit.strategy) or unit.ranks.group is None:
+        if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or is_stock(unit.strategy, unit.ranks.group):
             continue  # torch does it all, and what it accepts is Lightning's to say
         ranks = dist.get_process_group_ranks(unit.ranks.group)
         if ranks != expected:

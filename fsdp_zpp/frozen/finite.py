@@ -1,0 +1,71 @@
+"""Refuses NaN and infinite values in a base: with one of them, all values of its block decode to NaN.
+
+A model trained on such a base has a loss of NaN from the first step on, for which one looks elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .selection import Selection
+from .weight import ReadRows
+
+
+def refuse_infinite(selection: Selection) -> None:
+    """Raise if this rank's part of the weights that are to be quantized has NaN or infinite values.
+
+    Raises:
+        ValueError: It names the weight.
+    """
+    named = [(each.name, each.parameter) for each in selection.chosen if each.packed is None]
+    # The names of what is in a flat parameter are known once it is opened.
+    named += [("a weight", p) for holder in selection.to_open for p in holder.parameters if not p.requires_grad]
+    for name, parameter in named:
+        values = parameter.detach()
+        refuse_infinite_values(values.to_local() if isinstance(values, DTensor) else values, name, "load it again")
+
+
+def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
+    """Raise if a tensor has NaN or infinite values.
+
+    Raises:
+        ValueError: It names the tensor and the ``remedy``.
+    """
+    if values.is_meta or not values.numel() or not values.is_floating_point():
+        return
+    # Both are NaN if any value is.
+    if not torch.stack(torch.aminmax(values)).isfinite().all():
+        raise ValueError(f"{name} has values that are NaN or infinite, which no codec can represent; {remedy}")
+
+
+def finite_rows(read: ReadRows, name: str, remedy: str) -> ReadRows:
+    """``read``, which raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
+
+    def checked(first: int, last: int) -> Tensor:
+        rows = read(first, last)
+        refuse_infinite_values(rows, name, remedy)
+        return rows
+
+    return checked
+
+
+class FiniteSlice:
+    """A slice of a file, which raises for NaN and infinite values in what is read of it.
+
+    Args:
+        of: The slice.
+        name: The tensor in errors.
+        remedy: What to do.
+    """
+
+    def __init__(self, of: Any, name: str, remedy: str) -> None:
+        self._of, self._name, self._remedy = of, name, remedy
+
+    def __getitem__(self, index: slice) -> Tensor:
+        values: Tensor = self._of[index]
+        refuse_infinite_values(values, self._name, self._remedy)
+        return values
