@@ -25,6 +25,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 
 from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
+from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
 from .summary import Groups, log_summaries
 from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
@@ -44,6 +45,7 @@ class LifecycleHooks:
         units: The units of the model.
         local_training: Counts the steps of a model whose nodes train on their own.
         changes: Declares weights stale; None makes one for units of which every rank has elements.
+        mistakes: Warns of what trains nothing.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class LifecycleHooks:
         units: Sequence[ManagedUnit[Unit]],
         local_training: LocalTraining | None = None,
         changes: WeightChanges | None = None,
+        mistakes: MistakeWatch | None = None,
     ) -> None:
         self._units, self._local_training = units, local_training
         self._changes = WeightChanges(units) if changes is None else changes
+        self._mistakes = mistakes
         self._heard: weakref.ref[GradScaler] | None = None  # the last scaler that units were told of since a step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
@@ -69,11 +73,12 @@ class LifecycleHooks:
         """Handle a step of ``optimizer``, which may be another model's."""
         held = _held_by(optimizer)
         if not self._holds_any(held):
+            if self._mistakes is not None:
+                self._mistakes.other_stepped()
             return
         self._heard = None  # with a step units forget the scaler, so they must be told of it again
         self._changes.step(held)
-        if self._local_training is not None:
-            self._local_training.step_ended()
+        self._step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(held, getattr(optimizer, "found_inf", None))
 
@@ -82,6 +87,12 @@ class LifecycleHooks:
         held = _held_by(optimizer)
         if self._holds_any(held):
             self._changes.written(held)
+
+    def _step_ended(self) -> None:
+        if self._mistakes is not None:
+            self._mistakes.step_ended()
+        if self._local_training is not None:
+            self._local_training.step_ended()
 
     def _step_made(self, held: set[int], skipped: Tensor | None) -> None:
         if all(managed.unit.errors is None for managed in self._units):
@@ -99,8 +110,7 @@ class LifecycleHooks:
         if not scaler.is_enabled() or not self._holds_any(held):
             return
         self._heard = None
-        if self._local_training is not None:
-            self._local_training.step_ended()
+        self._step_ended()
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(held, None)  # an optimizer that is not torch's runs no step hook
         for unit in self._units_of(held):
@@ -121,6 +131,8 @@ class LifecycleHooks:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
         held = _held_by(optimizer)
         if self._holds_any(held):
+            if self._mistakes is not None:
+                self._mistakes.gradients_cleared()
             for unit in self._units_of(held):
                 unit.drop_gradients()
 
@@ -140,6 +152,8 @@ class LifecycleHooks:
                 _clear_gradient(parameter, set_to_none)
             if hidden or any(id(parameter) in cleared for parameter in parameters):
                 managed.unit.drop_gradients()
+                if self._mistakes is not None:
+                    self._mistakes.gradients_cleared()
 
     def _units_of(self, held: set[int]) -> Iterator[Unit]:
         """The units of which an optimizer holds a parameter, given the ids of all it holds; the same on all ranks.
@@ -169,6 +183,8 @@ class LifecycleHooks:
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients, for a step to come."""
         self._changes.step()
+        if self._mistakes is not None:
+            self._mistakes.gradients_synchronized()
         if self._local_training is not None:
             self._local_training.gradients_synchronized()
 
@@ -189,7 +205,10 @@ def _weak(method: Callable[..., None]) -> Hook:
 
 def _held_by(optimizer: Optimizer) -> set[int]:
     """The ids of an optimizer's parameters."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))  # in C, as it is asked twice a step
+    return held
 
 
 @torch.no_grad()
@@ -243,7 +262,7 @@ def set_up_model(
             check_replicas(held, ranks, members[0].unit.scopes.optimizer, model)
     _prefetch_secondary_shards([managed.unit.gather for managed in units if managed.unit.can_prefetch])
     changes = WeightChanges(units, too_small_units(units))
-    hooks = LifecycleHooks(units, _train_locally(root, model, units), changes)
+    hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
     log_summaries(model, groups, others)  # after all that may raise
     return hooks
 
