@@ -24,10 +24,7 @@ from fsdp_zpp.collectives.fingerprint import checksums
 from fsdp_zpp.collectives.mesh import ProcessMesh
 
 from .fragment import Fragment, Span
-from .unit import StrategyUnit, Unit
-
-Checksums = Mapping[str, tuple[str, int]]
-"""Dtypes and checksums of what a rank holds of parameters, by name."""
+from .unit import Checksums, StrategyUnit, Unit
 
 
 def trained_checksums(unit: Unit) -> Checksums:

@@ -21,7 +21,6 @@ from fsdp_zpp.config.strategy import Strategy
 from .fragment import Fragment
 
 if TYPE_CHECKING:
-    from .loaded_state import LoadedState
     from .local_training import LocalTraining
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
@@ -38,6 +37,21 @@ class Communicator(Protocol):
         """Declare the secondary shard stale."""
 
 
+Checksums = Mapping[str, tuple[str, int]]
+"""Dtypes and checksums of what a rank holds of parameters, by name."""
+
+
+class Loaded(Protocol):
+    """Codec state from a checkpoint that is not known yet to belong to the weights; see loaded_state.py."""
+
+    @property
+    def saved_with(self) -> Mapping[Unit, Checksums]:
+        """By unit, the checksums of the weights that it was saved with."""
+
+    def forget(self) -> None:
+        """Leave it as it is."""
+
+
 class Unit(Communicator, Protocol):
     """One group of parameters that is gathered and reduced together.
 
@@ -51,7 +65,7 @@ class Unit(Communicator, Protocol):
     named_shards: Callable[[], Mapping[str, Tensor]]
     trained_names: Callable[[], Collection[str]]
     loads: int
-    loaded_state: LoadedState | None
+    loaded_state: Loaded | None
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
@@ -141,7 +155,7 @@ class StrategyUnit:
         self.named_shards: Callable[[], Mapping[str, Tensor]] = dict
         self.trained_names: Callable[[], Collection[str]] = tuple
         self.loads = 0
-        self.loaded_state: LoadedState | None = None
+        self.loaded_state: Loaded | None = None
         self.gather = self._make_gather()
         self.packed = False
         self.left_unquantized: dict[str, tuple[str, ...]] = {}

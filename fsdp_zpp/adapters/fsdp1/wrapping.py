@@ -21,10 +21,9 @@ from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
-from fsdp_zpp.runtime.loaded_state import LoadedState
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
-from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, attach, unit_of
+from fsdp_zpp.runtime.unit import Loaded, ManagedUnit, StrategyUnit, Unit, attach, unit_of
 from fsdp_zpp.runtime.validation import check_instance, mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
@@ -44,7 +43,7 @@ class HookedUnit:
         self.named_shards: Callable[[], Mapping[str, Tensor]] = layout.named_shards
         self.trained_names: Callable[[], Collection[str]] = layout.trained_names
         self.loads = 0
-        self.loaded_state: LoadedState | None = None
+        self.loaded_state: Loaded | None = None
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Stock FSDP keeps no secondary shard."""
