@@ -8,17 +8,17 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ._cut_off_saves import check_complete, saving_over
+from ._cut_off_saves import check_complete, saving
 
 
 class SavingAccelerator(Accelerator):
     """Marks a checkpoint while it saves over an earlier one. See _cut_off_saves.py."""
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        # accelerate itself refuses to save over a checkpoint that it names.
+        # accelerate refuses to save over a checkpoint that it names, into a folder that must not be there.
         if output_dir is None or self.project_configuration.automatic_checkpoint_naming:
             return super().save_state(output_dir, *arguments, **options)
-        with saving_over(Path(output_dir)):
+        with saving(Path(output_dir), is_folder=True):
             return super().save_state(output_dir, *arguments, **options)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> Any:

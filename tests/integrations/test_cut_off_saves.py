@@ -36,7 +36,7 @@ from transformers import Trainer, TrainingArguments
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy
 from fsdp_zpp.integrations import accelerate, transformers
 from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import check_complete, saving_over
+from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
 
 STRATEGIES = {
     "stateful": Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=1),
@@ -54,7 +54,7 @@ class InFolder:
         """Train a model, and save it in ``folder``."""
         model, optimizer = self._made(strategy)
         train(Fsdp2(), model, Case(steps=steps), optimizer=optimizer)
-        with saving_over(folder / "checkpoint"):
+        with saving(folder / "checkpoint"):
             self._write(model, optimizer, folder / "checkpoint")
             save_codec_state(model, [optimizer], folder / "checkpoint")
 
@@ -237,6 +237,27 @@ def test_a_mixture_of_two_saves_by_a_framework_is_refused(
     pool: Callable[[int], Pool], tmp_path: Path, way: InFolder, strategy: Strategy
 ) -> None:
     check(pool(2).run(cut_off, way, strategy, tmp_path, True))
+
+
+def cut_off_new(way: InFolder, strategy: Strategy, folder: Path) -> tuple[list[Outcome], list[tuple[Outcome, bool]]]:
+    """In a worker: what comes of a save, and of each state that it leaves if it is cut off."""
+    saved = folder / "saved"
+    saved.mkdir(exist_ok=True)
+    dist.barrier()
+    with copies_of(saved, folder / "copies", dist.get_rank()):
+        way.save(strategy, saved, 2)
+    dist.barrier()
+    copies = [copy for copy in sorted((folder / "copies").iterdir()) if list(copy.glob("*/*"))]
+    whole = outcome(partial(way.go_on, strategy, saved))[0]
+    return [[], whole], [outcome(partial(way.go_on, strategy, copy)) for copy in copies]
+
+
+@pytest.mark.slow
+@over_each(way={name: FRAMEWORKS[name] for name in ("accelerate", "Trainer")})
+def test_a_new_checkpoint_that_lacks_something_is_refused(
+    pool: Callable[[int], Pool], tmp_path: Path, way: InFolder
+) -> None:
+    check(pool(2).run(cut_off_new, way, STRATEGIES["stateful"], tmp_path))
 
 
 @over_each(way=IN_FILES)
