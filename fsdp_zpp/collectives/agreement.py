@@ -61,9 +61,7 @@ def check_agreement(
     highest, negated = bounds.tolist()
     if highest == -negated:
         return
-    by_rank: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size(group)
-    with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
-        dist.all_gather_object(by_rank, (call, values), group=group)
+    by_rank = from_each_rank((call, values), group, device)
     raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))))
 
 
@@ -159,8 +157,7 @@ def agree(
     any_failed, highest, negated = bounds.tolist()
     if not any_failed and highest == -negated:
         return result
-    by_rank: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, (*message, digest), group=group)
+    by_rank = from_each_rank((*message, digest), group)
     if failure is not None:
         raise failure
     ranks = dist.get_process_group_ranks(group)
@@ -183,6 +180,21 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
     said = [value]
     dist.broadcast_object_list(said, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     return said[0]
+
+
+def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | None = None) -> list[T]:
+    """What each rank of ``group`` has, in their order. Collective.
+
+    Args:
+        value: What this rank has; any object that can be pickled.
+        group: The ranks.
+        device: As of :func:`check_agreement`.
+    """
+    where = collective_device(group, device)
+    said = [value] * dist.get_world_size(group)
+    with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
+        dist.all_gather_object(said, value, group=group)
+    return said
 
 
 def run_on_first_rank(act: Callable[[], None]) -> None:

@@ -15,7 +15,6 @@ CHECK = "FSDP_ZPP_CHECK"
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a value has."""
-_CHUNK = 1 << 22
 
 
 def fingerprint(shard: Tensor) -> str:
@@ -39,13 +38,18 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
 
 def _checksum(shard: Tensor) -> Tensor:
     total, start = torch.zeros((), dtype=torch.int64, device=shard.device), 0
-    for part in plain_parts(shard.detach()):
-        for chunk in part.reshape(-1).split(_CHUNK):
+    parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
+    # What fits into a CPU's cache, or keeps a GPU busy.
+    size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
+    # Odd factors, so that each bit counts.
+    factors = 2 * torch.arange(size, device=shard.device) + 1
+    for part in parts:
+        for chunk in part.split(size):
             values = chunk + 0.0 if chunk.is_floating_point() and chunk.itemsize > 1 else chunk
-            # Integer sums do not depend on the order in which a device adds. Odd factors, so that each bit counts.
-            factors = 2 * torch.arange(start, start + chunk.numel(), device=chunk.device) + 1
-            total += (values.view(BITS[chunk.itemsize]) * factors).sum()
-            start += chunk.numel()
+            bits = values.view(BITS[chunk.itemsize])
+            # Integer sums do not depend on the order in which a device adds.
+            total += (bits * factors[: len(bits)]).sum() + 2 * start * bits.sum(dtype=torch.int64)
+            start += len(bits)
     return total
 
 

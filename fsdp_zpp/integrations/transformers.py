@@ -32,6 +32,8 @@ require("transformers", "5.16")
 
 from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 T = TypeVar("T", bound=Trainer)
 
@@ -130,9 +132,16 @@ class ShardingTrainer(Trainer):
         super()._save_rng_state(output_dir)
         mark_complete(Path(output_dir))  # before Trainer removes earlier checkpoints
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        check_complete(Path(resume_from_checkpoint))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
+        """As Trainer's.
+
+        Raises:
+            ValueError: If the save of the checkpoint was cut off.
+        """
+        last = resume_from_checkpoint is True and get_last_checkpoint(self.args.output_dir)
+        if isinstance(checkpoint := last or resume_from_checkpoint, str):
+            check_complete(Path(checkpoint), written_last=TRAINER_STATE_NAME)
+        return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -149,7 +158,7 @@ class ShardingTrainer(Trainer):
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint begins
-            mark_incomplete(Path(output_dir))
+            mark_incomplete(Path(output_dir), is_folder=True)
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)

@@ -25,9 +25,9 @@ from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
 from .api import units
 from .fragment import Fragment
-from .loaded_state import Checksums, LoadedState, trained_checksums
+from .loaded_state import LoadedState, trained_checksums
 from .optimizer_state import OptimizerState
-from .unit import StrategyUnit, Unit, named_units, unit_of
+from .unit import Checksums, StrategyUnit, Unit, named_units, unit_of
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -37,7 +37,6 @@ SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 
 _SAVED_WITH = "saved_with"
 """The key of the checksums of a unit's weights, in the state of each of its parts."""
-_STARTS_OVER = "errors start from zero, weights are sent whole once, and local steps start over from the loaded weights"
 
 
 class RankState:
@@ -101,7 +100,14 @@ class RankState:
         # Before looking for this rank's keys: a checkpoint of fewer ranks has none for the others.
         if state.get("layout") != self._layout:
             self._forget_loaded()
-            self._start_over(f"was saved on {state.get('layout')}, but this is {self._layout}")
+            self._reset()
+            if self._warns:
+                logger.warning(
+                    "the codec state was saved on %s, but this is %s: errors start from zero, weights are sent "
+                    "whole once, and local steps start over from the loaded weights",
+                    state.get("layout"),
+                    self._layout,
+                )
             return
         missing = [name for name in self._parts if self._prefix + name not in state]
         if missing:
@@ -124,15 +130,17 @@ class RankState:
                 unit.loaded_state.forget()
 
     def _drop(self) -> None:
-        self._start_over(
-            "was not saved with the weights that were loaded: its save was cut off, or they are of another checkpoint"
-        )
+        self._reset()
+        if self._warns:
+            logger.warning(
+                "the codec state was not saved with the weights that were loaded: its save was cut off, or they are of "
+                "another checkpoint; errors start from zero, weights are sent whole once, and local steps start over "
+                "from the loaded weights"
+            )
 
-    def _start_over(self, reason: str) -> None:
+    def _reset(self) -> None:
         for part in self._parts.values():
             part.reset()
-        if self._warns:
-            logger.warning("the codec state %s: %s", reason, _STARTS_OVER)
 
 
 class CodecState:

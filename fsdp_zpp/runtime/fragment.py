@@ -214,14 +214,14 @@ class Fragment:
         self._loaded = state
         self.progress = Progress(**state["progress"])
 
-    def same_as_loaded(self, names: Collection[str]) -> list[tuple[int, list[Span]]]:
+    def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
         """By parameter, its number of values here, and where they are those of what was loaded."""
         loaded = {} if self._loaded is None else self._loaded["weights"]
-        return [
-            (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
+        return {
+            name: (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
             for name, shard in self._of(names).items()
             if name in loaded
-        ]
+        }
 
     def holds_loaded_agreed(self, names: Collection[str]) -> bool:
         """Whether what this rank holds of some parameters are the agreed weights of what was loaded."""

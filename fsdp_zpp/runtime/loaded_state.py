@@ -16,18 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import on_any_rank
+from fsdp_zpp.collectives.agreement import from_each_rank, on_any_rank
 from fsdp_zpp.collectives.fingerprint import checksums
 from fsdp_zpp.collectives.mesh import ProcessMesh
 
 from .fragment import Fragment, Span
-from .unit import StrategyUnit, Unit
-
-Checksums = Mapping[str, tuple[str, int]]
-"""Dtypes and checksums of what a rank holds of parameters, by name."""
+from .unit import Checksums, StrategyUnit, Unit
 
 
 def trained_checksums(unit: Unit) -> Checksums:
@@ -97,13 +93,15 @@ class LoadedState:
         assert mesh.inter is not None
         asked = [(fragment, self.saved_with[unit]) for unit in units if (fragment := _fragment_of(unit)) is not None]
         agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in asked)
-        own = [same for fragment, names in asked for same in fragment.same_as_loaded(names)]
-        said: list[list[tuple[int, list[Span]]]] = [[]] * dist.get_world_size(mesh.inter)
-        dist.all_gather_object(said, own, group=mesh.inter)
-        by_parameter = zip(*said, strict=True)
+        own = {
+            (index, name): same
+            for index, (fragment, names) in enumerate(asked)
+            for name, same in fragment.same_as_loaded(names).items()
+        }
+        said = from_each_rank(own, mesh.inter)  # of what was trained there, which may differ
         return agreed or all(
-            _cover(numels[0], [span for spans in of_nodes for span in spans])
-            for numels, of_nodes in (zip(*each, strict=True) for each in by_parameter)
+            _cover(numel, [span for node in said for span in node.get(parameter, (0, []))[1]])
+            for parameter, (numel, _) in own.items()
         )
 
 

@@ -37,14 +37,16 @@ class Communicator(Protocol):
         """Declare the secondary shard stale."""
 
 
-class UnsettledState(Protocol):
-    """Codec state that was loaded, until it is known to belong to the weights. See loaded_state.py.
+Checksums = Mapping[str, tuple[str, int]]
+"""Dtypes and checksums of what a rank holds of parameters, by name."""
 
-    Attributes:
-        saved_with: By unit, dtypes and checksums of the parameters that it was saved with, by name.
-    """
 
-    saved_with: Mapping[Unit, Mapping[str, tuple[str, int]]]
+class Loaded(Protocol):
+    """Codec state from a checkpoint that is not known yet to belong to the weights; see loaded_state.py."""
+
+    @property
+    def saved_with(self) -> Mapping[Unit, Checksums]:
+        """By unit, the checksums of the weights that it was saved with."""
 
     def forget(self) -> None:
         """Leave it as it is."""
@@ -63,7 +65,7 @@ class Unit(Communicator, Protocol):
     named_shards: Callable[[], Mapping[str, Tensor]]
     trained_names: Callable[[], Collection[str]]
     loads: int
-    loaded_state: UnsettledState | None
+    loaded_state: Loaded | None
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
@@ -153,7 +155,7 @@ class StrategyUnit:
         self.named_shards: Callable[[], Mapping[str, Tensor]] = dict
         self.trained_names: Callable[[], Collection[str]] = tuple
         self.loads = 0
-        self.loaded_state: UnsettledState | None = None
+        self.loaded_state: Loaded | None = None
         self.gather = self._make_gather()
         self.packed = False
         self.left_unquantized: dict[str, tuple[str, ...]] = {}

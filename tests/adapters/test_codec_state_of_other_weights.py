@@ -18,7 +18,7 @@ from harness.strategies import COARSE, INTER
 from harness.training import load, save, train
 from torch import Tensor
 
-from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LocalSteps, Strategy
+from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LocalSteps, Strategy, agreed_weights
 
 STRATEGIES = {
     "errors": replace(COARSE, error_feedback=INTER),
@@ -116,3 +116,31 @@ def test_all_ranks_drop_what_does_not_match_on_one(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter
 ) -> None:
     assert pool(4).run(one_rank_has_older, adapter, tmp_path) == [0] * 4
+
+
+def resumed_beside_agreed(adapter: Adapter, strategy: Strategy, folder: Path) -> list[str]:
+    """In a worker: the warnings if the agreed weights were saved, and codec state that replaces them."""
+    losses = []
+    for is_resumed in (False, True):
+        model, optimizer = made(adapter, strategy)
+        state = {"codecs": CodecState(model, optimizer)}
+        if is_resumed:
+            with collected() as records:
+                load(model, optimizer, None, str(folder / "agreed"))
+                dcp.load(state, checkpoint_id=folder / "codecs")
+                losses.append(train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=4))
+        else:
+            train(adapter, model, Case(steps=4), optimizer=optimizer)
+            with agreed_weights(model):
+                save(model, optimizer, CodecState(model, optimizer), str(folder / "agreed"))
+            dcp.save(state, checkpoint_id=folder / "codecs")
+            losses.append(train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=4))
+    assert losses[0] == losses[1]
+    return [text for level, text in records if level == "WARNING" and "codec" in text]
+
+
+@over_each(adapter=ADAPTERS, strategy={name: each for name, each in STRATEGIES.items() if each.local_steps})
+def test_agreed_weights_may_lie_beside_the_codec_state_of_nodes(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: Strategy
+) -> None:
+    assert pool(4).run(resumed_beside_agreed, adapter, strategy, tmp_path) == [[]] * 4

@@ -76,6 +76,31 @@ def test_a_training_resumes_bit_for_bit_on_every_node(
     pool(4).run(resumed, adapter, strategy, optimizer, str(tmp_path / "checkpoint"), codecs_last, trained)
 
 
+def resumed_while_frozen(adapter: Adapter, path: str) -> None:
+    """In a worker: a model that is frozen when it takes over, and trained after, goes on as the one that was saved."""
+    strategy, losses = Strategy("III", local_steps=CONFIGS["int4"], gpus_per_node=2), []
+    for frozen in (False, True):
+        model = adapter.make(Case(), strategy)
+        optimizer = models.make_optimizer("adamw", model.parameters())
+        if frozen:
+            load(model, optimizer, None, path)
+            model.requires_grad_(False)
+            dcp.load({"codecs": CodecState(model, optimizer)}, checkpoint_id=path)
+            model.requires_grad_(True)
+        else:
+            train(adapter, model, Case(steps=4), optimizer=optimizer)
+            save(model, optimizer, CodecState(model, optimizer), path)
+        losses.append(train(adapter, model, Case(steps=3), optimizer=optimizer, first_step=4))
+    assert losses[0] == losses[1]
+
+
+@over_adapters
+def test_a_model_that_is_frozen_when_it_takes_over_gets_optimizer_states_too(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter
+) -> None:
+    pool(4).run(resumed_while_frozen, adapter, str(tmp_path / "checkpoint"))
+
+
 def saved_agreed(adapter: Adapter, strategy: Strategy, path: str) -> dict[str, Tensor]:
     """In a worker: save the agreed weights after some steps; return them."""
     model = adapter.make(Case(), strategy)

@@ -265,7 +265,9 @@ def perform(run: Run) -> Outcome:
     outcome = Outcome()
     with environment(), collected() as records:
         if run.way.framework == "trainer":
-            train_by_trainer(run, outcome, ModelCheckpoint(run.save_to, "{step}", every_n_train_steps=2, save_top_k=-1))
+            often = {"every_n_train_steps": 2, "save_top_k": -1}
+            saving = ModelCheckpoint(run.save_to, "{step}", enable_version_counter=False, **often)
+            train_by_trainer(run, outcome, saving)
         else:
             train_by_fabric(run, outcome)
     outcome.warnings = [message for level, message in records if level == "WARNING"]

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import over_adapters
+from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.pool import Pool
 from harness.training import train
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.integrations._codec_files import save_codec_state
+from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_state
 
 
 def trained(adapter: Adapter) -> tuple[Any, Any]:
@@ -84,3 +84,30 @@ def test_all_ranks_hear_that_it_cannot_be_removed(
     folder.mkdir()
     for heard in pool(2).run(not_removed, adapter, folder):
         assert heard == "not yours"
+
+
+def heard_of_incomplete(adapter: Adapter, checkpoint: Path, harm: str) -> str:
+    """In a worker: what a rank hears if the codec state lacks something."""
+    model, optimizer = trained(adapter)
+    save_codec_state(model, [optimizer], checkpoint)
+    if dist.get_rank() == 0:
+        files = sorted((checkpoint / "codecs").iterdir())
+        if harm == "cut short":
+            files[-1].write_bytes(files[-1].read_bytes()[:100])
+        else:
+            {path.name: path for path in files}[harm].unlink()
+    dist.barrier()
+    try:
+        load_codec_state(model, [optimizer], checkpoint)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@over_each(adapter=ADAPTERS, harm=[".metadata", "__0_0.distcp", "__1_0.distcp", "cut short"])
+def test_all_ranks_hear_what_to_do_with_incomplete_codec_state(
+    pool: Callable[[int], Pool], adapter: Adapter, harm: str, tmp_path: Path
+) -> None:
+    for heard in pool(2).run(heard_of_incomplete, adapter, tmp_path, harm):
+        assert f"the codec state in {tmp_path / 'codecs'} can't be read" in heard
+        assert "resume from another checkpoint, or remove this folder" in heard

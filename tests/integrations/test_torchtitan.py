@@ -104,6 +104,27 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(workers: Callable[...,
     assert workers("train", "strategy", tmp_path / "half", *without)[0].losses != rest.losses
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What is in a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_checkpoint_is_none_for_torchtitan_while_it_is_saved_over(
+    workers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    options = [*flag("loco"), *CHECKPOINTS]
+    checkpoint, copies = tmp_path / "job/checkpoint/step-4", tmp_path / "copies"
+    workers("train", "strategy", tmp_path / "job", *options)
+    older = files_of(checkpoint)
+    again = [*options, "--checkpoint.load_step", "2", "--training.max_norm", "0.01"]
+    workers("train_watched", checkpoint, copies, "strategy", tmp_path / "job", *again)
+    cut_off = [files_of(copy) for copy in copies.iterdir()]
+    whole = [files for files in cut_off if ".metadata" in files]
+    assert len(cut_off) > len(whole) + 4
+    assert files_of(checkpoint) != older
+    assert all(files in (older, files_of(checkpoint)) for files in whole)
+
+
 def test_without_codec_state_checkpoints_are_torchtitans_own(
     workers: Callable[..., list[Any]], own: Any, tmp_path: Path
 ) -> None:

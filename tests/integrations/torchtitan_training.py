@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from datasets import Dataset
+from harness.cut_off import copies_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -141,6 +143,12 @@ def train(config: str, folder: Path, *options: str, stop_at: int | None = None) 
 def train_until(stop_at: int, config: str, folder: Path, *options: str) -> Run:
     """Train, and be interrupted in that step."""
     return train(config, folder, *options, stop_at=stop_at)
+
+
+def train_watched(checkpoint: Path, copies: Path, config: str, folder: Path, *options: str) -> Run:
+    """Train, and copy a checkpoint whenever this process is about to change a file of it."""
+    with copies_of(checkpoint, copies, dist.get_rank()):
+        return train(config, folder, *options)
 
 
 def parallelism(module: str, config: str, *options: str) -> str:

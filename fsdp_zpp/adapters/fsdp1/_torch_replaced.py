@@ -28,7 +28,8 @@ def copy_replaced(handle: Any) -> None:
     if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
         return
     if handle.uses_sharded_strategy:
-        handle.prepare_read()
+        if hasattr(handle, "prepare_read"):  # a handle of a strategy: of its own, torch takes care in the next forward
+            handle.prepare_read()
     elif flat_param._params:
         _copy_unsharded(handle)
 

@@ -23,7 +23,7 @@ from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
-from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, Unit, UnsettledState, attach, unit_of
+from fsdp_zpp.runtime.unit import Loaded, ManagedUnit, StrategyUnit, Unit, attach, unit_of
 from fsdp_zpp.runtime.validation import mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
@@ -43,10 +43,14 @@ class HookedUnit:
         self.named_shards: Callable[[], Mapping[str, Tensor]] = layout.named_shards
         self.trained_names: Callable[[], Collection[str]] = layout.trained_names
         self.loads = 0
-        self.loaded_state: UnsettledState | None = None
+        self.loaded_state: Loaded | None = None
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Stock FSDP keeps no secondary shard."""
+
+    def weights_loaded(self) -> None:
+        """Handle weights that were loaded, from a state dict."""
+        self.loads += 1
 
     def drop_gradients(self) -> None:
         """Stock FSDP has them in ``.grad`` alone."""
@@ -224,9 +228,11 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     hooked: list[ManagedUnit[HookedUnit]] = []
     error_nbytes = 0
     for (name, own), (path, instance) in zip(states.items(), instances.items(), strict=True):
-        hooked.append(_managed(name, HookedUnit(own, layouts[path]), instance))
+        unit = HookedUnit(own, layouts[path])
+        hooked.append(_managed(name, unit, instance))
         if unit_of(instance) is None:
-            attach(instance, hooked[-1].unit)
+            attach(instance, unit)
+            instance.register_load_state_dict_post_hook(lambda module, keys, unit=unit: unit.weights_loaded())
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_adoption.shard_of(instance))
     log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:

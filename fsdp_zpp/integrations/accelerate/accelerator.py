@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.full_tensors import dequantized_weights
 from fsdp_zpp.frozen.peft_saving import adapter_state, save_adapter
-from fsdp_zpp.integrations._cut_off_saves import check_complete, saving_over
+from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
 
 from .checkpoints import load_codec_states, model_of, paired, remember_model, save_codec_states
 from .checks import check_accelerator, check_plugin
@@ -140,9 +140,9 @@ class ShardingAccelerator(Accelerator):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        # accelerate itself refuses to save over a checkpoint that it names.
+        # accelerate refuses to save over a checkpoint that it names, into a folder that must not be there.
         named = output_dir is None or self.project_configuration.automatic_checkpoint_naming
-        with paired(self), nullcontext() if named else saving_over(Path(str(output_dir))):
+        with paired(self), nullcontext() if named else saving(Path(str(output_dir)), is_folder=True):
             return super().save_state(output_dir, *arguments, **options)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> None:

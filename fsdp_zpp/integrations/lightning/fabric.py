@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import check_complete, saving_over
+from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
 
 from .checks import announce_node_size, check_data_parallel, check_no_codec_state, split_sharding_strategy
 from .wrapping import wrapped_on_cpu
@@ -62,7 +62,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         """
         check_no_codec_state(state.values())
         path = Path(self.broadcast(path))
-        with saving_over(path):
+        with saving(path):
             super().save_checkpoint(path, state, storage_options, filter)
             if (model := _model_in_training(state)) is not None:
                 save_codec_state(model, _optimizers_in(state), path)

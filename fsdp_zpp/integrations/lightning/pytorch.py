@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import check_complete, remove_marks, saving_over
+from fsdp_zpp.integrations._cut_off_saves import check_complete, remove_marks, saving
 
 from .checks import announce_node_size, check_data_parallel, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
@@ -54,7 +54,7 @@ class CodecStateInCheckpoints(ParallelStrategy):
         """As Lightning's, and codec state beside it."""
         holds_optimizers = "optimizer_states" in checkpoint
         path = Path(self.broadcast(filepath))
-        with saving_over(path):
+        with saving(path):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if holds_optimizers:
                 assert self.model is not None
