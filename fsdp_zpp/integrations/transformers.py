@@ -91,7 +91,7 @@ def _subclass(cls: type, strategy: Strategy) -> type:
     if not issubclass(cls, Trainer):
         raise TypeError(f"use_strategy takes a Trainer or a class derived from it, got {cls.__name__}")
     if issubclass(cls, ShardingTrainer):
-        raise ValueError(f"{cls.__name__} has a strategy already, {cls.strategy}")
+        raise ValueError(f"the class {cls.__name__} has a strategy already, {cls.strategy}")
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
     prepare_by_strategy(cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from harness.hugging_face import new_job
 from harness.pool import Pool, device_type
 from tokenizers import Tokenizer, models as token_models, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fsdp_zpp import Strategy, traffic
 from fsdp_zpp.integrations.transformers import use_strategy
@@ -40,12 +41,12 @@ def texts(seed: int, length: int = 8) -> list[str]:
     return [" ".join(map(str, row.tolist())) for row in numbers]
 
 
-def make(kind: str, folder: str, strategy: Strategy | None, sync: bool) -> Any:
+def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
     """A trainer of TRL with a reference, with a strategy or without."""
     cls = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "grpo": trl.GRPOTrainer}[kind]
     configuration = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig}[kind]
     options: dict[str, Any] = {
-        "output_dir": folder,
+        "output_dir": str(base / "out"),
         "use_cpu": device_type() == "cpu",
         "bf16": False,
         "max_steps": STEPS,
@@ -67,11 +68,12 @@ def make(kind: str, folder: str, strategy: Strategy | None, sync: bool) -> Any:
     else:
         data = prompts
         options |= {"beta": 0.1, "num_generations": 2, "max_completion_length": 6}
-    kept: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": llama.make_base()}
+    model, reference = (LlamaForCausalLM.from_pretrained(base) for _ in range(2))
+    kept: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
     if strategy is not None:
         cls = use_strategy(cls, strategy)
     return cls(
-        model=llama.make_base(),
+        model=model,  # from where GRPO takes its reference, too
         args=configuration(**options),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
@@ -84,10 +86,10 @@ def reward(completions: list[str], **others: Any) -> list[float]:
     return [sum(float(word) for word in text.split() if word.isdigit()) / 500 for text in completions]
 
 
-def trained(kind: str, folder: str, strategy: Strategy | None, sync: bool) -> tuple[list[float], int, int]:
+def trained(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> tuple[list[float], int, int]:
     """In a worker: the losses of a training, and the units of both models."""
     with new_job():
-        trainer = make(kind, folder, strategy, sync)
+        trainer = make(kind, base, strategy, sync)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         models = (trainer.model, trainer.ref_model)
@@ -98,9 +100,10 @@ def trained(kind: str, folder: str, strategy: Strategy | None, sync: bool) -> tu
 
 
 @pytest.mark.parametrize(("kind", "sync"), [("dpo", False), ("dpo", True), ("kto", False), ("grpo", False)])
-def test_losses_are_those_of_ddp(pool: Callable[[int], Pool], tmp_path: Any, kind: str, sync: bool) -> None:
+def test_losses_are_those_of_ddp(pool: Callable[[int], Pool], tmp_path: Path, kind: str, sync: bool) -> None:
+    llama.make_base().save_pretrained(tmp_path)
     (expected, *_), (losses, *units) = (
-        pool(4).run(trained, kind, str(tmp_path), strategy, sync)[0] for strategy in (None, HPZ)
+        pool(4).run(trained, kind, tmp_path, strategy, sync)[0] for strategy in (None, HPZ)
     )
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)
     assert losses == pytest.approx(expected, rel=1e-3)
