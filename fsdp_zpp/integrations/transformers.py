@@ -28,6 +28,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
 
 from . import accelerate as sharding
+from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state
 from ._requirement import require
 
@@ -166,11 +167,13 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        save_base_identity(self.model, Path(output_dir))
         save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            check_base_identity(self.model, Path(checkpoint))
             load_codec_state(self.model, filter(None, [self.optimizer]), Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
