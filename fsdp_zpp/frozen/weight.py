@@ -93,11 +93,13 @@ class FrozenWeight:
         holder: Holds its codes, alone or with the other weights of its unit.
         base: The base of its model.
         shown: The tensor that stands for it, if one is alive.
+        sampled: Some of its scales, once they were asked for.
     """
 
     holder: PayloadHolder
     base: FrozenBase
     shown: weakref.ref[Tensor] | None = None
+    sampled: list[float] | None = None
 
     def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, placement: Placement) -> None:
         self.name, self.shape, self.dtype, self.codec = name, shape, dtype, codec

@@ -3,6 +3,10 @@
     trainer = use_strategy(Trainer(model, arguments, ...), Strategy.zeropp())
     trainer.train(resume_from_checkpoint=True)
 
+or, for trainers that prepare a reference model in their constructor, such as TRL's ``DPOTrainer``, on the class:
+
+    trainer = use_strategy(DPOTrainer, Strategy.zeropp())(model, reference, arguments, ...)
+
 The model comes to Trainer as ever, not sharded, with adapters or without. Checkpoints are Trainer's own for FSDP2, by
 default sharded ones of torch.distributed.checkpoint, of adapters only if PEFT manages them; beside those lies the codec
 state. integrations/accelerate/ shards the model when the training, or the first evaluation, begins.
@@ -14,7 +18,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.distributed.fsdp import StateDictType
@@ -24,6 +28,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
 
 from . import accelerate as sharding
+from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state
 from ._cut_off_saves import check_complete, mark_complete, mark_incomplete
 from ._requirement import require
@@ -35,6 +40,9 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from ._trainer_callbacks import AnnouncesWrites
+from ._trl import prepare_by_strategy
+
 T = TypeVar("T", bound=Trainer)
 
 _FULL_ADAPTERS = (
@@ -43,7 +51,15 @@ _FULL_ADAPTERS = (
 )
 
 
-def use_strategy(trainer: T, strategy: Strategy) -> T:
+@overload
+def use_strategy(trainer: type[T], strategy: Strategy) -> type[T]: ...
+
+
+@overload
+def use_strategy(trainer: T, strategy: Strategy) -> T: ...
+
+
+def use_strategy(trainer: Any, strategy: Strategy) -> Any:
     """Have ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
 
     It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
@@ -51,29 +67,43 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
     of state dict is full unless it says otherwise. Without, Trainer moves the whole model to the GPU first.
 
     Args:
-        trainer: A trainer that has neither trained nor evaluated yet.
+        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Those of TRL that have a
+            reference or teacher model prepare it in their constructor, and need the class.
         strategy: Where each model state lives and how each hop is encoded.
 
     Returns:
-        ``trainer``, whose class is now a subclass of what it was.
+        ``trainer``, whose class is now a subclass of what it was; of a class, a subclass, whose instances shard by
+        ``strategy`` all models that they prepare.
 
     Raises:
         ImportError: If accelerate is too old for what the trainer was configured for.
-        TypeError: If ``strategy`` is not a ``Strategy``.
-        ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
+        TypeError: If ``strategy`` is not a ``Strategy``, or a class is not one of trainers.
+        ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead. A class
+            raises it when it is called.
     """
-    _check_arguments(trainer)
+    if isinstance(trainer, type):
+        return _subclass(trainer, strategy)
+    if isinstance(trainer, ShardingTrainer):
+        raise ValueError(f"this trainer has a strategy already, {trainer.strategy}")
     _shard_by(trainer, strategy)
-    cls = type(trainer)
-    trainer.__class__ = type(f"Strategy{cls.__name__}", (ShardingTrainer, cls), {})
-    trainer.strategy = strategy  # type: ignore[attr-defined]
+    trainer.__class__ = _subclass(type(trainer), strategy)
+    trainer._announce_writes()
     return trainer
 
 
+def _subclass(cls: type, strategy: Strategy) -> type:
+    if not issubclass(cls, Trainer):
+        raise TypeError(f"use_strategy takes a Trainer or a class derived from it, got {cls.__name__}")
+    if issubclass(cls, ShardingTrainer):
+        raise ValueError(f"the class {cls.__name__} has a strategy already, {cls.strategy}")
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    prepare_by_strategy(cls)
+    return type(f"Strategy{cls.__name__}", (ShardingTrainer, cls), {"strategy": strategy, "__module__": cls.__module__})
+
+
 def _check_arguments(trainer: Trainer) -> None:
-    if isinstance(trainer, ShardingTrainer):
-        raise ValueError(f"this trainer has a strategy already, {trainer.strategy}")
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "this model was sharded by from_pretrained(distributed_config=...), and a strategy shards it itself: load "
             "it without distributed_config"
@@ -87,6 +117,7 @@ def _check_arguments(trainer: Trainer) -> None:
 
 def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
     """Prepare the accelerator of ``trainer``, and tell the trainer that there is FSDP now."""
+    _check_arguments(trainer)
     plugin, arguments = None, trainer.args.fsdp_plugin_args
     if arguments is not None and not trainer.is_fsdp_enabled:
         plugin = FullyShardedDataParallelPlugin(**arguments)  # which accelerate has dropped, on a CPU
@@ -115,10 +146,23 @@ class ShardingTrainer(Trainer):
 
     strategy: Strategy
     model: nn.Module  # not None, as it is only before a hyperparameter search
+    _writes: AnnouncesWrites
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._announce_writes()
+
+    def _announce_writes(self) -> None:
+        self._writes = AnnouncesWrites(self)
+        self.add_callback(self._writes)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # anew for each trial of a hyperparameter search
         _shard_by(self, self.strategy)
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        self._writes.announce()  # callbacks may have written since the last step began
+        return super().evaluation_loop(*arguments, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         sharding.reshard(self.model)  # after an evaluation
@@ -126,6 +170,7 @@ class ShardingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        save_base_identity(self.model, Path(output_dir))
         save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -146,6 +191,7 @@ class ShardingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            check_base_identity(self.model, Path(checkpoint))
             load_codec_state(self.model, filter(None, [self.optimizer]), Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -29,7 +29,7 @@ class ScheduleFree(torch.optim.Optimizer):
     BETA = 0.9
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+        super().__init__(params, {"lr": RATE})  # which schedulers look for
         self.steps, self.evaluates = 0, False
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from fuzz.optimizers import ScheduleFree
 from harness import llama
 from harness.hugging_face import choose_own_fsdp, new_job
 from harness.pool import Pool, device_type
@@ -247,6 +248,36 @@ def test_what_users_override_is_called(pool: Callable[[int], Pool], tmp_path: Pa
     assert ("model.safetensors" if kind == "whole" else "adapter_model.safetensors") in files
 
 
+class Averaging(Trainer):
+    """Trains other weights than it evaluates."""
+
+    def create_optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        self.optimizer = ScheduleFree(self.model.parameters())
+        return self.optimizer
+
+
+def averaged(folder: str, levels: str, of_class: bool) -> list[float]:
+    """In a worker: the losses of a training and of evaluations in it; of a class's trainer, or of one that is there."""
+    strategy = Strategy(levels, gpus_per_node=2)
+    with new_job():
+        cls = use_strategy(Averaging, strategy) if of_class else Averaging
+        trainer = make_trainer(folder, llama.make_base(), cls=cls)
+        if not of_class:
+            use_strategy(trainer, strategy)
+        trainer.train()
+        return logged(trainer, "loss") + logged(trainer, "eval_loss")
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["instance", "class"])
+def test_optimizers_may_evaluate_other_weights_than_they_train(
+    pool: Callable[[int], Pool], tmp_path: Path, of_class: bool
+) -> None:
+    # Weights are kept from one forward to the next, or never.
+    kept, fresh = (pool(4).run(averaged, str(tmp_path), levels, of_class)[0] for levels in ("IGG", "GGG"))
+    assert kept == pytest.approx(fresh, rel=1e-4)
+    assert len(kept) == 6
+
+
 def refused(folder: str, kind: str) -> str:
     """In a worker: what is said to something that can't be."""
     options: dict[str, Any] = {
@@ -288,3 +319,14 @@ def test_what_cannot_be_is_refused_on_every_rank(
 ) -> None:
     for said in pool(4).run(refused, str(tmp_path), kind):
         assert message in said
+
+
+def test_what_a_class_cannot_have_is_refused() -> None:
+    sharding = use_strategy(Averaging, PLAIN)
+    assert issubclass(sharding, Averaging)
+    with pytest.raises(ValueError, match="StrategyAveraging has a strategy already, "):
+        use_strategy(sharding, PLAIN)
+    with pytest.raises(TypeError, match="strategy must be a Strategy such as"):
+        use_strategy(Averaging, "zeropp")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="use_strategy takes a Trainer or a class derived from it, got dict"):
+        use_strategy(dict, PLAIN)  # type: ignore[type-var]

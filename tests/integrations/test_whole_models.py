@@ -34,9 +34,11 @@ STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 CELLS = list(itertools.product(KINDS, STRATEGIES))
 
 
-def make_model(kind: str, tied: bool = False) -> Any:
-    """A Llama of which all is trained, adapters are, or only the last layer and the norm are."""
+def make_model(kind: str, tied: bool = False, other: bool = False) -> Any:
+    """A Llama of which all is trained, adapters are, or only the last layer and the norm are; or another base."""
     model = llama.make_base(tied=tied)
+    if other:
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.01)
     if kind == "lora":
         return llama.adapt(model, {"default": "lora"})
     if kind == "partly frozen":
@@ -54,7 +56,9 @@ def logits_of(model: nn.Module) -> Tensor:
 
 
 @contextmanager
-def prepared(kind: str, strategy: str, state_dict: str, tied: bool = False) -> Iterator[tuple[Any, Any, Any]]:
+def prepared(
+    kind: str, strategy: str, state_dict: str, tied: bool = False, other: bool = False
+) -> Iterator[tuple[Any, Any, Any]]:
     """A context with an accelerator, a model and its optimizer."""
     with new_job():
         plugin = FullyShardedDataParallelPlugin(
@@ -62,7 +66,7 @@ def prepared(kind: str, strategy: str, state_dict: str, tied: bool = False) -> I
         )
         accelerator = Accelerator(cpu=device_type() == "cpu")
         accelerate.use_strategy(accelerator, STRATEGIES[strategy], plugin=plugin)
-        model = make_model(kind, tied)
+        model = make_model(kind, tied, other)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         yield accelerator, *accelerator.prepare(model, optimizer)
 
@@ -88,26 +92,30 @@ def saved_by_accelerate(folder: str, kind: str, strategy: str, tied: bool = Fals
     return found
 
 
+def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str) -> Trainer:
+    """A trainer of two steps, with a checkpoint after them."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 16).view(8, 16) % llama.VOCABULARY]
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/{state_dict}",
+        use_cpu=device_type() == "cpu",
+        fsdp=True,
+        fsdp_config={"state_dict_type": state_dict},
+        max_steps=2,
+        per_device_train_batch_size=1,
+        learning_rate=1e-2,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return transformers.use_strategy(Trainer(model, arguments, train_dataset=rows), STRATEGIES[strategy])
+
+
 def saved_by_trainer(folder: str, kind: str, strategy: str) -> list[Tensor]:
     """In a worker: a training that is saved in all ways; the logits after it, and resumed from each kind."""
-    rows = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 16).view(8, 16) % llama.VOCABULARY]
     found = []
     for state_dict, resumed in itertools.product(STATE_DICTS, (False, True)):
         with new_job():
-            arguments = TrainingArguments(
-                output_dir=f"{folder}/{state_dict}",
-                use_cpu=device_type() == "cpu",
-                fsdp=True,
-                fsdp_config={"state_dict_type": state_dict},
-                max_steps=2,
-                per_device_train_batch_size=1,
-                learning_rate=1e-2,
-                save_steps=2,
-                report_to=[],
-                disable_tqdm=True,
-            )
-            trainer = Trainer(make_model(kind), arguments, train_dataset=rows)
-            transformers.use_strategy(trainer, STRATEGIES[strategy])
+            trainer = make_trainer(folder, make_model(kind), strategy, state_dict)
             trainer.train(resume_from_checkpoint=resumed)
             if not resumed:
                 trainer.save_model(f"{folder}/save_model")
@@ -149,6 +157,38 @@ def test_accelerate_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind:
 def test_trainer_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: str) -> None:
     found = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy)[0]
     check(found, [tmp_path / "save_model", tmp_path / "FULL_STATE_DICT" / "checkpoint-2"], kind, strategy)
+
+
+def loaded_on_another_base(folder: str, kind: str) -> list[str]:
+    """In a worker: what accelerate and Trainer say to checkpoints of what was trained on another base."""
+    found = []
+    for other in (False, True):
+        with prepared(kind, "nf4", STATE_DICTS[0], other=other) as (accelerator, _, _):
+            if other:
+                with pytest.raises(ValueError, match="another base") as error:
+                    accelerator.load_state(f"{folder}/state")
+                found.append(str(error.value))
+            else:
+                accelerator.save_state(f"{folder}/state")
+        with new_job():
+            trainer = make_trainer(folder, make_model(kind, other=other), "nf4", STATE_DICTS[0])
+            if other:
+                with pytest.raises(ValueError, match="another base") as error:
+                    trainer.train(resume_from_checkpoint=True)
+                found.append(str(error.value))
+            else:
+                trainer.train()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lora", "partly frozen"])
+def test_a_checkpoint_on_another_base_is_refused_on_every_rank(
+    pool: Callable[[int], Pool], tmp_path: Path, kind: str
+) -> None:
+    for said in pool(4).run(loaded_on_another_base, str(tmp_path), kind):
+        for each in said:
+            assert "was saved with another base: 1 of the" in each
+            assert "(model.layers.0.mlp.up_proj.weight, ...)" in each
 
 
 def test_tied_quantized_weights_are_saved(pool: Callable[[int], Pool], tmp_path: Path) -> None:

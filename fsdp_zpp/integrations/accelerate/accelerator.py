@@ -99,7 +99,7 @@ class ShardingAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        shard(self, model, [], self.strategy)
+        shard(self, model, [], self.strategy, trained=not evaluation_mode)
         self._list(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_zpp.integrations._base_files import check_base_identity, save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_state
 
 _MODEL = "_fsdp_zpp_model"
@@ -70,6 +71,7 @@ def save_codec_states(
 ) -> None:
     """A hook of ``save_state``, which :func:`paired` surrounds."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
+        save_base_identity(model, checkpoint)
         save_codec_state(model, optimizers, checkpoint)
 
 
@@ -77,6 +79,7 @@ def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_d
     """A hook of ``load_state``, likewise."""
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
     for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
+        check_base_identity(model, checkpoint)
         load_codec_state(model, optimizers, checkpoint)
 
 

@@ -26,8 +26,17 @@ from fsdp_zpp.planner.model_size import layers
 from fsdp_zpp.runtime.unit import unit_of
 
 
-def shard(accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
+def shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strategy: Strategy,
+    *,
+    trained: bool = True,
+) -> None:
     """Shard ``model`` in place, as the accelerator's plugin says, and give ``optimizers`` its shards.
+
+    Mixed precision keeps what requires gradients in fp32, unless the model is not to be ``trained``.
 
     Raises:
         ValueError: If torch has sharded the model, or if model, optimizers and plugin don't fit together.
@@ -52,7 +61,7 @@ def shard(accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optim
         accelerator.state.fsdp_plugin = own
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         _compile_layers(model, accelerator.state.dynamo_plugin)
-    if accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision != "no" and trained:
         _upcast(model)
     arguments = _arguments(plugin, model, accelerator.device)
     with _following(optimizers, model):

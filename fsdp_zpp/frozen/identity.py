@@ -1,0 +1,79 @@
+"""Whether a model has the quantized base that a checkpoint was made on.
+
+A checkpoint that a training resumes from holds what changes, and a quantized base does not. A model on another base
+would load it without an error, and compute something else. So a few scales of each weight are saved with it. They are
+compared up to rounding, since other kernels may have divided otherwise; another base differs by far more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_zpp.module_names import model_name
+
+from .file_format import Storable, codes_and_scales
+from .model_tensors import frozen_names
+from .weight import FrozenWeight
+
+_SAMPLED = 8
+_TOLERANCE = 1e-3
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+def describe_base(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Codec and a few scales of each quantized weight, by names in the base; the same on all ranks. Collective.
+
+    Weights with a user-defined codec are left out: nothing says where its scales are.
+    """
+    weights = {names[0]: weight for weight, names in frozen_names(model).items() if isinstance(weight.codec, Storable)}
+    return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
+
+
+def check_base(model: nn.Module, saved: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Raise if the quantized weights of ``model`` are not those that :func:`describe_base` has described. Collective.
+
+    Args:
+        model: The model.
+        saved: What it returned; the same on all ranks.
+        where: What it was saved with, as the error names it.
+
+    Raises:
+        ValueError: If weights of the same codec have other values.
+    """
+    own = {name: said for name, said in describe_base(model).items() if name in saved}
+    recoded = [name for name, said in own.items() if said["codec"] != saved[name]["codec"]]
+    other = [name for name in own if name not in recoded and not _is_close(own[name], saved[name])]
+    if other:
+        raise ValueError(
+            f"{where} was saved with another base: {len(other)} of the {len(own)} quantized weights of this "
+            f"{model_name(model)} differ ({other[0]}, ...), and the checkpoint holds only what is trained; make the "
+            "model from the base that it had then, before it is prepared"
+        )
+    if recoded and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%s was saved with %s of %s, which is quantized as %s now: the model computes something else",
+            where,
+            saved[recoded[0]]["codec"],
+            recoded[0],
+            own[recoded[0]]["codec"],
+        )
+
+
+def _is_close(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    a, b = (torch.tensor(each["scales"], dtype=torch.float64) for each in (own, saved))
+    return a.shape == b.shape and torch.allclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+
+
+def _scales(weight: FrozenWeight) -> list[float]:
+    if weight.sampled is None:
+        _, scales = codes_and_scales(weight, weight.holder.gathered_payload(weight, weight.device))
+        places = torch.linspace(0, len(scales) - 1, min(_SAMPLED, len(scales)), dtype=torch.float64).long()
+        weight.sampled = scales.cpu()[places].tolist()
+    return weight.sampled

@@ -1,0 +1,63 @@
+"""What tells the quantized base of a model, next to a framework's checkpoint of what is trained on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_zpp.collectives.agreement import from_first_rank
+from fsdp_zpp.frozen.identity import check_base, describe_base
+
+_NAME = "frozen_base.json"
+
+
+def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
+    """Save what tells the quantized base of ``model``, if it has one. Collective.
+
+    Raises:
+        OSError: On every rank, if rank 0 can't write.
+    """
+    described = describe_base(model)
+    failure: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            if described:
+                _file_of(checkpoint).write_text(json.dumps(described))
+            else:  # of an earlier checkpoint of this name
+                _file_of(checkpoint).unlink(missing_ok=True)
+        except OSError as error:
+            failure = error
+    if (failure := from_first_rank(failure)) is not None:
+        raise failure
+
+
+def check_base_identity(model: nn.Module, checkpoint: Path) -> None:
+    """Raise if ``model`` has another quantized base than it had when it was saved. Collective.
+
+    Raises:
+        ValueError: On every rank, also if rank 0 can't read what was saved; says what to do.
+    """
+    saved, failure = from_first_rank(_read(_file_of(checkpoint)) if dist.get_rank() == 0 else ({}, ""))
+    if failure:
+        raise ValueError(
+            f"{_file_of(checkpoint)} can't be read ({failure}): load another checkpoint, or remove this file if the "
+            "model has the base that it had when the checkpoint was saved"
+        )
+    if saved:
+        check_base(model, saved, str(checkpoint))
+
+
+def _read(file: Path) -> tuple[dict[str, Any], str]:
+    """What a file says, nothing if there is none, and why it can't be read."""
+    try:
+        return (json.loads(file.read_text()) if file.is_file() else {}), ""
+    except (OSError, ValueError) as error:
+        return {}, str(error)
+
+
+def _file_of(checkpoint: Path) -> Path:
+    return checkpoint / _NAME if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.{_NAME}")

@@ -1,0 +1,50 @@
+"""A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference.
+
+Nobody can call ``invalidate`` after them. But all ranks run the same callbacks, so what one of them holds counts as
+written to at the end of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from fsdp_zpp.runtime.api import invalidate
+from fsdp_zpp.runtime.unit import named_units
+
+from .accelerate import reshard
+
+
+class AnnouncesWrites(TrainerCallback):
+    """Declares the weights of models that other callbacks hold stale.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *arguments: Any, **others: Any) -> None:
+        """Have these models show their shards, which the callbacks are to write to."""
+        for model in self._held():
+            reshard(model)
+
+    def on_step_begin(self, *arguments: Any, **others: Any) -> None:
+        """Handle what callbacks may have written at the end of the last step."""
+        self.announce()
+
+    def announce(self) -> None:
+        """Declare the weights stale."""
+        for model in self._held():
+            invalidate(model)
+
+    def _held(self) -> Iterator[nn.Module]:
+        for callback in self._trainer.callback_handler.callbacks:
+            for value in vars(callback).values():
+                # The trained model's own weights are stale after each step anyway.
+                if isinstance(value, nn.Module) and value is not self._trainer.model and named_units(value):
+                    yield value
