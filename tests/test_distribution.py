@@ -45,7 +45,7 @@ def test_the_wheel_has_all_modules_and_nothing_else(built: Path) -> None:
 def test_the_wheel_asks_for_all_that_it_imports_or_has_torch_and_safetensors_import(built: Path) -> None:
     with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
         metadata = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
-    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;]*$", metadata, re.MULTILINE)
+    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", metadata, re.MULTILINE)
     # Without NumPy, torch.distributed's *_object* functions and safetensors' save_file raise.
     assert sorted(required) == ["numpy", "safetensors", "torch", "triton"]
 

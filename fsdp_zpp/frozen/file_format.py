@@ -143,14 +143,25 @@ def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
-    """The files of a quantized base, and each weight's metadata, by which the headers of the files are checked.
+    """The files of a quantized base, all open, and each weight's metadata, by which the files' headers are checked.
 
     Raises:
         ValueError: If ``folder`` has no complete base.
     """
     path = folder / INDEX
-    if not path.exists():
-        raise ValueError(f"{folder} has no {INDEX}, which save_frozen_params writes")
+    while True:
+        if not path.exists():
+            raise ValueError(f"{folder} has no {INDEX}, which save_frozen_params writes")
+        before = path.read_bytes()
+        try:
+            return _read_base(path)
+        except ValueError:
+            if path.read_bytes() == before:
+                raise
+            # A save has replaced the index since, and removed the files that the old one named.
+
+
+def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
     where, index = read_index(path, REMEDY)
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
@@ -177,6 +188,8 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
                     f"blocks of {stored.block} and of shape {stored.shape}, needs {expected.dtype} {expected.shape}; "
                     f"{REMEDY}"
                 )
+    for key in files:
+        files.header(key)  # opens the file, which a save may remove from now on
     return files, weights
 
 

@@ -20,7 +20,7 @@ from harness.messages import collected
 from harness.pool import Pool, start_method
 
 from fsdp_zpp import save_frozen_params
-from fsdp_zpp.frozen import drafts
+from fsdp_zpp.frozen import drafts, tensor_files
 from fsdp_zpp.frozen.drafts import Draft
 
 NEVER = 10**6
@@ -99,6 +99,24 @@ def test_saves_that_are_killed_anywhere_leave_one_whole_base_and_the_next_clears
         save(3, folder)
         assert which(stored_in(folder), expected) == 3
         assert len(list(folder.iterdir())) == files_of_one, trial
+
+
+def test_what_loads_while_a_save_replaces_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, open_file, opened = outputs(2), tensor_files.open_file, []
+
+    def opens(at: int, path: Path, *rest: Any) -> Any:
+        opened.append(path)
+        if len(opened) == at:
+            save(1, tmp_path)
+        return open_file(path, *rest)
+
+    save(0, tmp_path)
+    count = len(list(tmp_path.glob("*.safetensors")))
+    for at in range(1, count + 1):
+        save(0, tmp_path)
+        opened.clear()
+        monkeypatch.setattr(tensor_files, "open_file", functools.partial(opens, at))
+        assert which(stored_in(tmp_path), expected) == 1
 
 
 def saved_at_once(folder: str) -> list[int]:
