@@ -1,8 +1,8 @@
 """A DeepSpeed configuration, read as the arguments of a Strategy.
 
 The strategy is the one that DeepSpeed would run, not the one that the keys might suggest: DeepSpeed honours ZeRO++'s
-keys only under its stage 3 and ignores them elsewhere, so there they raise, and the error names both ways out. This
-module ignores no key: it translates, logs or refuses each.
+keys only under its stage 3 and ignores them elsewhere. Frameworks write them there, too, so a warning names them, with
+what would honour them. This module passes over no key: it translates, logs or refuses each.
 
 Differences from DeepSpeed:
 
@@ -33,7 +33,7 @@ from .deepspeed_keys import (
     ZERO_SCRIPT,
     ZERO_WITHOUT_EFFECT,
 )
-from .deepspeed_section import Section, load
+from .deepspeed_section import Findings, Section, load
 from .error_feedback import LoCo
 
 logger = logging.getLogger("fsdp_zpp")
@@ -68,21 +68,28 @@ def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> di
         Keyword arguments, without those that keep their default.
 
     Raises:
-        ValueError: If a key is unknown, can't be honoured or contradicts another; the error names it.
-        TypeError: If a value has the wrong type; the error names its key.
+        ValueError: If keys are unknown, can't be honoured or contradict each other; the error names all of them.
+        TypeError: If values have the wrong type, and nothing else is wrong; likewise.
         OSError: If the file can't be read.
     """
-    top = Section("", load(config))
+    findings = Findings()
+    top = Section("", load(config), findings)
     top.check_known(_TOP_KEYS, inside=_ZERO_KEYS)
-    zero = Section(
-        "zero_optimization.", top.mapping("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}') or {}
-    )
+    zero = top.inner("zero_optimization", '; DeepSpeed\'s old true is {"stage": 1}')
     zero.check_known(_ZERO_KEYS, outside=_TOP_KEYS)
     top.refuse(TOP_REFUSED)
     zero.refuse(ZERO_REFUSED)
     _refuse_offload(zero)
     place = _place(zero)
     arguments = place.arguments() | _codecs(zero, place)
+    findings.check()
+    for keys, under, remedy in findings.ignored:
+        logger.warning(
+            "the DeepSpeed configuration has %s, which DeepSpeed ignores %s, so it is ignored here; %s",
+            keys,
+            under,
+            remedy,
+        )
     _log(arguments, top, zero)
     return arguments
 
@@ -109,17 +116,11 @@ def _place(zero: Section) -> _Place:
     asked = {"zero_hpz_partition_size": secondary > 1, "mics_shard_size": mics > 0}
     for key, is_on in asked.items():
         if is_on and place.engine != _STAGE_3:
-            raise zero.error(
-                key,
-                f"can't be honoured: DeepSpeed honours it only under {_STAGE_3} and ignores it under {place.engine}; "
-                "set stage to 3, or remove it",
-            )
+            zero.ignored([key], f"under {place.engine}", "set stage to 3 to have it, or remove it")
+    if place.engine != _STAGE_3:
+        return place
     if all(asked.values()):
-        raise zero.error(
-            "zero_hpz_partition_size",
-            "can't be honoured: mics_shard_size already shards everything within its group, and DeepSpeed then ignores "
-            "this key; remove one of the two",
-        )
+        zero.ignored(["zero_hpz_partition_size"], "beside mics_shard_size", "remove one of the two")
     if asked["mics_shard_size"]:
         return _Place("III", "MiCS", mics)
     return _Place("IGG", _STAGE_3, secondary) if asked["zero_hpz_partition_size"] else place
@@ -127,18 +128,19 @@ def _place(zero: Section) -> _Place:
 
 def _stage_or_paro(zero: Section) -> _Place:
     stage = zero.number("stage", default=0, least=0)
+    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
+        zero.error("stage", "must be a whole number", TypeError)
     if stage >= len(_STAGES):
-        raise zero.error("stage", "must be 0, 1, 2 or 3")
+        zero.error("stage", "must be 0, 1, 2 or 3")
+        stage = 0
     name = zero.values.get("paro_strategy")
     if name is None:
         return _Place(_STAGES[stage], f"ZeRO stage {stage}")
     if name not in _PARO and name not in _STAGES[1:]:
         known = ", ".join(_STAGES[1:] + _PARO)
-        raise zero.error("paro_strategy", f"must be one of {known}; for other scopes, write Strategy(letters)")
-    if "stage" in zero.values and _STAGES[stage] != name:
-        raise zero.error(
-            "paro_strategy", f"contradicts stage={stage}, which is {_STAGES[stage]}; remove one of the two"
-        )
+        zero.error("paro_strategy", f"must be one of {known}; for other scopes, write Strategy(letters)")
+    elif zero.values.get("stage") is not None and _STAGES[stage] != name:
+        zero.error("paro_strategy", f"contradicts stage={stage}, which is {_STAGES[stage]}; remove one of the two")
     return _Place(name, f"ZeRO stage {_STAGES.index(name)}" if name in _STAGES else f"PaRO's {name}")
 
 
@@ -148,41 +150,38 @@ def _codecs(zero: Section, place: _Place) -> dict[str, Any]:
     arguments: dict[str, Any] = {name: codec for key in asked for name, codec in _CODECS[key].items()}
     loco = _loco(zero)
     if loco is not None:
-        if "gradients" not in arguments:
-            raise zero.error(
-                "zeropp_loco_param",
-                "can't be honoured: it corrects the error of quantized gradients, and gradients are not quantized; set "
-                "zero_quantized_gradients to true, or remove it",
-            )
-        asked.append("zeropp_loco_param")
-        arguments["error_feedback"] = loco
+        if "gradients" in arguments:
+            asked.append("zeropp_loco_param")
+            arguments["error_feedback"] = loco
+        else:
+            remedy = "set zero_quantized_gradients to true to have it, or remove it"
+            zero.ignored(["zeropp_loco_param"], "where gradients are not quantized", remedy)
     if asked and place.engine != _STAGE_3:
-        raise zero.error(
-            asked[0],
-            f"can't be honoured: DeepSpeed quantizes only under {_STAGE_3} and ignores {', '.join(asked)} under "
-            f"{place.engine}; remove what it ignores to train as DeepSpeed does, or write "
-            f"{_written(place.arguments() | arguments)} to quantize",
-        )
+        written = _written(place.arguments() | arguments)
+        zero.ignored(asked, f"under {place.engine}", f"write {written} to quantize, or remove it")
+        return {}
     return arguments
 
 
 def _loco(zero: Section) -> LoCo | None:
     """LoCo as DeepSpeed runs it: err_beta weighs the old error, as our beta does, and both hops keep 8-bit errors."""
-    values = zero.mapping("zeropp_loco_param")
-    if values is None:
+    if zero.values.get("zeropp_loco_param") is None:
         return None
-    section = Section(f"{zero.prefix}zeropp_loco_param.", values)
+    section = zero.inner("zeropp_loco_param")
     section.check_known(("err_beta", "reset_T"))
-    section.check_not_auto("err_beta")
-    beta = values.get("err_beta", 0.8)
-    if isinstance(beta, bool) or not isinstance(beta, int | float):
-        raise section.error("err_beta", "must be a number", TypeError)
+    beta = section.values.get("err_beta")
+    if beta is None or section.is_auto("err_beta"):
+        beta = 0.8
+    elif isinstance(beta, bool) or not isinstance(beta, int | float):
+        section.error("err_beta", "must be a number", TypeError)
+        beta = 0.8
     # 0 means never in our LoCo, but resets at every step in DeepSpeed.
     reset_every = section.number("reset_T", default=1024, least=1)
     try:
         return LoCo(beta=beta, reset_every=reset_every, hops="both", dtype=Int8(256))
     except ValueError as error:  # LoCo names its own argument, but the reader knows DeepSpeed's key
-        raise section.error("err_beta", str(error)) from error
+        section.error("err_beta", str(error))
+        return None
 
 
 def _refuse_offload(zero: Section) -> None:
@@ -192,16 +191,15 @@ def _refuse_offload(zero: Section) -> None:
         if key.startswith("cpu_"):  # older keys, which are true or false
             device = "cpu" if zero.flag(key) else "none"
         else:
-            section = Section(f"{zero.prefix}{key}.", zero.mapping(key) or {})
+            section = zero.inner(key)
             section.check_known(OFFLOAD_KEYS)
-            section.check_not_auto("device")
-            device = section.values.get("device", "none")
+            device = "none" if section.is_auto("device") else section.values.get("device") or "none"
         if device == "none":
             continue
         cause = "FSDP offloads parameters, gradients and the optimizer step together, by its own argument"
         if device != "cpu":
             cause = f"FSDP has no device {device!r} to offload to, only cpu"
-        raise zero.error(
+        zero.error(
             key,
             f"can't be honoured: {cause}; pass cpu_offload=CPUOffload(offload_params=True) to "
             "FullyShardedDataParallel, or offload_policy=CPUOffloadPolicy() to fully_shard, and remove it",

@@ -1,12 +1,15 @@
-"""Reading a DeepSpeed configuration: the file and its sections, whose errors name keys by their full path."""
+"""Reading a DeepSpeed configuration: the file and its sections, whose errors name keys by their full path.
+
+All that is wrong with a configuration is told at once: users would otherwise correct one key a launch.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +48,54 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """What is wrong with a configuration, and what of it DeepSpeed ignores, collected as its sections are read."""
+
+    errors: list[Exception] = field(default_factory=list)
+    ignored: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise all errors as one: a TypeError if each of them is one."""
+        if not self.errors:
+            return
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        kind = TypeError if all(isinstance(error, TypeError) for error in self.errors) else ValueError
+        raise kind("\n".join([f"{len(self.errors)} keys are wrong:", *(f"- {error}" for error in self.errors)]))
+
+
+@dataclass(frozen=True)
 class Section:
     """One section of a configuration; the top level is one, too.
 
+    Its methods add errors to ``findings`` and go on, with a default where they return a value.
+
     Args:
         prefix: The path of the section, which ends in a dot; empty for the top level.
-        values: The keys and values.
+        values: The keys and values. One that is null is not set.
+        findings: Those of the whole configuration.
     """
 
     prefix: str
     values: Mapping[str, Any]
+    findings: Findings
 
-    def error(self, key: str, reason: str, kind: type[Exception] = ValueError) -> Exception:
-        return kind(f"{self.prefix}{key}={self.values.get(key)!r} in the DeepSpeed configuration: {reason}")
+    def inner(self, key: str, hint: str = "") -> Section:
+        """The section at ``key``, empty if there is none."""
+        return Section(f"{self.prefix}{key}.", self.mapping(key, hint) or {}, self.findings)
+
+    def error(self, key: str, reason: str, kind: type[Exception] = ValueError) -> None:
+        self.findings.errors.append(kind(f"{self._at(key)} in the DeepSpeed configuration: {reason}"))
+
+    def ignored(self, keys: Sequence[str], under: str, remedy: str) -> None:
+        """Note that DeepSpeed would pass over ``keys`` without a word, ``under`` what, and what to do about it."""
+        self.findings.ignored.append((" and ".join(map(self._at, keys)), under, remedy))
+
+    def _at(self, key: str) -> str:
+        return f"{self.prefix}{key}={self.values.get(key)!r}"
 
     def check_known(self, known: Iterable[str], inside: Iterable[str] = (), outside: Iterable[str] = ()) -> None:
-        """Raise for a key that is not in ``known``; ``inside`` and ``outside`` are known to another section."""
+        """Check for keys that are not in ``known``; ``inside`` and ``outside`` are known to another section."""
         for key in self.values:
             if key in known:
                 continue
@@ -71,37 +106,46 @@ class Section:
                 hint = 'it belongs inside "zero_optimization"'
             elif key in outside:
                 hint = f'it belongs outside "{self.prefix.rstrip(".")}"'
-            raise self.error(key, f"unknown key; {hint}")
+            self.error(key, f"unknown key; {hint}")
 
     def refuse(self, refused: Mapping[str, Refused]) -> None:
         for key, refusal in refused.items():
             if key in self.values and not refusal.is_off(self.values[key]):
-                raise self.error(key, f"can't be honoured: {refusal.reason}")
+                self.error(key, f"can't be honoured: {refusal.reason}")
 
-    def check_not_auto(self, key: str) -> None:
+    def is_auto(self, key: str) -> bool:
+        """Whether the value is "auto", which is an error."""
         if self.values.get(key) == "auto":
-            raise self.error(key, 'it decides the strategy, and nothing here resolves "auto"; write the value')
+            self.error(key, 'it decides the strategy, and nothing here resolves "auto"; write the value')
+            return True
+        return False
 
     def flag(self, key: str) -> bool:
-        self.check_not_auto(key)
-        value = self.values.get(key, False)
+        value = self.values.get(key)
+        if value is None or self.is_auto(key):
+            return False
         if not isinstance(value, bool):
-            raise self.error(key, "must be true or false", TypeError)
-        return value
+            self.error(key, "must be true or false", TypeError)
+        return value is True
 
     def number(self, key: str, default: int, least: int) -> int:
-        self.check_not_auto(key)
-        value = self.values.get(key, default)
+        value = self.values.get(key)
+        if value is None or self.is_auto(key):
+            return default
         # 1e9 is a float in JSON. The last test also catches NaN and infinities, whose // 1 is NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-            raise self.error(key, "must be a whole number", TypeError)
-        if value < least:
-            raise self.error(key, f"must be at least {least}")
-        return int(value)
+            self.error(key, "must be a whole number", TypeError)
+        elif value < least:
+            self.error(key, f"must be at least {least}")
+        else:
+            return int(value)
+        return default
 
     def mapping(self, key: str, hint: str = "") -> Mapping[str, Any] | None:
-        self.check_not_auto(key)
         value = self.values.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.error(key, f"must be a dict{hint}", TypeError)
+        if value is None or self.is_auto(key):
+            return None
+        if not isinstance(value, Mapping):
+            self.error(key, f"must be a dict{hint}", TypeError)
+            return None
         return value

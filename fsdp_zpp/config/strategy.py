@@ -324,8 +324,8 @@ class Strategy:
             config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
 
         Raises:
-            ValueError: If a key is unknown, can't be honoured or contradicts another; says what to do instead.
-            TypeError: If a value has the wrong type.
+            ValueError: If keys are unknown, can't be honoured or contradict each other; says of each what to do.
+            TypeError: If values have the wrong type, and nothing else is wrong.
             OSError: If the file can't be read.
         """
         return cls(**strategy_arguments(config))

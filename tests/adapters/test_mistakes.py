@@ -130,12 +130,11 @@ def as_a_gan(adapter: Adapter) -> None:
 
 
 def frozen_within_a_loss(adapter: Adapter) -> None:
-    judge = adapter.make(Case(), ZEROPP).requires_grad_(False)
-    noise = nn.Parameter(torch.zeros(61, 61, device=models.device()))
-    optimizer = torch.optim.SGD([noise], lr=0.1)
-    for step in range(STEPS):
-        logits = judge(models.batch(step, 0)[:, :-1] % 61)
-        (logits @ noise).square().mean().backward()
+    judge = adapter.wrap(nn.Linear(6, 6).to(models.device()).requires_grad_(False), ZEROPP)
+    image = nn.Parameter(torch.ones(2, 6, device=models.device()))
+    optimizer = torch.optim.SGD([image], lr=0.1)
+    for _ in range(STEPS):
+        judge(image * 2).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

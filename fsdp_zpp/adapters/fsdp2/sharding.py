@@ -24,6 +24,7 @@ from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
+from .clipping import explain_clipping_errors
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
 from .validation import check_arguments, check_strategy, is_stock, mark_sharded, named_own_parameters
 
@@ -103,8 +104,9 @@ def fully_shard(
         unit.left_unquantized |= quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
     if any(holds_packed_values(p) for _, p in _to_be_sharded(modules, passed_on)):  # what is left of them
         unit.leave_weights_uncoded()
+    before = {parameter for each in modules for parameter in each.parameters()}
     sharded = torch_fully_shard(module, **passed_on)
-    mark_sharded(modules)
+    mark_sharded(modules, before, strategy)
     parameters = _torch.adopt_group(modules[0], _on_lazy_init)
     if is_stock(strategy, group):
         for each in modules:
@@ -119,6 +121,11 @@ PATCHES = (
         "FSDPModule._apply",
         "a move or cast of the model keeps our marks on parameters, and what was gathered of it is stale",
         lambda: _torch.after_moves(weights_moved),
+    ),
+    Patch(
+        "torch.nn.utils.clip_grad_norm_",
+        "gradients of units that are sharded over different ranks get an error that names their strategies",
+        explain_clipping_errors,
     ),
 )
 """All that is replaced in torch.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
@@ -51,18 +52,27 @@ def check_arguments(
         arguments["shard_placement_fn"] = _checked_placement(placement)
 
 
-def mark_sharded(modules: list[nn.Module]) -> None:
-    """Note that the parameters of ``modules`` are sharded by now."""
+def mark_sharded(modules: list[nn.Module], before: set[nn.Parameter], by: Strategy) -> None:
+    """Note that a strategy has sharded the parameters of ``modules`` but for those that they had ``before``."""
+    given = {field.name: (getattr(by, field.name), field.default) for field in dataclasses.fields(by)}
+    written = ", ".join(f"{name}={value!r}" for name, (value, default) in given.items() if value != default)
     for module in modules:
         for parameter in module.parameters():
-            setattr(parameter, _SHARDED, True)
+            if parameter not in before:
+                # As text, which torch.load() takes with weights_only, since parameters are saved with their attributes.
+                setattr(parameter, _SHARDED, f"Strategy({written})")
+
+
+def sharded_by(parameter: Tensor) -> str | None:
+    """The strategy that has sharded a parameter, as source code; None if torch alone has, or nothing."""
+    return getattr(parameter, _SHARDED, None)
 
 
 def _check_order(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
     """Raise if a module around ``modules`` was sharded before them: torch would say so at the first forward only."""
     left_alone = {id(parameter) for parameter in ignored}
     for name, parameter in named_own_parameters(modules):
-        if getattr(parameter, _SHARDED, False) and id(parameter) not in left_alone:
+        if sharded_by(parameter) is not None and id(parameter) not in left_alone:
             raise ValueError(
                 f"{name} is sharded already, with a module around it; shard layers before the model, so that what is "
                 "left to the model is what no layer has"
