@@ -9,12 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import models as harness_models
-from harness.adapter import STOCK
 from harness.pool import device_type
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-import fsdp_zpp
 
 from . import program as ops, stock
 from .modules import InTheMiddleError
@@ -186,15 +183,10 @@ class Forwards(Trained):
         """Have optimizers that train other weights than they evaluate change them."""
         for optimizer in self.optimizers:
             if hasattr(optimizer, "train"):
-                for model in self.models:
-                    stock.reshard(model, self.strategy)
+                self.show_shards()
                 optimizer.eval() if shown else optimizer.train()
 
-    def announce_write(self, write: Any) -> None:
-        """Write weights as README says that one does."""
+    def show_shards(self) -> None:
+        """Have models show what optimizers hold."""
         for model in self.models:
             stock.reshard(model, self.strategy)
-        write()
-        if self.strategy is not STOCK:
-            for model in self.models:
-                fsdp_zpp.invalidate(model)

@@ -56,8 +56,8 @@ class Unsharded(Run):
         for model in self.models:
             model.zero_grad()
 
-    def announce_write(self, write: Any) -> None:
-        write()
+    def show_shards(self) -> None:
+        """There are none."""
 
     def do_optimizersanew(self, op: ops.OptimizersAnew) -> None:
         self.optimizers = self.make_optimizers()

@@ -272,46 +272,6 @@ def test_other_models_are_evaluated_beside(pool: Callable[[int], Pool]) -> None:
     assert units == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
 
 
-def two_trained(folder: str, state_dict: str) -> list[list[float]]:
-    """In a worker: losses of two models, one with two optimizers: all, and those after a checkpoint in other objects.
-
-    A third, which is evaluated, is prepared before them, as a teacher is.
-    """
-    losses: list[list[float]] = []
-    for part in (slice(0, 4), slice(0, 2), slice(2, 4)):
-        with accelerators() as accelerator:
-            use_strategy(accelerator, STATEFUL, plugin=plugin(state_dict_type=state_dict))
-            accelerator.prepare(models.make_net(blocks=2))
-            first, second = llama.make_base(), llama.make_base(tied=True)
-            halves = [list(second.model.layers.parameters()), list(second.model.embed_tokens.parameters())]
-            first, optimizer = accelerator.prepare(first, torch.optim.AdamW(first.parameters(), lr=2e-3))
-            others = [torch.optim.AdamW(halves[0], lr=2e-3), torch.optim.SGD(halves[1], lr=0.1, momentum=0.9)]
-            second, *others = accelerator.prepare(second, *others)
-            if part.start:
-                accelerator.load_state(folder)
-            found = []
-            for step in range(4)[part]:
-                for model in (first, second):
-                    loss = llama.loss_of(model, llama.tokens(step))
-                    accelerator.backward(loss)
-                    found.append(float(loss))
-                for each in (optimizer, *others):
-                    each.step()
-                    each.zero_grad()
-            losses.append(found)
-            if not part.start:
-                accelerator.save_state(folder)
-    return losses
-
-
-@pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_several_models_and_optimizers_go_on_bit_for_bit(
-    pool: Callable[[int], Pool], tmp_path: Path, state_dict: str
-) -> None:
-    for whole, first, second in pool(4).run(two_trained, str(tmp_path), state_dict):
-        assert first + second == whole
-
-
 def fine_tuned(folder: str) -> tuple[list[float], Tensor]:
     """In a worker: the losses of a training of adapters on a quantized base, and what the model answers after it."""
     with accelerators() as accelerator:

@@ -116,9 +116,13 @@ def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[
 
 
 def make_model(kind: str) -> nn.Module:
-    """A whole Llama, or one with adapters."""
+    """A whole Llama, one of which the last layer is trained, or one with adapters."""
     if kind == "whole":
         return llama.make_base()
+    if kind == "partly frozen":
+        model = llama.make_base().requires_grad_(False)
+        model.model.layers[-1].requires_grad_(True)
+        return model
     return llama.adapt(llama.make_base(llama.ADAPTED), {"default": "lora"})
 
 
@@ -199,7 +203,9 @@ def evaluated(folder: str, kind: str, strategy: Strategy) -> tuple[Any, ...]:
         return before, logged(trainer, "eval_loss"), after, logits, generation.generated
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("whole", PLAIN), ("quantized", QUANTIZED), ("lora", PLAIN)])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("whole", PLAIN), ("partly frozen", QUANTIZED), ("quantized", QUANTIZED), ("lora", PLAIN)]
+)
 def test_the_best_model_is_evaluated_and_saved_for_plain_use(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: Strategy
 ) -> None:
@@ -209,7 +215,7 @@ def test_the_best_model_is_evaluated_and_saved_for_plain_use(
     assert after == pytest.approx(during[0], rel=1e-6)
     made = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
     base = made.cpu()
-    if kind == "whole":
+    if kind in ("whole", "partly frozen"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     else:
         loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
