@@ -199,7 +199,7 @@ class StrategyHandle(ViewingHandle):
         """Write this rank's part of the mean of ``gradient`` to ``out``, with what was accumulated."""
         assert self.reduction is not None
         self.reduction.start(gradient, out, 1.0, self._gradient_layout(gradient)).finish()
-        if not self.uses_sharded_strategy:
+        if out is gradient:  # nothing is sharded
             # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
             # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
             for start, stop in self._layout.trained(out.shape[0]).gaps:
