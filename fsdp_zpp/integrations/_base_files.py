@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import from_first_rank
+from fsdp_zpp.collectives.agreement import from_first_rank, run_on_first_rank
 from fsdp_zpp.frozen.identity import check_base, describe_base
 
 _NAME = "frozen_base.json"
@@ -21,18 +21,15 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
     Raises:
         OSError: On every rank, if rank 0 can't write.
     """
-    described = describe_base(model)
-    failure: OSError | None = None
-    if dist.get_rank() == 0:
-        try:
-            if described:
-                _file_of(checkpoint).write_text(json.dumps(described))
-            else:  # of an earlier checkpoint of this name
-                _file_of(checkpoint).unlink(missing_ok=True)
-        except OSError as error:
-            failure = error
-    if (failure := from_first_rank(failure)) is not None:
-        raise failure
+    described, file = describe_base(model), _file_of(checkpoint)
+
+    def write() -> None:
+        if described:
+            file.write_text(json.dumps(described))
+        else:  # of an earlier checkpoint of this name
+            file.unlink(missing_ok=True)
+
+    run_on_first_rank(write)
 
 
 def check_base_identity(model: nn.Module, checkpoint: Path) -> None:

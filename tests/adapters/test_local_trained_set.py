@@ -14,6 +14,7 @@ from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from fsdp_zpp import (
     CodecState,
@@ -203,6 +204,7 @@ def resumed(adapter: Adapter, trained: str) -> bool:
     for name, parameter in again.named_parameters():
         parameter.requires_grad_(original_name(name) in TRAINED[trained][4])
     CodecState(again, other).load_state_dict(saved)
+    set_model_state_dict(again, get_model_state_dict(model))
     weights = []
     for each, its_optimizer in ((model, optimizer), (again, other)):
         for step, names in enumerate(TRAINED[trained][5:], 5):
