@@ -127,7 +127,7 @@ class QuantizedReduceState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
-        return RankState(self._units, [self.mesh], warns=self.mesh.rank == 0).state_dict()
+        return self._rank_state().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned; call it after ``register_comm_hook``.
@@ -135,7 +135,10 @@ class QuantizedReduceState:
         Raises:
             ValueError: If the errors were saved under another configuration.
         """
-        RankState(self._units, [self.mesh], warns=self.mesh.rank == 0).load_state_dict(state)
+        self._rank_state().load_state_dict(state)
+
+    def _rank_state(self) -> RankState:
+        return RankState(self._units, [self.mesh], warns=self.mesh.rank == 0)
 
 
 def _checked(

@@ -35,6 +35,7 @@ from .deepspeed_keys import (
 )
 from .deepspeed_section import Findings, Section, load
 from .error_feedback import LoCo
+from .mapping import source_of
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -157,7 +158,7 @@ def _codecs(zero: Section, place: _Place) -> dict[str, Any]:
             remedy = "set zero_quantized_gradients to true to have it, or remove it"
             zero.ignored(["zeropp_loco_param"], "where gradients are not quantized", remedy)
     if asked and place.engine != _STAGE_3:
-        written = _written(place.arguments() | arguments)
+        written = source_of(place.arguments() | arguments)
         zero.ignored(asked, f"under {place.engine}", f"write {written} to quantize, or remove it")
         return {}
     return arguments
@@ -211,12 +212,7 @@ def _log(arguments: Mapping[str, object], top: Section, zero: Section) -> None:
     without += sorted(key for key in top.values if key in TOP_WITHOUT_EFFECT)
     script = [f"{key} ({ZERO_SCRIPT[key]})" for key in sorted(zero.values) if key in ZERO_SCRIPT]
     script += [f"{key} ({TOP_SCRIPT[key]})" for key in sorted(top.values) if key in TOP_SCRIPT]
-    parts = [f"DeepSpeed configuration read as {_written(arguments)}"]
+    parts = [f"DeepSpeed configuration read as {source_of(arguments)}"]
     parts += [f"not part of a strategy, set these in your script: {', '.join(script)}"] if script else []
     parts += [f"without effect under FSDP: {', '.join(without)}"] if without else []
     logger.info("; ".join(parts))
-
-
-def _written(arguments: Mapping[str, object]) -> str:
-    """The source code of the strategy."""
-    return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"

@@ -91,6 +91,11 @@ def _fields_of(value: LoCo | LocalSteps | None, key: str, codec: str) -> dict[st
     return fields
 
 
+def source_of(arguments: Mapping[str, object]) -> str:
+    """The source code of the Strategy that has these keyword arguments."""
+    return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
 def _local_steps(value: object) -> LocalSteps | None:
     """None, ``true`` for the defaults, or a mapping of LocalSteps' arguments."""
     arguments = _arguments_of(LocalSteps, "local_steps", value, codec="codec")

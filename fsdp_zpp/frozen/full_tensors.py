@@ -26,16 +26,20 @@ def full_parameters(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool
         model: The model, sharded or not.
         wanted: Whether to copy a parameter, by its FQN and the parameter.
     """
-    # A forward may leave the root gathered, and its modules then show tensors in mixed precision's dtype.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)  # else the root's modules may show tensors in mixed precision's dtype
     with _unsharded(model) if _instances(model) else nullcontext():
         return {
             original_path(name): _full(parameter.detach())
             for name, parameter in model.named_parameters()
             if wanted(original_path(name), parameter)
         }
+
+
+def reshard(model: nn.Module) -> None:
+    """Have ``model.parameters()`` be the shards: a forward without a backward leaves those of the root unsharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def full_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
+from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.validation import check_module
 
 from .base import base_for
 from .completeness import check_header, match_keys

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.module_names import original_path, parameter_name
-from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
+from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.validation import check_module
 
 from .file_format import check_folder
 from .full_tensors import full_parameters

@@ -14,8 +14,8 @@ from fsdp_zpp.codecs.blockwise import Int8
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
-from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
-from fsdp_zpp.runtime.validation import DTYPES
+from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.validation import DTYPES, check_module
 
 from .base import drop_weights
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
@@ -87,12 +87,11 @@ def quantize_frozen_params(
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If an argument is out of range, likewise, or weights have no
-            values, or NaN or infinite ones. If weights are sharded already and can't
-            be taken back: after a forward (or, under FullyShardedDataParallel, the like), by FullyShardedDataParallel
-            without ``use_orig_params``, over ranks that are not data-parallel, or with ``checkpoint`` or
-            ``sync_module_states``, which need a model that is not sharded. If a checkpoint is broken or not this
-            model's, on any rank; every rank then raises, and the model is unchanged.
+        ValueError: If an argument is out of range, likewise, or weights have no values, or NaN or infinite ones. If
+            weights are sharded already and can't be taken back: after a forward (or, under FullyShardedDataParallel,
+            the like), by FullyShardedDataParallel without ``use_orig_params``, over ranks that are not data-parallel,
+            or with ``checkpoint`` or ``sync_module_states``, which need a model that is not sharded. If a checkpoint is
+            broken or not this model's, on any rank; every rank then raises, and the model is unchanged.
 
     Examples:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))

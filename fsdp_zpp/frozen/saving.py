@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.module_names import base_fqns, original_path
-from fsdp_zpp.runtime.model_ranks import check_module, ranks_of
+from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.validation import check_module
 
 from .base_writer import BaseWriter
 from .file_format import CODES, SCALES, StoredWeight, check_folder, full_codes

@@ -12,7 +12,6 @@ from fsdp_zpp.collectives.agreement import agree, check_agreement
 from fsdp_zpp.collectives.mesh import topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.runtime.model_ranks import check_module
 
 from .bandwidth import measure_bandwidth, world
 from .config import GIB, whole
@@ -57,7 +56,6 @@ def plan_model(
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
     """The size of ``model``, and the nodes and GPUs of each that the arguments or the running job name."""
-    check_module(model)
     size = module_size(model)
     running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
     if running is not None:

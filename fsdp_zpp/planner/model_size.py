@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_zpp.extras import how_to_install
+from fsdp_zpp.runtime.validation import check_module
 
 from .config import whole
 
@@ -159,8 +160,7 @@ def module_size(model: nn.Module) -> ModelSize:
         TypeError: If ``model`` is not a module.
         ValueError: If nothing in it is trainable.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    check_module(model)
     blocks = list(layers(model))
     # Parameters hash by identity, so a set counts a shared one once.
     inside = {parameter for layer in blocks for parameter in layer.parameters()}

@@ -11,8 +11,9 @@ from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.hops import Kind, Level
 
 from .local_training import LocalTraining
-from .model_ranks import check_module, ranks_of
+from .model_ranks import ranks_of
 from .unit import PARTS, Communicator, StrategyUnit, named_units
+from .validation import check_module
 
 
 def units(model: nn.Module) -> Iterator[Communicator]:
@@ -41,10 +42,10 @@ def invalidate(model: nn.Module) -> None:
     the first ones for whatever was ever trained or given to an optimizer. After any other write to the weights, call
     this before the next forward, so that the weights are gathered between nodes again: clipping, averaging,
     ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called by themselves, a teacher's moving average,
-    ``eval()`` and ``train()`` of optimizers that are not torch's. torch
-    counts some of these writes, which then raise a ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A
-    forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in
-    a hook, say), call this before the forward reaches the unit that was written to.
+    ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts some of these writes, which then raise a
+    ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A forward sends the weights of all units as soon
+    as it needs the first, so after a write within a forward (in a hook, say), call this before the forward reaches the
+    unit that was written to.
 
     Args:
         model: A model wrapped with a ``Strategy``, or a part of one.

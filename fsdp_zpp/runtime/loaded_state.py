@@ -51,9 +51,6 @@ class LoadedState:
         # On all of them: not every model is called by its root. The first that is called removes them.
         self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True) for module in modules]
         for unit in saved_with:
-            if unit.loaded_state is not None:
-                unit.loaded_state.forget()
-        for unit in saved_with:
             unit.loaded_state = self
             if (fragment := _fragment_of(unit)) is not None:
                 fragment.before_restore = self.settle

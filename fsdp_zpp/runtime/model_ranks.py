@@ -10,16 +10,6 @@ from torch.distributed.tensor import DTensor
 from .unit import PARTS, named_units
 
 
-def check_module(model: object) -> None:
-    """Raise unless ``model`` is a module.
-
-    Raises:
-        TypeError: If it is none.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {model!r}")
-
-
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """The ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
 

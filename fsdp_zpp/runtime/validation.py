@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh, topology_of
@@ -16,6 +16,16 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_module(model: object) -> None:
+    """Raise unless ``model`` is a module.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
 
 
 def check_instance(name: str, value: object) -> None:

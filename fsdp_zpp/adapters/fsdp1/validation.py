@@ -15,12 +15,12 @@ from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_fac
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.model_ranks import check_module
 from fsdp_zpp.runtime.packed_weights import packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
     check_instance,
+    check_module,
     check_no_other_parallelism,
     strategy_facts,
     topology_for,

@@ -17,10 +17,9 @@ from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_f
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
-from fsdp_zpp.runtime.model_ranks import check_module
 from fsdp_zpp.runtime.packed_weights import holds_packed_values, packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, unit_of
-from fsdp_zpp.runtime.validation import mesh_for, strategy_facts
+from fsdp_zpp.runtime.validation import check_module, mesh_for, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params

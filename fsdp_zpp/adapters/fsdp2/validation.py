@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
+from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_other_parallelism, topology_for
 
@@ -54,13 +55,14 @@ def check_arguments(
 
 def mark_sharded(modules: list[nn.Module], before: set[nn.Parameter], by: Strategy) -> None:
     """Note that a strategy has sharded the parameters of ``modules`` but for those that they had ``before``."""
-    given = {field.name: (getattr(by, field.name), field.default) for field in dataclasses.fields(by)}
-    written = ", ".join(f"{name}={value!r}" for name, (value, default) in given.items() if value != default)
+    given = {field.name: getattr(by, field.name) for field in dataclasses.fields(by)}
+    defaults = {field.name: field.default for field in dataclasses.fields(by)}
+    # As text, which torch.load() takes with weights_only, since parameters are saved with their attributes.
+    text = source_of({name: value for name, value in given.items() if value != defaults[name]})
     for module in modules:
         for parameter in module.parameters():
             if parameter not in before:
-                # As text, which torch.load() takes with weights_only, since parameters are saved with their attributes.
-                setattr(parameter, _SHARDED, f"Strategy({written})")
+                setattr(parameter, _SHARDED, text)
 
 
 def sharded_by(parameter: Tensor) -> str | None:

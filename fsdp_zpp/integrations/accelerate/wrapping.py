@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.adapters.fsdp2 import fully_shard
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.full_tensors import reshard
 from fsdp_zpp.planner.model_size import layers
 from fsdp_zpp.runtime.unit import unit_of
 
@@ -135,13 +136,6 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-
-
-def reshard(model: nn.Module) -> None:
-    """Have ``model.parameters()`` be the shards: a forward without a backward leaves those of the root unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 @contextmanager
