@@ -7,15 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
+from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from harness.launch import ROOT
+from packaging.requirements import Requirement
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NOT_DISTRIBUTED = shutil.ignore_patterns(
@@ -44,8 +45,8 @@ def test_the_wheel_has_all_modules_and_nothing_else(built: Path) -> None:
 
 def test_the_wheel_asks_for_all_that_it_imports_or_has_torch_and_safetensors_import(built: Path) -> None:
     with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
-        metadata = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
-    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", metadata, re.MULTILINE)
+        described = wheel.read(f"fsdp_zpp-{VERSION}.dist-info/METADATA").decode()
+    required = re.findall(r"^Requires-Dist: ([a-z_-]+)[^;\n]*$", described, re.MULTILINE)
     # Without NumPy, torch.distributed's *_object* functions and safetensors' save_file raise.
     assert sorted(required) == ["numpy", "safetensors", "torch", "triton"]
 
@@ -56,22 +57,45 @@ def test_the_source_distribution_has_the_licence_and_readme(built: Path) -> None
     assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py", "kernels/__init__.py"} <= packed
 
 
-def test_the_wheel_works_by_itself(built: Path, tmp_path: Path) -> None:
-    """In an environment that has what this one has, except for this package as it is installed here."""
-    venv.create(tmp_path / "fresh", with_pip=True)
-    python = tmp_path / "fresh/bin/python"
-    wheel = built / f"fsdp_zpp-{VERSION}-py3-none-any.whl"
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+def install_alone(wheel: Path, environment: Path) -> Path:
+    """Install a wheel and what it depends on, but nothing else, in a new environment; returns its site-packages."""
+    venv.create(environment, with_pip=True)
+    install = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True, capture_output=True)
-    # Editable installs are known by .pth files, which are read in an environment's own folder alone.
-    (site,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    code = "import fsdp_zpp, fsdp_zpp.kernels; print(fsdp_zpp.__file__, fsdp_zpp.Strategy.zeropp())"
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    for name in dependencies("fsdp_zpp"):
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():  # pip's own setuptools, say
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return site
+
+
+def dependencies(name: str) -> set[str]:
+    """The names of all that an installed distribution depends on, directly or not, without extras."""
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        for line in metadata.requires(pending.pop()) or []:
+            requirement = Requirement(line)
+            if requirement.name in found or not (requirement.marker is None or requirement.marker.evaluate()):
+                continue
+            found.add(requirement.name)
+            pending.append(requirement.name)
+    return found
+
+
+def test_the_wheel_works_with_its_dependencies_alone(built: Path, tmp_path: Path) -> None:
+    site = install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", tmp_path / "fresh")
+    python = tmp_path / "fresh/bin/python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for command in ((python, "-c", code), (python, "-m", "fsdp_zpp", "--version")):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script = ROOT / "tests/save_and_load.py"
+    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
+    for command in (["-m", "fsdp_zpp", "--version"], job):
+        done = subprocess.run([python, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
-        assert str(site) in done.stdout or done.stdout == f"fsdp_zpp {VERSION}\n"
+    assert done.stdout.splitlines() == [f"{site / 'fsdp_zpp'} []"] * 2
 
 
 def test_changelog_and_citation_are_of_this_version() -> None:
