@@ -38,8 +38,11 @@ def remove_base_identity(checkpoint: Path) -> None:
             file.unlink()
 
 
-def check_base_identity(model: nn.Module, checkpoint: Path) -> None:
+def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
     """Raise if ``model`` has another quantized base than it had when it was saved. Collective.
+
+    Returns:
+        Whether the checkpoint tells which base it was saved with.
 
     Raises:
         ValueError: On every rank, also if rank 0 can't read what was saved; says what to do.
@@ -52,6 +55,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> None:
         )
     if saved:
         check_base(model, saved, str(checkpoint))
+    return bool(saved)
 
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:

@@ -296,3 +296,30 @@ def test_a_checkpoint_on_another_base_is_refused_on_every_rank(
         for each in said:
             assert "was saved with another base: 1 of the" in each
             assert "model.layers.0.mlp.up_proj.weight, ...)" in each
+
+
+def loaded_without_a_word(folder: str, fsdp: str, form: str) -> list[str]:
+    """In a worker: what is said to weights that a file or a checkpoint has for a base that is quantized."""
+    with fabric_of("partly frozen", "none", fsdp, form, other=True) as (fabric, model, _):
+        fabric.save(f"{folder}/saved", {"model": model})
+        if fabric.is_global_zero:
+            torch.save(make_model("partly frozen").state_dict(), f"{folder}/raw")
+        fabric.barrier()
+    said = []
+    with fabric_of("partly frozen", "nf4", fsdp, form) as (fabric, model, _):
+        for load in (
+            lambda: fabric.load(f"{folder}/saved", {"model": model}),
+            lambda: fabric.load_raw(f"{folder}/raw", model),
+        ):
+            with pytest.raises(ValueError, match="nothing beside it says") as error:
+                load()
+            said.append(str(error.value))
+    return said
+
+
+@over_each(fsdp=FSDPS, form=FORMS)
+def test_weights_for_a_quantized_base_are_not_passed_over(
+    pool: Callable[[int], Pool], tmp_path: Path, fsdp: str, form: str
+) -> None:
+    for said in pool(4).run(loaded_without_a_word, str(tmp_path), fsdp, form):
+        assert all("has values for 9 weights that are quantized in this LlamaForCausalLM" in each for each in said)

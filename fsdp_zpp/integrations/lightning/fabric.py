@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
-from fsdp_zpp.integrations._base_files import check_base_identity, save_base_identity
+from fsdp_zpp.integrations._base_files import save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
 from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
 
-from .checks import announce_node_size, check_data_parallel, check_no_codec_state, split_sharding_strategy
+from .checks import announce_node_size, check_base, check_data_parallel, check_no_codec_state, split_sharding_strategy
 from .wrapping import wrapped_on_cpu
 
 State = dict[str, nn.Module | Optimizer | Any]
@@ -106,8 +106,9 @@ class WholeCheckpoints(ParallelStrategy):
         check_complete(path)
         if (model := _model_in(objects)) is None:
             return super().load_checkpoint(path, state, strict, weights_only)  # which raises
-        check_base_identity(model, path)
-        with without_quantized_weights(model):
+        keys = [key for key, value in objects.items() if value is model and key]
+        has_base = check_base(model, path, keys, weights_only)
+        with without_quantized_weights(model) if has_base else nullcontext():
             rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         if optimizers := _optimizers_in(objects):
             load_codec_state(model, optimizers, path)

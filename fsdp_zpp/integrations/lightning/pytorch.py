@@ -32,11 +32,11 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
-from fsdp_zpp.integrations._base_files import check_base_identity, remove_base_identity, save_base_identity
+from fsdp_zpp.integrations._base_files import remove_base_identity, save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
 from fsdp_zpp.integrations._cut_off_saves import check_complete, remove_marks, saving
 
-from .checks import announce_node_size, check_data_parallel, split_sharding_strategy
+from .checks import announce_node_size, check_base, check_data_parallel, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
 
 
@@ -92,8 +92,8 @@ class WholeCheckpoints(ParallelStrategy):
         check_complete(path)
         assert self.model is not None
         assert self.lightning_module is not None
-        check_base_identity(self.model, path)
-        with without_quantized_weights(self.model):
+        has_base = check_base(self.model, path, ("state_dict", "model"), weights_only)
+        with without_quantized_weights(self.model) if has_base else nullcontext():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             load_codec_state(self.model, self.optimizers, path)
