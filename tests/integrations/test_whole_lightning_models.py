@@ -32,6 +32,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_ways import ACCELERATOR, Way, environment, let_gather, make_strategy, ranks, shard
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import save_adapter
@@ -61,7 +62,7 @@ class Module(LightningModule):
         return self.model(**inputs)
 
     def configure_model(self) -> None:
-        if self.way.fsdp == "fsdp2" and self.trainer is not None and not hasattr(self.model, "unshard"):
+        if self.way.fsdp == "fsdp2" and self.trainer is not None and not isinstance(self.model, FSDPModule):
             shard_by_layer(self.model, self.strategy, self.device_mesh)
 
     def configure_optimizers(self) -> Any:
@@ -298,7 +299,7 @@ def test_a_checkpoint_on_another_base_is_refused_on_every_rank(
             assert "model.layers.0.mlp.up_proj.weight, ...)" in each
 
 
-def loaded_without_a_word(folder: str, fsdp: str, form: str) -> list[str]:
+def told_of_values_for_a_quantized_base(folder: str, fsdp: str, form: str) -> list[str]:
     """In a worker: what is said to weights that a file or a checkpoint has for a base that is quantized."""
     with fabric_of("partly frozen", "none", fsdp, form, other=True) as (fabric, model, _):
         fabric.save(f"{folder}/saved", {"model": model})
@@ -321,5 +322,5 @@ def loaded_without_a_word(folder: str, fsdp: str, form: str) -> list[str]:
 def test_weights_for_a_quantized_base_are_not_passed_over(
     pool: Callable[[int], Pool], tmp_path: Path, fsdp: str, form: str
 ) -> None:
-    for said in pool(4).run(loaded_without_a_word, str(tmp_path), fsdp, form):
+    for said in pool(4).run(told_of_values_for_a_quantized_base, str(tmp_path), fsdp, form):
         assert all("has values for 9 weights that are quantized in this LlamaForCausalLM" in each for each in said)
