@@ -24,16 +24,25 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
     described, file = describe_base(model), _file_of(checkpoint)
 
     def write() -> None:
+        remove_base_identity(checkpoint.resolve())  # of an earlier checkpoint of this name
         if described:
             file.write_text(json.dumps(described))
-        else:  # of an earlier checkpoint of this name
-            file.unlink(missing_ok=True)
 
     run_on_first_rank(write)
 
 
-def check_base_identity(model: nn.Module, checkpoint: Path) -> None:
+def remove_base_identity(checkpoint: Path) -> None:
+    """Remove what is saved with a checkpoint, if anything; for one rank alone."""
+    for file in (_inside(checkpoint), _beside(checkpoint)):
+        if file.is_file():
+            file.unlink()
+
+
+def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
     """Raise if ``model`` has another quantized base than it had when it was saved. Collective.
+
+    Returns:
+        Whether the checkpoint tells which base it was saved with.
 
     Raises:
         ValueError: On every rank, also if rank 0 can't read what was saved; says what to do.
@@ -46,6 +55,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> None:
         )
     if saved:
         check_base(model, saved, str(checkpoint))
+    return bool(saved)
 
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
@@ -57,4 +67,14 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _file_of(checkpoint: Path) -> Path:
-    return checkpoint / _NAME if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.{_NAME}")
+    # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
+    target = checkpoint.resolve()
+    return _inside(target) if target.is_dir() else _beside(target)
+
+
+def _inside(checkpoint: Path) -> Path:
+    return checkpoint / _NAME
+
+
+def _beside(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.{_NAME}")

@@ -60,6 +60,9 @@ NO_KERNELS = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel
 WHOLE = {"adapter": None, "learning_rate": 2e-3, "val_set_size": 16, "eval_steps": 2}
 """The example without adapters, and with evaluations."""
 
+PARTLY_FROZEN = WHOLE | {"unfrozen_parameters": ["model.layers.1.*", "model.norm.*"]}
+"""The example without adapters, of which the last layer and the norm are trained."""
+
 
 def write_model_and_texts(folder: Path) -> None:
     """Write a small model, its tokenizer of bytes, and texts."""
@@ -142,6 +145,8 @@ class Result:
     """Of the model as it is then, sharded."""
     sent: dict[str, Any] | None
     """What a strategy has sent."""
+    best: str | None
+    """The folder of the best checkpoint, if one was to be found."""
 
 
 def trained(options: dict[str, Any]) -> Result:
@@ -161,7 +166,8 @@ def trained(options: dict[str, Any]) -> Result:
         losses, evaluated = (
             [entry[name] for entry in trainer.state.log_history if name in entry] for name in ("loss", "eval_loss")
         )
-        return Result(losses, evaluated, logits, None if options["fsdp_zpp"] is None else traffic(model))
+        sent = None if options["fsdp_zpp"] is None else traffic(model)
+        return Result(losses, evaluated, logits, sent, trainer.state.best_model_checkpoint)
 
 
 def merge(options: dict[str, Any]) -> None:

@@ -3,106 +3,38 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator, skip_first_batches
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
+from accelerate_training import (
+    LOCAL,
+    MICRO_BATCHES,
+    PLAIN,
+    STATEFUL,
+    STEPS,
+    TOKENS,
+    ZEROPP,
+    accelerators,
+    for_fsdp,
+    plugin,
+    prepared,
+)
 from harness import llama, models
-from harness.hugging_face import choose_own_fsdp, new_job
-from harness.pool import Pool, device_type
+from harness.pool import Pool
 from harness.wiretap import sent_in
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
-from torch.utils.data import DataLoader, TensorDataset
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, save_adapter
+from fsdp_zpp import Int4, Int8, Strategy, save_adapter
 from fsdp_zpp.integrations.accelerate import reshard, use_strategy
-
-STEPS, MICRO_BATCHES = 4, 2
-TOKENS = torch.arange(1, 13).view(1, -1)
-PLAIN = Strategy("GGG", gpus_per_node=2)
-ZEROPP = Strategy.zeropp(gpus_per_node=2)
-STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
-LOCAL = Strategy("III", local_steps=LocalSteps(3, codec=Int4(64)), gpus_per_node=2)
-"""With all that codecs keep from step to step."""
-
-
-@dataclass
-class Training:
-    """What a training has, prepared."""
-
-    accelerator: Accelerator
-    model: Any
-    optimizer: Any
-    loader: Any
-    scheduler: Any
-
-    def train(self, first: int = 0, last: int = STEPS) -> list[float]:
-        """The losses of all micro-batches of some steps, over all ranks."""
-        batches = iter(skip_first_batches(self.loader, first * MICRO_BATCHES))
-        return [self.micro_batch(*next(batches)) for _ in range((last - first) * MICRO_BATCHES)]
-
-    def micro_batch(self, tokens: Tensor) -> float:
-        """As accelerate's documentation has it."""
-        with self.accelerator.accumulate(self.model):
-            loss = self.model(input_ids=tokens, labels=tokens).loss
-            self.accelerator.backward(loss)
-            if self.accelerator.sync_gradients:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        return float(self.accelerator.reduce(loss.detach(), "mean"))
-
-
-@contextmanager
-def accelerators(**options: Any) -> Iterator[Accelerator]:
-    """A context with an accelerator; accelerate keeps no state beyond it."""
-    with new_job():
-        accelerator = Accelerator(cpu=device_type() == "cpu", gradient_accumulation_steps=MICRO_BATCHES, **options)
-        torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it when it compiles: losses would differ
-        yield accelerator
-
-
-def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
-    """accelerate's own description of FSDP2."""
-    return FullyShardedDataParallelPlugin(
-        **{"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
-        | options
-    )
-
-
-def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> Training:
-    """A Llama and all that trains it."""
-    model = llama.make_base() if model is None else model
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS)
-    rows = STEPS * MICRO_BATCHES * dist.get_world_size() * 2
-    tokens = torch.randint(0, 40, (rows, 16), generator=torch.Generator().manual_seed(3))
-    loader = DataLoader(TensorDataset(tokens), batch_size=2)
-    return Training(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
-
-
-def for_fsdp(accelerator: Accelerator, strategy: Strategy | None, own: FullyShardedDataParallelPlugin) -> Accelerator:
-    """One that shards by a strategy, or by accelerate's own FSDP."""
-    if strategy is not None:
-        return use_strategy(accelerator, strategy, plugin=own)
-    choose_own_fsdp(accelerator, own)
-    return accelerator
 
 
 def trained(strategy: Strategy | None, precision: str) -> list[float]:
@@ -290,77 +222,3 @@ def test_adapters_on_a_quantized_base_load_in_plain_peft(pool: Callable[[int], P
     assert losses[-1] < losses[0]
     loaded = PeftModel.from_pretrained(llama.rounded_base(Int8(64), llama.ADAPTED).cpu(), tmp_path)
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
-
-
-def refused(kind: str) -> str:
-    """In a worker: what is said to something that can't be."""
-    options: dict[str, Any] = {}
-    if kind == "compiled":
-        options = {"dynamo_plugin": TorchDynamoPlugin(backend="eager")}
-    if kind == "layers compiled":
-        options = {"dynamo_plugin": TorchDynamoPlugin(backend="eager", use_regional_compilation=True)}
-    is_old = patch("fsdp_zpp.integrations._requirement.version", lambda name: "1.13.0")
-    with accelerators(**options) as accelerator, is_old:
-        if kind == "HSDP":  # which accelerate does not take on a CPU
-            accelerator.state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-        if kind == "late":
-            accelerator._models.append(nn.Linear(2, 2))
-        if kind == "twice":
-            use_strategy(accelerator, ZEROPP)
-        strategy: Any = "zeropp" if kind == "type" else ZEROPP
-        plugins = {
-            "FSDP1": {"fsdp_version": 1},
-            "rank 0": {"cpu_ram_efficient_loading": True},
-            "recomputed": {"activation_checkpointing": True},
-        }
-        own = plugin(**plugins[kind]) if kind in plugins else None
-        try:
-            use_strategy(accelerator, strategy, plugin=own)
-            model = llama.make_base()
-            if kind == "sharded":
-                fully_shard(model)
-            optimizer = torch.optim.SGD(llama.make_base().parameters() if kind == "other" else model.parameters())
-            if kind == "recomputed":
-                model = nn.Sequential(nn.Linear(4, 4))
-            if kind == "unsharded":
-                model = accelerator.prepare(model)
-                model(input_ids=TOKENS.to(accelerator.device))
-                optimizer = torch.optim.SGD(model.parameters())
-            if kind == "both":
-                models = [accelerator.prepare(llama.make_base()) for _ in range(2)]
-                accelerator.prepare(torch.optim.SGD([p for model in models for p in model.parameters()]))
-            if kind == "stepped":
-                optimizer.state[next(iter(model.parameters()))] = {"step": 1}
-            accelerator.prepare(model, optimizer)
-        except (ImportError, TypeError, ValueError) as error:
-            return str(error)
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("type", "strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'"),
-        ("twice", "this accelerator has a strategy already"),
-        ("late", "call use_strategy before accelerator.prepare"),
-        ("HSDP", "use Strategy('III') for HSDP"),
-        ("compiled", "TorchDynamoPlugin(use_regional_compilation=True)"),
-        ("layers compiled", "needs accelerate 1.14 or later to compile layer by layer, and 1.13.0 is installed"),
-        ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
-        ("rank 0", "cpu_ram_efficient_loading=True loads the weights on rank 0 alone"),
-        ("recomputed", "it wraps none of this Sequential: name its layers"),
-        ("sharded", "was sharded by torch's fully_shard before"),
-        ("other", "a parameter that is not the model's"),
-        ("unsharded", "a forward leaves the root unsharded"),
-        ("stepped", "prepare both before training"),
-        ("both", "the optimizer has parameters of 2 models"),
-    ],
-)
-def test_what_cannot_be_is_refused_on_every_rank(pool: Callable[[int], Pool], kind: str, message: str) -> None:
-    for said in pool(4).run(refused, kind):
-        assert message in said
-
-
-def test_one_process_is_refused() -> None:
-    with accelerators() as accelerator, pytest.raises(ValueError, match="accelerate launch or torchrun"):
-        use_strategy(accelerator, ZEROPP)

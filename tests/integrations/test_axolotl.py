@@ -14,9 +14,11 @@ import yaml
 from harness import lora
 from harness.pool import Pool, too_few_gpus
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fsdp_zpp import NF4
+from fsdp_zpp import NF4, Int8
 
 pytest.importorskip("axolotl")
 
@@ -24,6 +26,7 @@ from axolotl_training import (
     EXAMPLE,
     NO_KERNELS,
     OWN,
+    PARTLY_FROZEN,
     TOKENS,
     WHOLE,
     import_axolotl,
@@ -113,6 +116,74 @@ def test_the_example_resumes_bit_for_bit_and_leaves_what_is_read_without_it(
                     lora.round_weight(parameter, NF4(64))
         loaded = PeftModel.from_pretrained(base, tmp_path).eval()
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, first.logits, rtol=1e-4, atol=1e-4)
+
+
+KINDS: dict[str, dict[str, Any]] = {"full": WHOLE, "lora": {}, "partly frozen": PARTLY_FROZEN}
+FROZEN = {"none": None, "mixzpp": Int8(64), "nf4": NF4(64)}
+FULL = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+
+
+def options_of(folder: Path, output: Path, kind: str, frozen: str) -> dict[str, Any]:
+    """The example's, for a cell of the matrix; checkpoints of what is no adapter are full ones."""
+    codec = {"none": None, "mixzpp": "int8:64", "nf4": "nf4:64"}[frozen]
+    # Without a codec of weights, or the model would compute with weights that differ from those in files.
+    strategy = {"preset": "mixzpp", "weights": None, "frozen": codec} | NODES
+    return (
+        options_for(folder, output)
+        | NO_KERNELS
+        | KINDS[kind]
+        | ({} if kind == "lora" else FULL)
+        | {"fsdp_zpp": strategy}
+    )
+
+
+def logits_of(files: Path, folder: Path, kind: str, frozen: str) -> Tensor:
+    """What one process makes of files, of adapters on what the base was rounded to."""
+    if kind != "lora":
+        return AutoModelForCausalLM.from_pretrained(files, dtype=torch.float32)(input_ids=TOKENS).logits
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if (codec := FROZEN[frozen]) is not None:
+        for parameter in base.parameters():
+            if parameter.dim() == 2:
+                lora.round_weight(parameter, codec)
+    return PeftModel.from_pretrained(base, files).eval()(input_ids=TOKENS).logits
+
+
+def check_names(files: Path, folder: Path, kind: str) -> None:
+    """A model that is no adapter has every tensor."""
+    if kind != "lora":
+        assert load_file(files / "model.safetensors").keys() == load_file(folder / "model/model.safetensors").keys()
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_whole(
+    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, kind: str, frozen: str
+) -> None:
+    options = options_of(folder, tmp_path, kind, frozen)
+    first = workers(trained, options)[0]
+    assert first.losses[-1] < first.losses[0]
+    for files in (tmp_path, tmp_path / "checkpoint-4"):
+        torch.testing.assert_close(logits_of(files, folder, kind, frozen), first.logits, rtol=1e-4, atol=1e-4)
+        check_names(files, folder, kind)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    assert torch.equal(workers(trained, options)[0].logits, first.logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_is_saved_in_the_end(
+    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, kind: str
+) -> None:
+    # The best is that with the largest loss, so that the last is not the best.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    best |= {"val_set_size": 16, "eval_steps": 2}
+    result = workers(trained, options_of(folder, tmp_path, kind, "nf4") | best)[0]
+    assert Path(result.best).name == "checkpoint-2"
+    for files in (tmp_path, tmp_path / "checkpoint-2"):
+        torch.testing.assert_close(logits_of(files, folder, kind, "nf4"), result.logits, rtol=1e-4, atol=1e-4)
+        check_names(files, folder, kind)
+    last = logits_of(tmp_path / "checkpoint-4", folder, kind, "nf4")
+    assert not torch.allclose(last, result.logits, atol=1e-3)
 
 
 def test_one_process_merges_adapters_by_the_same_file(folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from harness.hugging_face import new_job
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from harness.training import train
-from lightning_runs import Run, Way, perform
+from lightning_runs import Run, perform
+from lightning_ways import Way
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -14,22 +14,17 @@ from harness.launch import launch
 from harness.messages import assert_refused, attempt
 from harness.pool import Pool, device_type, outnumber_gpus
 from lightning.pytorch.plugins.precision import FSDPPrecision as LightningFSDPPrecision
+from lightning_refusals import REFUSED
 from lightning_runs import (
-    FABRIC_FSDP2,
-    REFUSED,
-    STOCK,
-    TRAINER_FSDP1,
-    TRAINER_FSDP2,
-    WAYS,
     Outcome,
     Run,
-    Way,
     perform,
     run_example,
     saved_by_model_checkpoint,
     train_beside_tensor_parallelism,
     without_node_size,
 )
+from lightning_ways import FABRIC_FSDP2, STOCK, TRAINER_FSDP1, TRAINER_FSDP2, WAYS, Way
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 

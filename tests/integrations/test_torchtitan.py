@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torchtitan_on_cpu
 from harness.launch import launch
 from harness.pool import Pool, too_few_gpus
+from safetensors.torch import load_file
 from torch.distributed import fsdp
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_zpp import Int4, Strategy
 
@@ -21,6 +24,27 @@ if not hasattr(fsdp, "DataParallelMeshDims"):
     pytest.skip("torchtitan 0.3 does not import on this torch", allow_module_level=True)
 
 CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.no-last_save_model_only".split()
+
+MODEL_LAST = "--checkpoint.last_save_model_only"
+IN_HF = [MODEL_LAST, "--checkpoint.last_save_in_hf"]
+# torchtitan's debug model of one layer, as transformers names its sizes.
+HF_CONFIG = LlamaConfig(
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=1,
+    num_attention_heads=16,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131072,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
 
 VALIDATION = "--validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset sums".split()
 
@@ -189,6 +213,51 @@ def test_models_whose_parameters_a_strategy_cant_place_or_encode_are_refused(wor
 
 def test_a_seed_checkpoint_has_no_codec_state(workers: Callable[..., list[Any]], tmp_path: Path) -> None:
     assert "codecs" not in workers("seed_checkpoint", tmp_path, *flag("loco"), *CHECKPOINTS)[0]
+
+
+KINDS = ["full", "lora", "partly_frozen"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_whole(workers: Callable[..., list[Any]], tmp_path: Path, kind: str) -> None:
+    def run(name: str, *arguments: Any) -> Any:
+        return workers(f"torchtitan_whole_models.{name}", kind, *arguments)[0]
+
+    options = [*flag("zero3"), "--checkpoint.enable", "--checkpoint.interval", "2"]
+    answers = run("trained", tmp_path / "first", *options, MODEL_LAST)
+    assert answers.keys() == {0, 2, 4}
+    assert not torch.allclose(answers[4], answers[0], atol=1e-3)
+    checkpoints = [tmp_path / "first" / "checkpoint" / f"step-{step}" for step in (2, 4)]
+    for plain, step in zip(run("loaded", tmp_path, checkpoints), (2, 4), strict=True):
+        torch.testing.assert_close(plain, answers[step], rtol=1e-4, atol=1e-5)
+    options += ["--checkpoint.initial_load_path", str(checkpoints[0]), "--checkpoint.no-initial_load_model_only"]
+    resumed = run("trained", tmp_path / "second", *options, *([] if kind == "lora" else IN_HF))
+    assert torch.equal(resumed[0], answers[2])
+    assert torch.equal(resumed[4], answers[4])
+    if kind != "lora":
+        model = LlamaForCausalLM(HF_CONFIG)
+        file = tmp_path / "second" / "checkpoint" / "step-4" / "model-00001-of-00001.safetensors"
+        model.load_state_dict(load_file(file))
+        logits = model(torch.arange(1, 13).view(1, -1)).logits
+        torch.testing.assert_close(logits, answers[4], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["mixzpp", "nf4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_base_is_refused_on_every_rank(
+    workers: Callable[..., list[Any]], tmp_path: Path, kind: str, strategy: str
+) -> None:
+    options = flag("mixzpp", **({"frozen": "nf4"} if strategy == "nf4" else {}))
+    for said in workers("torchtitan_whole_models.refusal", kind, tmp_path, *options):
+        assert "torchtitan loads them afterwards; leave frozen out" in said
+
+
+def test_an_export_that_would_leave_adapters_out_is_refused_on_every_rank(
+    workers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    options = [*flag("zero3"), "--checkpoint.enable", *IN_HF]
+    for said in workers("torchtitan_whole_models.refusal", "lora", tmp_path, *options):
+        assert "checkpoint.last_save_in_hf would leave out 6 tensors of the model (layers.0." in said
 
 
 def test_none_is_torchtitans_own(workers: Callable[..., list[Any]]) -> None:

@@ -13,46 +13,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from harness import llama
+from harness.covering import over_each
 from harness.hugging_face import new_job
 from harness.pool import Pool, device_type
-from peft import PeftModel
+from harness.whole_models import CELLS, STRATEGIES, check_same, check_trained, loaded, logits_of, make_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from fsdp_zpp import NF4, Int8, Strategy
 from fsdp_zpp.integrations import accelerate, transformers
 
-KINDS = ("full", "lora", "partly frozen")
-# Without a codec of weights, or the sharded model would compute with weights that differ from those in files.
-STRATEGIES = {
-    "none": Strategy.zero3(gpus_per_node=2),
-    "mixzpp": Strategy.mixzpp(weights=None, frozen=Int8(64), gpus_per_node=2),
-    "nf4": Strategy.mixzpp(weights=None, frozen=NF4(64), gpus_per_node=2),
-}
 STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
-CELLS = list(itertools.product(KINDS, STRATEGIES))
-
-
-def make_model(kind: str, tied: bool = False, other: bool = False) -> Any:
-    """A Llama of which all is trained, adapters are, or only the last layer and the norm are; or another base."""
-    model = llama.make_base(tied=tied)
-    if other:
-        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.01)
-    if kind == "lora":
-        return llama.adapt(model, {"default": "lora"})
-    if kind == "partly frozen":
-        model.requires_grad_(False)
-        for module in (model.model.layers[-1], model.model.norm):
-            module.requires_grad_(True)
-    return model
-
-
-def logits_of(model: nn.Module) -> Tensor:
-    """What a model answers, on the CPU."""
-    tokens = torch.arange(1, 13, device=next(model.parameters()).device).view(1, -1)
-    with torch.no_grad():
-        return model(input_ids=tokens).logits.cpu()
 
 
 @contextmanager
@@ -92,7 +63,7 @@ def saved_by_accelerate(folder: str, kind: str, strategy: str, tied: bool = Fals
     return found
 
 
-def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str) -> Trainer:
+def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str, **options: Any) -> Trainer:
     """A trainer of two steps, with a checkpoint after them."""
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 16).view(8, 16) % llama.VOCABULARY]
     arguments = TrainingArguments(
@@ -103,11 +74,12 @@ def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str) 
         max_steps=2,
         per_device_train_batch_size=1,
         learning_rate=1e-2,
-        save_steps=2,
         report_to=[],
         disable_tqdm=True,
+        **{"save_steps": 2} | options,
     )
-    return transformers.use_strategy(Trainer(model, arguments, train_dataset=rows), STRATEGIES[strategy])
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    return transformers.use_strategy(trainer, STRATEGIES[strategy])
 
 
 def saved_by_trainer(folder: str, kind: str, strategy: str) -> list[Tensor]:
@@ -123,24 +95,15 @@ def saved_by_trainer(folder: str, kind: str, strategy: str) -> list[Tensor]:
     return found
 
 
-def loaded(folder: Path, kind: str, strategy: str) -> nn.Module:
-    """In one process: what ``from_pretrained`` makes of files, of adapters on what the base was rounded to."""
-    if kind != "lora":
-        return LlamaForCausalLM.from_pretrained(folder)
-    frozen = STRATEGIES[strategy].frozen
-    base = llama.make_base() if frozen is None else llama.rounded_base(frozen)
-    return PeftModel.from_pretrained(base.cpu(), folder)
-
-
 def check(found: list[Tensor], folders: list[Path], kind: str, strategy: str) -> None:
     """Compare logits with those of the files."""
     first = found[0]
-    assert not torch.allclose(first, logits_of(make_model(kind).cpu()), atol=0.1)  # or nothing would be trained
+    check_trained(first, kind)
     for again in found[1:]:
         assert torch.equal(again, first)
     for folder in folders:
         model = loaded(folder, kind, strategy)
-        torch.testing.assert_close(logits_of(model), first, rtol=1e-4, atol=1e-4)
+        check_same(logits_of(model), first)
         if kind != "lora":
             assert load_file(folder / "model.safetensors").keys() == make_model(kind).state_dict().keys()
 
@@ -157,6 +120,38 @@ def test_accelerate_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind:
 def test_trainer_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: str) -> None:
     found = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy)[0]
     check(found, [tmp_path / "save_model", tmp_path / "FULL_STATE_DICT" / "checkpoint-2"], kind, strategy)
+
+
+class Answers(TrainerCallback):
+    """What a model answers after each step."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def on_step_end(self, *arguments: Any, model: nn.Module, **others: Any) -> None:
+        self.logits.append(logits_of(model))
+
+
+def best_of_trainer(folder: str, kind: str, strategy: str, state_dict: str) -> list[Tensor]:
+    """In a worker: the logits after each step of a training, of which the first is the best, and of the model then."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    with new_job():
+        trainer = make_trainer(folder, make_model(kind), strategy, state_dict, **best | often)
+        trainer.add_callback(answers := Answers())
+        trainer.train()
+        trainer.save_model(f"{folder}/best")
+        return [*answers.logits, logits_of(trainer.model)]
+
+
+@over_each(cell={"-".join(cell): cell for cell in CELLS}, state_dict=STATE_DICTS)
+def test_trainer_saves_the_best_in_the_end(
+    pool: Callable[[int], Pool], tmp_path: Path, cell: tuple[str, str], state_dict: str
+) -> None:
+    first, last, best = pool(4).run(best_of_trainer, str(tmp_path), *cell, state_dict)[0]
+    assert torch.equal(best, first)
+    assert not torch.allclose(best, last, atol=1e-3)
+    check_same(logits_of(loaded(tmp_path / "best", *cell)), best)
 
 
 def loaded_on_another_base(folder: str, kind: str) -> list[str]:
@@ -195,4 +190,4 @@ def test_tied_quantized_weights_are_saved(pool: Callable[[int], Pool], tmp_path:
     first, *others = pool(4).run(saved_by_accelerate, str(tmp_path), "partly frozen", "nf4", True)[0]
     assert all(torch.equal(each, first) for each in others)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "save_pretrained")
-    torch.testing.assert_close(logits_of(model), first, rtol=1e-4, atol=1e-4)
+    check_same(logits_of(model), first)

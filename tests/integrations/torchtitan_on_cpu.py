@@ -66,9 +66,13 @@ def prepare() -> None:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a function of ``torchtitan_training``, without torchtitan in the process that names it."""
+    """Call a function of ``torchtitan_training``, without torchtitan in the process that names it.
+
+    That of another module is named with it, as ``module.function``.
+    """
     prepare()
-    return getattr(importlib.import_module("torchtitan_training"), name)(*arguments)
+    module, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(module or "torchtitan_training"), function)(*arguments)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_zpp.adapters.fsdp2.validation import is_stock
+from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.modules import frozen_sites
+from fsdp_zpp.integrations._base_files import check_base_identity
+from fsdp_zpp.module_names import model_name, parameter_name
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.runtime.validation import check_instance
@@ -81,3 +88,46 @@ def check_no_codec_state(state: Iterable[object]) -> None:
             "the state holds a CodecState, and Fabric would save only rank 0's; leave it out: the strategy saves and "
             "loads codec state together with the optimizer"
         )
+
+
+def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], weights_only: bool | None) -> bool:
+    """Raise if a checkpoint was made on another quantized base than the model has. Collective.
+
+    Args:
+        model: The model.
+        checkpoint: Lightning's file or folder, the same on all ranks.
+        keys: Where in it the model's weights may be; none if it has nothing else.
+        weights_only: As Lightning's.
+
+    Returns:
+        Whether it was saved on the base that the model has, whose values it may have, too.
+
+    Raises:
+        ValueError: On every rank; also if it has values for quantized weights, but does not tell its base. Lightning
+            would pass over them, or say that they are unexpected.
+    """
+    if check_base_identity(model, checkpoint):
+        return True
+    quantized = {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+    if not quantized:
+        return False
+    here = dist.get_rank() == 0
+    if found := from_first_rank(sorted(quantized & _names_in(checkpoint, keys, weights_only)) if here else []):
+        raise ValueError(
+            f"{checkpoint} has values for {len(found)} weights that are quantized in this {model_name(model)} "
+            f"({found[0]}, ...), and nothing beside it says that they are the same: load them into the model before "
+            "the strategy shards it, or remove them from the checkpoint if the model has them already"
+        )
+    return False
+
+
+def _names_in(checkpoint: Path, keys: Collection[str], weights_only: bool | None) -> set[str]:
+    """The names of weights; none if Lightning is going to say that it can't read the checkpoint."""
+    try:
+        if checkpoint.is_dir():
+            saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            return {name.removeprefix(f"{key}.") for name in saved for key in keys}
+        content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=weights_only)
+        return set(content).union(*(content.get(key, ()) for key in keys))
+    except Exception:
+        return set()

@@ -10,7 +10,9 @@ What they add to Lightning's: checkpoints that hold an optimizer hold codec stat
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,29 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
+from fsdp_zpp.integrations._base_files import save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
 from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
 
-from .checks import announce_node_size, check_data_parallel, check_no_codec_state, split_sharding_strategy
+from .checks import announce_node_size, check_base, check_data_parallel, check_no_codec_state, split_sharding_strategy
 from .wrapping import wrapped_on_cpu
 
 State = dict[str, nn.Module | Optimizer | Any]
 """What Fabric saves and loads, by name."""
 
 
-class CodecStateInCheckpoints(ParallelStrategy):
-    """A strategy whose checkpoints hold codec state if they hold an optimizer, to resume bit for bit."""
+class WholeCheckpoints(ParallelStrategy):
+    """A strategy whose checkpoints are whole.
+
+    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
+    Both hold codec state if they hold an optimizer, to resume bit for bit.
+    """
+
+    @property
+    @abstractmethod
+    def _saves_files(self) -> bool:
+        """Whether checkpoints are files, with everything gathered."""
 
     def __repr__(self) -> str:
         """For the error of a Fabric of another package, or of a Trainer, which says what it wants instead."""
@@ -63,9 +76,13 @@ class CodecStateInCheckpoints(ParallelStrategy):
         check_no_codec_state(state.values())
         path = Path(self.broadcast(path))
         with saving(path):
-            super().save_checkpoint(path, state, storage_options, filter)
-            if (model := _model_in_training(state)) is not None:
-                save_codec_state(model, _optimizers_in(state), path)
+            model, optimizers = _model_in(state), _optimizers_in(state)
+            with self._with_quantized_weights(model):
+                super().save_checkpoint(path, state, storage_options, filter)
+            assert model is not None  # or Lightning would have raised
+            save_base_identity(model, path)
+            if optimizers:
+                save_codec_state(model, optimizers, path)
             elif self.is_global_zero:
                 remove_codec_state(path)
 
@@ -80,17 +97,30 @@ class CodecStateInCheckpoints(ParallelStrategy):
 
         Raises:
             TypeError: If ``state`` holds codec state itself.
-            ValueError: If codec state was saved for another model, or under another configuration.
+            ValueError: If the save was cut off, if codec state was saved for another model, or under another
+                configuration, or if the model has another quantized base than it had then.
         """
-        check_no_codec_state(state.values() if isinstance(state, dict) else ())
-        check_complete(Path(self.broadcast(path)))
-        rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-        if isinstance(state, dict) and (model := _model_in_training(state)) is not None:
-            load_codec_state(model, _optimizers_in(state), Path(self.broadcast(path)))
+        objects: State = state if isinstance(state, dict) else {"": state}
+        check_no_codec_state(objects.values())
+        path = Path(self.broadcast(path))
+        check_complete(path)
+        if (model := _model_in(objects)) is None:
+            return super().load_checkpoint(path, state, strict, weights_only)  # which raises
+        keys = [key for key, value in objects.items() if value is model and key]
+        has_base = check_base(model, path, keys, weights_only)
+        with without_quantized_weights(model) if has_base else nullcontext():
+            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+        if optimizers := _optimizers_in(objects):
+            load_codec_state(model, optimizers, path)
         return rest
 
+    def _with_quantized_weights(self, model: nn.Module | None) -> AbstractContextManager[None]:
+        if model is None or not self._saves_files:
+            return nullcontext()
+        return with_quantized_weights(model, kept=self.is_global_zero)
 
-class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
+
+class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
@@ -112,13 +142,17 @@ class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy
 
+    @property
+    def _saves_files(self) -> bool:
+        return self._state_dict_type == "full"
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """As Lightning's."""
         with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
             return super().setup_module(wrapped)
 
 
-class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrategy):
+class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``parallelize_fn`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
@@ -128,6 +162,10 @@ class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrat
     Examples:
         >>> fabric = Fabric(strategy=ModelParallelStrategy(shard, data_parallel_size=16, tensor_parallel_size=1), ...)
     """
+
+    @property
+    def _saves_files(self) -> bool:
+        return not self._save_distributed_checkpoint
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """As Lightning's.
@@ -144,8 +182,6 @@ def _optimizers_in(state: State) -> list[Optimizer]:
     return [value for value in state.values() if isinstance(value, Optimizer)]
 
 
-def _model_in_training(state: State) -> nn.Module | None:
-    """The model of a checkpoint that holds an optimizer, too; Lightning sees to it that there is one model."""
-    if not _optimizers_in(state):
-        return None
+def _model_in(state: State) -> nn.Module | None:
+    """The model; Lightning sees to it that there is one."""
     return next((value for value in state.values() if isinstance(value, nn.Module)), None)

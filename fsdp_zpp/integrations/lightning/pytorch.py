@@ -11,8 +11,9 @@ micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,26 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
+from fsdp_zpp.integrations._base_files import remove_base_identity, save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
 from fsdp_zpp.integrations._cut_off_saves import check_complete, remove_marks, saving
 
-from .checks import announce_node_size, check_data_parallel, split_sharding_strategy
+from .checks import announce_node_size, check_base, check_data_parallel, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
 
 
-class CodecStateInCheckpoints(ParallelStrategy):
-    """A strategy whose checkpoints hold codec state if they hold the optimizers' states, to resume bit for bit."""
+class WholeCheckpoints(ParallelStrategy):
+    """A strategy whose checkpoints are whole.
+
+    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
+    Both hold codec state if they hold the optimizers' states, to resume bit for bit.
+    """
+
+    @property
+    @abstractmethod
+    def _saves_files(self) -> bool:
+        """Whether checkpoints are files, with everything gathered."""
 
     def __repr__(self) -> str:
         """For the error of a Trainer of another package, which says what it wants instead."""
@@ -50,26 +62,41 @@ class CodecStateInCheckpoints(ParallelStrategy):
         announce_node_size(len(self.parallel_devices))
         super().setup_environment()
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As Lightning's; if it is full, with what the strategy has quantized, dequantized."""
+        assert self.model is not None
+        with with_quantized_weights(self.model, kept=self.is_global_zero) if self._saves_files else nullcontext():
+            state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """As Lightning's, and codec state beside it."""
         holds_optimizers = "optimizer_states" in checkpoint
         path = Path(self.broadcast(filepath))
         with saving(path):
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            assert self.model is not None
+            save_base_identity(self.model, path)
             if holds_optimizers:
-                assert self.model is not None
                 save_codec_state(self.model, self.optimizers, path)
             elif self.is_global_zero:
                 remove_codec_state(path)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, and codec state if the Trainer goes on training."""
-        check_complete(Path(self.broadcast(checkpoint_path)))
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        """As Lightning's, and codec state if the Trainer goes on training.
+
+        Raises:
+            ValueError: If the save was cut off, or if the model has another quantized base than it had then.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        check_complete(path)
         assert self.model is not None
         assert self.lightning_module is not None
+        has_base = check_base(self.model, path, ("state_dict", "model"), weights_only)
+        with without_quantized_weights(self.model) if has_base else nullcontext():
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            load_codec_state(self.model, self.optimizers, Path(self.broadcast(checkpoint_path)))
+            load_codec_state(self.model, self.optimizers, path)
         return checkpoint
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -77,10 +104,11 @@ class CodecStateInCheckpoints(ParallelStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_codec_state(Path(filepath))
+            remove_base_identity(Path(filepath))
             remove_marks(Path(filepath))
 
 
-class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
+class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
@@ -102,13 +130,19 @@ class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy
         self._root: nn.Module | None = None
+        self._in_root: nn.Module | None = None
+
+    @property
+    def _saves_files(self) -> bool:
+        return self._state_dict_type == "full"
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         # An evaluation after a fit gets the model as it was before; its layers are wrapped by then, and it is not.
-        if isinstance(self._root, FullyShardedDataParallel) and self._root.module is model:
+        # The module of the root need not be that model: around frozen and trained parameters there are two instances.
+        if isinstance(self._root, FullyShardedDataParallel) and self._in_root is model:
             return self._root
         with wrapped_on_cpu(model, self, self.kwargs) as wrapped:
-            self._root = super()._setup_model(wrapped)
+            self._root, self._in_root = super()._setup_model(wrapped), model
         return self._root
 
     def setup_precision_plugin(self) -> None:
@@ -127,7 +161,7 @@ class FSDPStrategy(CodecStateInCheckpoints, LightningFSDPStrategy):
             yield
 
 
-class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrategy):
+class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
@@ -137,6 +171,10 @@ class ModelParallelStrategy(CodecStateInCheckpoints, LightningModelParallelStrat
     Examples:
         >>> trainer = Trainer(strategy=ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1), ...)
     """
+
+    @property
+    def _saves_files(self) -> bool:
+        return not self._save_distributed_checkpoint
 
     def setup(self, trainer: Trainer) -> None:
         """As Lightning's.

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -56,6 +58,7 @@ class StrategyTrainer(Trainer):
         super().__init__(config)
         model: nn.Module = self.model_parts[0]  # not sharded if torchtitan is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
+            _check_export(self.checkpointer, model)
             _forget_what_is_saved_over(self.checkpointer)
         if self.checkpointer.enable and isinstance(model, FSDPModule) and _has_codec_state(strategy):
             self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
@@ -93,6 +96,32 @@ def _forget_what_is_saved_over(checkpointer: Any) -> None:
         return save(state_dict, checkpoint_id, *arguments, **options)
 
     checkpointer.dcp_save = dcp_save
+
+
+def _check_export(checkpointer: Any, model: nn.Module) -> None:
+    """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
+    if not checkpointer.last_save_in_hf:
+        return
+    tied = (
+        ["lm_head.weight"] if getattr(model, "enable_weight_tying", False) else []
+    )  # the format has it as the embedding
+    lost = [
+        name
+        for name, tensor in checkpointer.states[MODEL].state_dict().items()
+        if name not in tied and not _is_exported(checkpointer.sd_adapter, name, tensor.shape)
+    ]
+    if lost:
+        raise ValueError(
+            f"checkpoint.last_save_in_hf would leave out {len(lost)} tensors of the model ({lost[0]}, ...), for which "
+            "torchtitan knows no names in Hugging Face's format; leave it out"
+        )
+
+
+def _is_exported(adapter: Any, name: str, shape: torch.Size) -> bool:
+    try:
+        return bool(adapter.to_hf({name: torch.empty(shape, device="meta")}))
+    except KeyError:
+        return False
 
 
 def _check_loss(loss: BaseLoss.Config) -> None:

@@ -1,0 +1,53 @@
+"""State dicts that hold the quantized weights, too, while a framework makes or loads them.
+
+A quantized weight is in no state dict. A framework that writes one file of a whole model has it in no other way, and
+FullyShardedDataParallel refuses a file with names that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_zpp.module_names import original_path, parameter_name
+
+from .full_tensors import dequantized_weights
+from .modules import frozen_sites
+
+
+@contextmanager
+def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
+    """A context in which ``model.state_dict()`` has the quantized weights, dequantized. Collective, in each call.
+
+    Args:
+        model: The model, sharded or not.
+        kept: Whether this rank keeps them, on the CPU, as the rank does to which full state dicts go.
+    """
+
+    def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        state.update({prefix + name: tensor for name, tensor in dequantized_weights(model, kept=kept).items()})
+
+    handle = model.register_state_dict_post_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def without_quantized_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model.load_state_dict`` passes over what it is given for quantized weights."""
+    quantized = {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+
+    def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        for key in [key for key in state if original_path(key.removeprefix(prefix)) in quantized]:
+            del state[key]
+
+    handle = model.register_load_state_dict_pre_hook(drop)
+    try:
+        yield
+    finally:
+        handle.remove()
