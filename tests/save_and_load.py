@@ -88,9 +88,9 @@ if __name__ == "__main__":
         check_resuming(adapter, folder / adapter)
     check_base(folder / "base")
     check_disagreement()
-    print(Path(fsdp_zpp.__file__).parent, sorted({"transformers", "accelerate", "peft"} & sys.modules.keys()))
+    if dist.get_rank() == 0:
+        print(Path(fsdp_zpp.__file__).parent, flush=True)
     dist.destroy_process_group()
-    sys.stdout.flush()
     # FSDP, stock too, keeps the default group alive, and with it gloo's threads: one that lets go of a tensor while
     # Python shuts down ends the process with "terminate called without an active exception".
     os._exit(0)

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
@@ -85,17 +86,49 @@ def dependencies(name: str) -> set[str]:
     return found
 
 
-def test_the_wheel_works_with_its_dependencies_alone(built: Path, tmp_path: Path) -> None:
-    site = install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", tmp_path / "fresh")
-    python = tmp_path / "fresh/bin/python"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    script = ROOT / "tests/save_and_load.py"
-    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
-    for command in (["-m", "fsdp_zpp", "--version"], job):
-        done = subprocess.run([python, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{site / 'fsdp_zpp'} []"] * 2
+@dataclass(frozen=True)
+class Alone:
+    """An environment with the wheel and its dependencies, but nothing else."""
+
+    folder: Path
+    site: Path
+
+    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run its Python."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [self.folder / "bin/python", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=self.folder, env=environment)
+
+
+@pytest.fixture(scope="module")
+def alone(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Such an environment."""
+    folder = tmp_path_factory.mktemp("alone")
+    return Alone(folder, install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", folder))
+
+
+def test_the_wheel_works_with_its_dependencies_alone(alone: Alone, tmp_path: Path) -> None:
+    assert alone.run("-m", "fsdp_zpp", "--version").stdout == f"fsdp_zpp {VERSION}\n"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = alone.run(*launcher, ROOT / "tests/save_and_load.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{alone.site / 'fsdp_zpp'}\n"
+
+
+@pytest.mark.parametrize(
+    ("integration", "framework"),
+    [
+        *((name, name) for name in ("accelerate", "transformers", "torchtitan", "axolotl")),
+        *((f"lightning.{name}", "lightning") for name in ("pytorch", "fabric")),
+    ],
+)
+def test_an_integration_without_its_framework_says_what_to_install(
+    alone: Alone, integration: str, framework: str
+) -> None:
+    said = alone.run("-c", f"import fsdp_zpp.integrations.{integration}").stderr.splitlines()[-1]
+    expected = f"fsdp_zpp.integrations.{framework} needs {framework}: run pip install '.[{framework}]' in your clone"
+    assert said.startswith(f"ImportError: {expected}")
 
 
 def test_changelog_and_citation_are_of_this_version() -> None:

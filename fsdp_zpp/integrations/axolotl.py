@@ -21,8 +21,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field, field_validator, model_validator
-
 from fsdp_zpp.config.strategy import Strategy
 
 from ._requirement import absent, require
@@ -33,6 +31,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "axolotl":
         raise
     raise absent("axolotl") from None
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 _TRAINER_INTEGRATION = "fsdp_zpp.integrations.transformers"
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
 
-from . import accelerate as sharding
 from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state
 from ._cut_off_saves import check_complete, mark_complete, mark_incomplete
@@ -40,6 +39,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from . import accelerate as sharding
 from ._trainer_callbacks import AnnouncesWrites
 from ._trl import prepare_by_strategy
 

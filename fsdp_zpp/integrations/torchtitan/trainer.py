@@ -102,9 +102,8 @@ def _check_export(checkpointer: Any, model: nn.Module) -> None:
     """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
     if not checkpointer.last_save_in_hf:
         return
-    tied = (
-        ["lm_head.weight"] if getattr(model, "enable_weight_tying", False) else []
-    )  # the format has it as the embedding
+    # A tied head is in the format as the embedding.
+    tied = ["lm_head.weight"] if getattr(model, "enable_weight_tying", False) else []
     lost = [
         name
         for name, tensor in checkpointer.states[MODEL].state_dict().items()
