@@ -71,6 +71,20 @@ class End:
     errors: list[str]
 
 
+class _Gate:
+    """Closed until it is opened. Unlike an ``Event``, it takes no harm if a process is killed that waits at it."""
+
+    def __init__(self) -> None:
+        self._tokens = _fork.Semaphore(0)
+
+    def wait(self) -> None:
+        if self._tokens.acquire(timeout=PATIENCE):
+            self._tokens.release()
+
+    def open(self) -> None:
+        self._tokens.release()
+
+
 @dataclass(frozen=True)
 class _Turn:
     """What a job waits for, and what it lets happen.
@@ -81,9 +95,9 @@ class _Turn:
         yields: What the other job waits for.
     """
 
-    begins: Any
-    goes_on: Any
-    yields: tuple[Any, ...]
+    begins: _Gate
+    goes_on: _Gate
+    yields: tuple[_Gate, ...]
 
 
 def run(jobs: Sequence[Job], folder: Path, checkpoint: Path, notes: Path) -> list[End]:
@@ -98,8 +112,8 @@ def run(jobs: Sequence[Job], folder: Path, checkpoint: Path, notes: Path) -> lis
         notes: Another, for what processes leave to be read here.
     """
     notes.mkdir(parents=True, exist_ok=True)
-    at_once, second_begins, first_goes_on, second_goes_on = (_fork.Event() for _ in range(4))
-    at_once.set()
+    at_once, second_begins, first_goes_on, second_goes_on = (_Gate() for _ in range(4))
+    at_once.open()
     turns = [
         _Turn(at_once, first_goes_on, (second_begins, second_goes_on)),
         _Turn(second_begins, second_goes_on, (first_goes_on,)),
@@ -144,7 +158,7 @@ def _wait(processes: Sequence[tuple[int, Any]], jobs: Sequence[Job], turns: Sequ
         for index, turn in enumerate(turns):
             if index not in [at for at, _ in running]:
                 ends.pop(index, None)
-                _let(turn.yields)
+                _open(turn.yields)
 
 
 def _main(rank: int, port: int, job: Job, turn: _Turn, folder: Path, checkpoint: Path, notes: Path) -> None:
@@ -156,10 +170,10 @@ def _main(rank: int, port: int, job: Job, turn: _Turn, folder: Path, checkpoint:
     def before(changes: bool) -> None:
         now = Moment(rank, next(operations))
         if now.operation == 0:
-            turn.begins.wait(PATIENCE)
+            turn.begins.wait()
         if now == job.pauses_at:
-            _let(turn.yields)
-            turn.goes_on.wait(PATIENCE)
+            _open(turn.yields)
+            turn.goes_on.wait()
         if now == job.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -167,7 +181,7 @@ def _main(rank: int, port: int, job: Job, turn: _Turn, folder: Path, checkpoint:
     init_process_group(rank, WORLD, port)
     code = 0
     try:
-        with before_operations(checkpoint, before, lambda: _let(turn.yields)):
+        with before_operations(checkpoint, before, lambda: _open(turn.yields)):
             job.save(folder)
             before(False)
         dist.barrier()
@@ -178,9 +192,9 @@ def _main(rank: int, port: int, job: Job, turn: _Turn, folder: Path, checkpoint:
     os._exit(code)  # what frameworks do at an exit waits for processes that are killed
 
 
-def _let(events: Sequence[Any]) -> None:
-    for event in events:
-        event.set()
+def _open(gates: Sequence[_Gate]) -> None:
+    for gate in gates:
+        gate.open()
 
 
 def _read(path: Path) -> str:
