@@ -29,7 +29,7 @@ from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
 
 from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state
-from ._cut_off_saves import check_complete, mark_complete, mark_incomplete
+from ._cut_off_saves import MarkedSave, check_complete
 from ._requirement import require
 
 require("transformers", "5.16")
@@ -147,6 +147,7 @@ class ShardingTrainer(Trainer):
     strategy: Strategy
     model: nn.Module  # not None, as it is only before a hyperparameter search
     _writes: AnnouncesWrites
+    _marked_save: MarkedSave | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -175,7 +176,9 @@ class ShardingTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        mark_complete(Path(output_dir))  # before Trainer removes earlier checkpoints
+        if self._marked_save is not None:
+            self._marked_save.complete()  # before Trainer removes earlier checkpoints
+            self._marked_save = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """As Trainer's.
@@ -204,7 +207,9 @@ class ShardingTrainer(Trainer):
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint begins
-            mark_incomplete(Path(output_dir), is_folder=True)
+            if self._marked_save is not None:  # a save that failed
+                self._marked_save.abandon()
+            self._marked_save = MarkedSave(Path(output_dir), is_folder=True, written_last=TRAINER_STATE_NAME)
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)

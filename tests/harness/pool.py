@@ -80,7 +80,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _init_process_group(rank: int, world: int, port: int) -> None:
+def init_process_group(rank: int, world: int, port: int) -> None:
+    """Be a rank of a new process group, with the GPU of its number if there are any."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -103,7 +104,7 @@ def _init_process_group(rank: int, world: int, port: int) -> None:
 
 def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
     gc.freeze()  # or each collection would walk through all of torch
-    _init_process_group(rank, world, port)
+    init_process_group(rank, world, port)
     while True:
         task = pipe.recv()
         if task is None:

@@ -129,8 +129,8 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(workers: Callable[...,
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What is in a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """What is in the folder of a checkpoint, but for what a job has locked to save it alone."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "being_saved"}
 
 
 def test_a_checkpoint_is_none_for_torchtitan_while_it_is_saved_over(
@@ -147,6 +147,15 @@ def test_a_checkpoint_is_none_for_torchtitan_while_it_is_saved_over(
     assert len(cut_off) > len(whole) + 4
     assert files_of(checkpoint) != older
     assert all(files in (older, files_of(checkpoint)) for files in whole)
+
+
+def test_a_save_in_the_background_ends_its_turn(workers: Callable[..., list[Any]], tmp_path: Path) -> None:
+    options = [*flag("loco"), *CHECKPOINTS, "--checkpoint.async_mode", "async"]
+    workers("train", "strategy", tmp_path, *options)
+    for step in (2, 4):
+        files = {path.name for path in (tmp_path / f"checkpoint/step-{step}").iterdir()}
+        assert ".metadata" in files
+        assert "being_saved" not in files
 
 
 def test_without_codec_state_checkpoints_are_torchtitans_own(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.full_tensors import dequantized_weights
 from fsdp_zpp.frozen.peft_saving import adapter_state, save_adapter
 from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
+from fsdp_zpp.integrations._turns import taking_turns
 
 from .checkpoints import load_codec_states, model_of, paired, remember_model, save_codec_states
 from .checks import check_accelerator, check_plugin
@@ -140,9 +141,7 @@ class ShardingAccelerator(Accelerator):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        # accelerate refuses to save over a checkpoint that it names, into a folder that must not be there.
-        named = output_dir is None or self.project_configuration.automatic_checkpoint_naming
-        with paired(self), nullcontext() if named else saving(Path(str(output_dir)), is_folder=True):
+        with paired(self), self._saving(output_dir):
             return super().save_state(output_dir, *arguments, **options)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> None:
@@ -150,6 +149,16 @@ class ShardingAccelerator(Accelerator):
             check_complete(Path(input_dir).expanduser())
         with paired(self):
             super().load_state(input_dir, *arguments, **options)
+
+    def _saving(self, output_dir: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
+        named = self.project_configuration.automatic_checkpoint_naming
+        if output_dir is not None and not named:
+            return saving(Path(output_dir).expanduser(), is_folder=True)
+        if self.project_dir is None:
+            return nullcontext()
+        # accelerate refuses to save over a checkpoint that it names: no mark may make its folder, or lie beside it,
+        # where all are counted.
+        return taking_turns(Path(self.project_dir, "checkpoints.being_saved"))
 
     def _prepare_fsdp2(self, *objects: Any) -> tuple[Any, ...]:
         optimizers = [each for each in objects if isinstance(each, Optimizer)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.collectives.agreement import run_on_first_rank
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.integrations._turns import Turn
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 
@@ -59,7 +62,7 @@ class StrategyTrainer(Trainer):
         model: nn.Module = self.model_parts[0]  # not sharded if torchtitan is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
             _check_export(self.checkpointer, model)
-            _forget_what_is_saved_over(self.checkpointer)
+            _take_turns(self.checkpointer)
         if self.checkpointer.enable and isinstance(model, FSDPModule) and _has_codec_state(strategy):
             self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
 
@@ -84,16 +87,29 @@ class StrategyTrainer(Trainer):
         return loss
 
 
-def _forget_what_is_saved_over(checkpointer: Any) -> None:
-    """Have a save over an earlier one be told by torchtitan if it is cut off.
+def _take_turns(checkpointer: Any) -> None:
+    """Have one job at a time save a checkpoint, and a save over an earlier one be told by torchtitan if it is cut off.
 
     It writes file by file over what is there, and takes a checkpoint for whole if it has ``.metadata``, written last.
     """
     save = checkpointer.dcp_save
 
     def dcp_save(state_dict: dict[str, Any], checkpoint_id: str, *arguments: Any, **options: Any) -> Any:
-        run_on_first_rank(lambda: (Path(checkpoint_id) / ".metadata").unlink(missing_ok=True))
-        return save(state_dict, checkpoint_id, *arguments, **options)
+        if is_remote(checkpoint_id):
+            return save(state_dict, checkpoint_id, *arguments, **options)
+        turn = Turn(Path(checkpoint_id, "being_saved"))
+        try:
+            run_on_first_rank(lambda: Path(checkpoint_id, ".metadata").unlink(missing_ok=True))
+            saved = save(state_dict, checkpoint_id, *arguments, **options)
+        except BaseException:
+            turn.abandon()
+            raise
+        written = getattr(saved, "upload_completion", saved)  # pinned memory is written by another process
+        if isinstance(written, Future):
+            written.add_done_callback(lambda done: turn.abandon() if done.exception() else turn.release())
+        else:
+            turn.release()  # torch's save ends when all ranks have written
+        return saved
 
     checkpointer.dcp_save = dcp_save
 
