@@ -95,14 +95,14 @@ def failing_at(step: int) -> Iterator[Steps]:
 
 
 def quantized(seed: int, group: dist.ProcessGroup | None = None) -> models.Net:
-    """A base that differs from those of other seeds."""
+    """A base on the CPU that differs from those of other seeds."""
     base = files.make_base(seed)
-    quantize_frozen_params(base, files.CODEC, process_group=group)
+    quantize_frozen_params(base, files.CODEC, process_group=group, device="cpu")
     return base
 
 
 def stored_in(folder: Path, group: dist.ProcessGroup | None = None) -> Tensor:
     """What a base computes that is loaded from a folder."""
     net = files.make_empty()
-    load_frozen_params(net, folder, process_group=group)
+    load_frozen_params(net, folder, process_group=group, device="cpu")
     return files.output_of(net)
