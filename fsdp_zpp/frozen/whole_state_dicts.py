@@ -18,6 +18,11 @@ from .full_tensors import dequantized_weights
 from .modules import frozen_sites
 
 
+def quantized_names(model: nn.Module) -> set[str]:
+    """The names of a model's quantized weights, as they were before it was wrapped."""
+    return {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+
+
 @contextmanager
 def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
     """A context in which ``model.state_dict()`` has the quantized weights, dequantized. Collective, in each call.
@@ -40,7 +45,7 @@ def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
 @contextmanager
 def without_quantized_weights(model: nn.Module) -> Iterator[None]:
     """A context in which ``model.load_state_dict`` passes over what it is given for quantized weights."""
-    quantized = {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+    quantized = quantized_names(model)
 
     def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
         for key in [key for key in state if original_path(key.removeprefix(prefix)) in quantized]:

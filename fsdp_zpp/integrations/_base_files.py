@@ -12,6 +12,8 @@ from torch import nn
 from fsdp_zpp.collectives.agreement import from_first_rank, run_on_first_rank
 from fsdp_zpp.frozen.identity import check_base, describe_base
 
+from ._companions import companion, companions
+
 _NAME = "frozen_base.json"
 
 
@@ -21,7 +23,7 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
     Raises:
         OSError: On every rank, if rank 0 can't write.
     """
-    described, file = describe_base(model), _file_of(checkpoint)
+    described, file = describe_base(model), companion(checkpoint, _NAME)
 
     def write() -> None:
         remove_base_identity(checkpoint.resolve())  # of an earlier checkpoint of this name
@@ -33,7 +35,7 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
 
 def remove_base_identity(checkpoint: Path) -> None:
     """Remove what is saved with a checkpoint, if anything; for one rank alone."""
-    for file in (_inside(checkpoint), _beside(checkpoint)):
+    for file in companions(checkpoint, _NAME):
         if file.is_file():
             file.unlink()
 
@@ -47,11 +49,11 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
     Raises:
         ValueError: On every rank, also if rank 0 can't read what was saved; says what to do.
     """
-    saved, failure = from_first_rank(_read(_file_of(checkpoint)) if dist.get_rank() == 0 else ({}, ""))
+    saved, failure = from_first_rank(_read(companion(checkpoint, _NAME)) if dist.get_rank() == 0 else ({}, ""))
     if failure:
         raise ValueError(
-            f"{_file_of(checkpoint)} can't be read ({failure}): load another checkpoint, or remove this file if the "
-            "model has the base that it had when the checkpoint was saved"
+            f"{companion(checkpoint, _NAME)} can't be read ({failure}): load another checkpoint, or remove this file "
+            "if the model has the base that it had when the checkpoint was saved"
         )
     if saved:
         check_base(model, saved, str(checkpoint))
@@ -64,17 +66,3 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""
     except (OSError, ValueError) as error:
         return {}, str(error)
-
-
-def _file_of(checkpoint: Path) -> Path:
-    # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
-    target = checkpoint.resolve()
-    return _inside(target) if target.is_dir() else _beside(target)
-
-
-def _inside(checkpoint: Path) -> Path:
-    return checkpoint / _NAME
-
-
-def _beside(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f"{checkpoint.name}.{_NAME}")

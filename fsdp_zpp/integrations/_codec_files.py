@@ -22,6 +22,9 @@ from fsdp_zpp.collectives.agreement import agree, from_first_rank, run_on_first_
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import named_units
 
+from ._companions import companion, companions
+
+_NAME = "codecs"
 _LAYOUT = "layout"
 """The one key that the state dict of a :class:`CodecState` without any state has, too."""
 
@@ -41,7 +44,7 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
     if (found := _codec_state_of(model, optimizers)) is not None:
         _, state = found
-        dcp.save(state, checkpoint_id=_folder_of(checkpoint))
+        dcp.save(state, checkpoint_id=companion(checkpoint, _NAME))
 
 
 def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
@@ -59,7 +62,7 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     if (found := _codec_state_of(model, optimizers)) is None:
         return
     codecs, state = found
-    folder = _folder_of(checkpoint)
+    folder = companion(checkpoint, _NAME)
     if not from_first_rank(folder.is_dir()):  # ranks that see a shared folder at different times would hang
         codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
         return
@@ -82,7 +85,7 @@ def _saved_keys(folder: Path) -> set[str]:
 
 def remove_codec_state(checkpoint: Path) -> None:
     """Remove what is next to ``checkpoint``, if anything; for one rank alone."""
-    for folder in (_inside(checkpoint), _beside(checkpoint)):
+    for folder in companions(checkpoint, _NAME):
         if folder.is_dir():
             shutil.rmtree(folder)
 
@@ -94,18 +97,3 @@ def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[
     codecs = CodecState(model, list(optimizers))
     state = codecs.state_dict()
     return (codecs, state) if state.keys() - {_LAYOUT} else None
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    """Where the codec state of a checkpoint is."""
-    # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
-    target = checkpoint.resolve()
-    return _inside(target) if target.is_dir() else _beside(target)
-
-
-def _inside(checkpoint: Path) -> Path:
-    return checkpoint / "codecs"
-
-
-def _beside(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f"{checkpoint.name}.codecs")

@@ -4,9 +4,9 @@ Frameworks write file by file, over what is there. If a save is cut off, weights
 two saves, which nothing in them tells. So a mark lies in the checkpoint, or beside one that may be a file, from before
 the first write until after the last. A checkpoint with a mark is refused.
 
-Jobs that save into one checkpoint take turns (_turns.py), by locks on the mark. Where they can't, since the file system
-has no locks, the later has replaced the mark of the earlier when that is done, or removed it. The earlier then leaves a
-mark for good, which the later does not remove, since it is not its own.
+Jobs that save into one checkpoint take turns (_turns.py), by locks on the mark. Where there are no locks, a later job
+replaces the mark of the earlier. The job that finds its mark replaced when it is done leaves one that says so, which
+stays until the checkpoint is saved again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Literal
 
 import torch.distributed as dist
 
 from fsdp_zpp.collectives.agreement import from_first_rank, run_on_first_rank
 
+from ._companions import companions
 from ._turns import Turn, is_locked
 
 logger = logging.getLogger("fsdp_zpp")
@@ -30,33 +33,28 @@ _MARK = "save_was_cut_off"
 _MIXED = "Two jobs have saved this checkpoint at the same time. Its files may be of both.\n"
 
 
-@contextmanager
-def saving(checkpoint: Path, *, is_folder: bool = False) -> Iterator[None]:
-    """A context in which a framework saves, perhaps over an earlier checkpoint. Collective. See :class:`MarkedSave`."""
-    save = MarkedSave(checkpoint, is_folder=is_folder)
-    try:
-        yield
-    except BaseException:
-        save.abandon()
-        raise
-    save.complete()
-
-
 class MarkedSave:
-    """A save of a checkpoint that has a mark until it is complete. Collective, before anything is written.
+    """A save of a checkpoint that has a mark until it is complete, a context. Collective, before anything is written.
 
     It waits until no other job is saving the checkpoint.
 
     Args:
         checkpoint: The framework's file or folder, the same on all ranks.
-        is_folder: Whether it is to be a folder.
+        place: Where the mark is: inside of a folder, beside what may be a file, or above, beside the folder that it is
+            in, for a framework that refuses to save where anything is and counts what is beside it.
         written_last: The file in it that the framework writes when the mark is gone; an earlier one is removed.
 
     Raises:
         OSError: On every rank, if rank 0 can't write the mark.
     """
 
-    def __init__(self, checkpoint: Path, *, is_folder: bool = False, written_last: str | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        place: Literal["inside", "beside", "above"] = "beside",
+        written_last: str | None = None,
+    ) -> None:
         # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
         self._target = checkpoint.resolve()
         text = (
@@ -64,10 +62,24 @@ class MarkedSave:
             f"{socket.gethostname()} {secrets.token_hex(8)}\n"
         )
         # Where all jobs find it, whatever they have made of the checkpoint so far.
-        inside, beside = _marks(self._target)
-        self._mark = inside if is_folder else beside
+        self._mark = dict(zip(("inside", "beside", "above"), _marks(self._target), strict=True))[place]
         self._turn = Turn(self._mark, text)
-        run_on_first_rank(lambda: self._begin(text, written_last))
+        try:
+            run_on_first_rank(lambda: self._begin(text, written_last))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.complete()
+        else:
+            self.abandon()
 
     def complete(self) -> None:
         """Take the mark away. Collective, after all is written."""
@@ -90,8 +102,9 @@ class MarkedSave:
             for mark in _marks(self._target):
                 if mark != self._mark and mark.is_file():  # its own goes last, with the turn
                     mark.unlink()
-        elif self._mark.parent.is_dir():
-            self._mark.write_text(_MIXED)
+        else:
+            if self._mark.parent.is_dir():  # another job may have removed the checkpoint
+                self._mark.write_text(_MIXED)
             logger.warning(
                 "another job has saved %s at the same time, so that its files may be of both; give each job a folder "
                 "of its own",
@@ -117,34 +130,57 @@ def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None
         ValueError: On every rank.
     """
     # Rank 0's word counts, since ranks may see a shared folder at different times.
-    mark, is_saved, text, lacks = from_first_rank(_found(checkpoint, written_last))
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    state = from_first_rank(_state_of(checkpoint, written_last) if is_first else _State())
     remedy = (
         "so that its weights, optimizer and codec state may be of two saves, or missing: resume from another "
-        f"checkpoint. To load it as it is, remove {mark}; codec state that was not saved with its weights is dropped "
-        "then, with a warning"
+        f"checkpoint. To load it as it is, remove {state.mark}; codec state that was not saved with its weights is "
+        "dropped then, with a warning"
     )
-    if is_saved:
+    if state.unreadable:
+        raise ValueError(f"whether {checkpoint} is complete can't be told: {state.unreadable}")
+    if state.is_being_saved:
         raise ValueError(
             f"{checkpoint} is being saved by another job: wait until it is done, or resume from another checkpoint"
         )
-    if text == _MIXED:
+    if state.text == _MIXED:
         raise ValueError(f"two jobs have saved {checkpoint} at the same time, {remedy}")
-    if mark is not None:
+    if state.mark is not None:
         raise ValueError(f"the last save of {checkpoint} was cut off, {remedy}")
-    if lacks:
+    if state.lacks_last_file:
         raise ValueError(
             f"{checkpoint} has no {written_last}, which is written last, so that its save was cut off: remove it, and "
             "resume from another checkpoint"
         )
 
 
-def _found(checkpoint: Path, written_last: str | None) -> tuple[Path | None, bool, str, bool]:
-    """The mark, if there is one, whether a job is saving now, the text of the mark, and whether the last file lacks."""
-    target = checkpoint.resolve()
-    marks = [mark for mark in _marks(target) if mark.is_file()]
-    mark, is_saved = next(iter(marks), None), any(map(is_locked, marks))
-    lacks = written_last is not None and checkpoint.is_dir() and not (checkpoint / written_last).is_file()
-    return mark, is_saved, "" if mark is None else _text_of(mark), lacks
+@dataclass(frozen=True)
+class _State:
+    """What files tell of a checkpoint.
+
+    Attributes:
+        mark: Its mark, if there is one.
+        text: What the mark says.
+        is_being_saved: Whether a job is saving it now.
+        lacks_last_file: Whether the file is missing that a framework writes last.
+        unreadable: Why nothing can be told, if so.
+    """
+
+    mark: Path | None = None
+    text: str = ""
+    is_being_saved: bool = False
+    lacks_last_file: bool = False
+    unreadable: str = ""
+
+
+def _state_of(checkpoint: Path, written_last: str | None) -> _State:
+    try:
+        marks = [mark for mark in _marks(checkpoint.resolve()) if mark.is_file()]
+        mark = next(iter(marks), None)
+        lacks = written_last is not None and checkpoint.is_dir() and not (checkpoint / written_last).is_file()
+        return _State(mark, "" if mark is None else _text_of(mark), any(map(is_locked, marks)), lacks)
+    except OSError as error:
+        return _State(unreadable=str(error))
 
 
 def _text_of(mark: Path) -> str:
@@ -153,6 +189,7 @@ def _text_of(mark: Path) -> str:
     return ""
 
 
-def _marks(target: Path) -> tuple[Path, Path]:
-    """Where marks may be: in a checkpoint, or beside it."""
-    return target / _MARK, target.with_name(f"{target.name}.{_MARK}")
+def _marks(target: Path) -> tuple[Path, Path, Path]:
+    """Where marks may be: inside of a checkpoint, beside it, and above."""
+    above = target.parent.with_name(f"{target.parent.name}.{target.name}.{_MARK}")
+    return *companions(target, _MARK), above

@@ -174,6 +174,14 @@ class ShardingTrainer(Trainer):
         save_base_identity(self.model, Path(output_dir))
         save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._save_checkpoint(*arguments, **options)
+        finally:
+            if self._marked_save is not None:  # it has failed
+                self._marked_save.abandon()
+                self._marked_save = None
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._marked_save is not None:
@@ -207,9 +215,7 @@ class ShardingTrainer(Trainer):
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint begins
-            if self._marked_save is not None:  # a save that failed
-                self._marked_save.abandon()
-            self._marked_save = MarkedSave(Path(output_dir), is_folder=True, written_last=TRAINER_STATE_NAME)
+            self._marked_save = MarkedSave(Path(output_dir), place="inside", written_last=TRAINER_STATE_NAME)
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)

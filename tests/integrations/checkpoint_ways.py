@@ -31,7 +31,7 @@ from transformers import Trainer, TrainingArguments
 from fsdp_zpp import Int4, Int4Delta, LocalSteps, LoCo, Strategy, save_frozen_params
 from fsdp_zpp.integrations import accelerate, transformers
 from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
+from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
 STRATEGIES = {
     "stateful": Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=1),
@@ -46,7 +46,7 @@ class InFolder:
         """Train a model, and save it in ``folder``."""
         model, optimizer = self._made(strategy)
         train(Fsdp2(), model, Case(steps=steps), optimizer=optimizer)
-        with saving(folder / "checkpoint"):
+        with MarkedSave(folder / "checkpoint"):
             self._write(model, optimizer, folder / "checkpoint")
             save_codec_state(model, [optimizer], folder / "checkpoint")
 

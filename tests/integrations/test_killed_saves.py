@@ -122,7 +122,7 @@ class Saves:
         return self._forker.submit(jobs.run, several, saved, self._way.checkpoint(saved), notes).result()
 
     def _outcome(self, several: list[Job], seed: int) -> str:
-        saved = self._folder / str(seed)
+        saved = self._folder / f"{seed} of {len(several)}"
         shutil.copytree(self._folder / "older", saved)
         ends = self._run(several, saved)
         found = self._load(saved)

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.full_tensors import dequantized_weights
 from fsdp_zpp.frozen.peft_saving import adapter_state, save_adapter
-from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
-from fsdp_zpp.integrations._turns import taking_turns
+from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
 from .checkpoints import load_codec_states, model_of, paired, remember_model, save_codec_states
 from .checks import check_accelerator, check_plugin
@@ -145,20 +144,27 @@ class ShardingAccelerator(Accelerator):
             return super().save_state(output_dir, *arguments, **options)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> None:
-        if input_dir is not None:
-            check_complete(Path(input_dir).expanduser())
+        if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
+            check_complete(checkpoint)
         with paired(self):
             super().load_state(input_dir, *arguments, **options)
 
     def _saving(self, output_dir: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
-        named = self.project_configuration.automatic_checkpoint_naming
-        if output_dir is not None and not named:
-            return saving(Path(output_dir).expanduser(), is_folder=True)
-        if self.project_dir is None:
-            return nullcontext()
-        # accelerate refuses to save over a checkpoint that it names: no mark may make its folder, or lie beside it,
-        # where all are counted.
-        return taking_turns(Path(self.project_dir, "checkpoints.being_saved"))
+        if self.project_configuration.automatic_checkpoint_naming:
+            if self.project_dir is None:
+                return nullcontext()  # accelerate raises
+            # It refuses to save into a folder that is there, and counts all that is beside it.
+            return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
+        return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
+
+    def _checkpoint_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path | None:
+        """The checkpoint that accelerate loads; None if it is going to raise."""
+        if input_dir is not None:
+            return Path(input_dir).expanduser()
+        if self.project_dir is None or not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        named = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+        return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
 
     def _prepare_fsdp2(self, *objects: Any) -> tuple[Any, ...]:
         optimizers = [each for each in objects if isinstance(each, Optimizer)]

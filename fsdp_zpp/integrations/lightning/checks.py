@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -16,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_zpp.adapters.fsdp2.validation import is_stock
 from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.modules import frozen_sites
+from fsdp_zpp.frozen.whole_state_dicts import quantized_names
 from fsdp_zpp.integrations._base_files import check_base_identity
-from fsdp_zpp.module_names import model_name, parameter_name
+from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.runtime.validation import check_instance
@@ -90,14 +89,27 @@ def check_no_codec_state(state: Iterable[object]) -> None:
         )
 
 
-def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], weights_only: bool | None) -> bool:
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint.
+
+    Raises:
+        ValueError: If it is on a remote file system: Lightning's strategies for FSDP write to disks alone.
+    """
+    if "://" in str(path):
+        raise ValueError(f"{path} is remote, and sharded checkpoints are written to a disk: save there, and upload it")
+    return Path(path)
+
+
+def check_base(
+    model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]
+) -> bool:
     """Raise if a checkpoint was made on another quantized base than the model has. Collective.
 
     Args:
         model: The model.
         checkpoint: Lightning's file or folder, the same on all ranks.
-        keys: Where in it the model's weights may be; none if it has nothing else.
-        weights_only: As Lightning's.
+        keys: Where in it the model's weights may be; empty if it is a bare state dict.
+        read: How Lightning reads a file.
 
     Returns:
         Whether it was saved on the base that the model has, whose values it may have, too.
@@ -108,26 +120,26 @@ def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], weight
     """
     if check_base_identity(model, checkpoint):
         return True
-    quantized = {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+    quantized = quantized_names(model)
     if not quantized:
         return False
-    here = dist.get_rank() == 0
-    if found := from_first_rank(sorted(quantized & _names_in(checkpoint, keys, weights_only)) if here else []):
+    names = _names_in(checkpoint, keys, read) if dist.get_rank() == 0 else set()
+    if overlap := from_first_rank(sorted(quantized & names)):
         raise ValueError(
-            f"{checkpoint} has values for {len(found)} weights that are quantized in this {model_name(model)} "
-            f"({found[0]}, ...), and nothing beside it says that they are the same: load them into the model before "
+            f"{checkpoint} has values for {len(overlap)} weights that are quantized in this {model_name(model)} "
+            f"({overlap[0]}, ...), and nothing beside it says that they are the same: load them into the model before "
             "the strategy shards it, or remove them from the checkpoint if the model has them already"
         )
     return False
 
 
-def _names_in(checkpoint: Path, keys: Collection[str], weights_only: bool | None) -> set[str]:
+def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]) -> set[str]:
     """The names of weights; none if Lightning is going to say that it can't read the checkpoint."""
     try:
         if checkpoint.is_dir():
             saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
             return {name.removeprefix(f"{key}.") for name in saved for key in keys}
-        content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=weights_only)
+        content = read(checkpoint)
         return set(content).union(*(content.get(key, ()) for key in keys))
     except Exception:
         return set()

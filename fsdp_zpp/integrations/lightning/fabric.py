@@ -10,10 +10,9 @@ What they add to Lightning's: checkpoints that hold an optimizer hold codec stat
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies import (
@@ -23,33 +22,38 @@ from lightning.fabric.strategies import (
 )
 from lightning.fabric.utilities.types import _PATH
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
 from fsdp_zpp.integrations._base_files import save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import check_complete, saving
+from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
-from .checks import announce_node_size, check_base, check_data_parallel, check_no_codec_state, split_sharding_strategy
+from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
+from .checks import (
+    announce_node_size,
+    check_base,
+    check_data_parallel,
+    check_no_codec_state,
+    local_path,
+    split_sharding_strategy,
+)
 from .wrapping import wrapped_on_cpu
+
+_SHARDED = (FullyShardedDataParallel, FSDPModule)
 
 State = dict[str, nn.Module | Optimizer | Any]
 """What Fabric saves and loads, by name."""
 
 
-class WholeCheckpoints(ParallelStrategy):
+class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     """A strategy whose checkpoints are whole.
 
     Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
     Both hold codec state if they hold an optimizer, to resume bit for bit.
     """
-
-    @property
-    @abstractmethod
-    def _saves_files(self) -> bool:
-        """Whether checkpoints are files, with everything gathered."""
 
     def __repr__(self) -> str:
         """For the error of a Fabric of another package, or of a Trainer, which says what it wants instead."""
@@ -68,20 +72,21 @@ class WholeCheckpoints(ParallelStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """As Lightning's, and codec state beside it.
+        """As Lightning's, with the quantized weights in a file, and codec state beside it.
 
         Raises:
             TypeError: If ``state`` holds codec state itself.
+            ValueError: If ``path`` is remote.
         """
         check_no_codec_state(state.values())
-        path = Path(self.broadcast(path))
-        with saving(path):
+        path = local_path(self.broadcast(path))
+        with MarkedSave(path):
             model, optimizers = _model_in(state), _optimizers_in(state)
             with self._with_quantized_weights(model):
                 super().save_checkpoint(path, state, storage_options, filter)
-            assert model is not None  # or Lightning would have raised
-            save_base_identity(model, path)
-            if optimizers:
+            if model is not None:
+                save_base_identity(model, path)
+            if model is not None and optimizers:
                 save_codec_state(model, optimizers, path)
             elif self.is_global_zero:
                 remove_codec_state(path)
@@ -102,12 +107,12 @@ class WholeCheckpoints(ParallelStrategy):
         """
         objects: State = state if isinstance(state, dict) else {"": state}
         check_no_codec_state(objects.values())
-        path = Path(self.broadcast(path))
+        path = local_path(self.broadcast(path))
         check_complete(path)
         if (model := _model_in(objects)) is None:
-            return super().load_checkpoint(path, state, strict, weights_only)  # which raises
+            return super().load_checkpoint(path, state, strict, weights_only)
         keys = [key for key, value in objects.items() if value is model and key]
-        has_base = check_base(model, path, keys, weights_only)
+        has_base = check_base(model, path, keys, partial(self._read, weights_only=weights_only))
         with without_quantized_weights(model) if has_base else nullcontext():
             rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         if optimizers := _optimizers_in(objects):
@@ -120,7 +125,7 @@ class WholeCheckpoints(ParallelStrategy):
         return with_quantized_weights(model, kept=self.is_global_zero)
 
 
-class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
+class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
@@ -142,17 +147,13 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy
 
-    @property
-    def _saves_files(self) -> bool:
-        return self._state_dict_type == "full"
-
     def setup_module(self, module: nn.Module) -> nn.Module:
         """As Lightning's."""
         with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
             return super().setup_module(wrapped)
 
 
-class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
+class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``parallelize_fn`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
@@ -162,10 +163,6 @@ class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
     Examples:
         >>> fabric = Fabric(strategy=ModelParallelStrategy(shard, data_parallel_size=16, tensor_parallel_size=1), ...)
     """
-
-    @property
-    def _saves_files(self) -> bool:
-        return not self._save_distributed_checkpoint
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """As Lightning's.
@@ -183,5 +180,6 @@ def _optimizers_in(state: State) -> list[Optimizer]:
 
 
 def _model_in(state: State) -> nn.Module | None:
-    """The model; Lightning sees to it that there is one."""
-    return next((value for value in state.values() if isinstance(value, nn.Module)), None)
+    """The model that FSDP has sharded, if any; Lightning sees to it that there is one. Metrics may be beside it."""
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    return next((module for module in modules if any(isinstance(each, _SHARDED) for each in module.modules())), None)

@@ -6,14 +6,15 @@
     trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
 
 What they add to Lightning's: with ``accumulate_grad_batches``, gradients are synchronized once a step, not in each
-micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints hold codec state.
+micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints have the quantized weights,
+or tell which they are, and hold codec state.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,19 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
 from fsdp_zpp.integrations._base_files import remove_base_identity, save_base_identity
 from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import check_complete, remove_marks, saving
+from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete, remove_marks
 
-from .checks import announce_node_size, check_base, check_data_parallel, split_sharding_strategy
+from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
+from .checks import announce_node_size, check_base, check_data_parallel, local_path, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
 
 
-class WholeCheckpoints(ParallelStrategy):
+class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     """A strategy whose checkpoints are whole.
 
     Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
     Both hold codec state if they hold the optimizers' states, to resume bit for bit.
     """
-
-    @property
-    @abstractmethod
-    def _saves_files(self) -> bool:
-        """Whether checkpoints are files, with everything gathered."""
 
     def __repr__(self) -> str:
         """For the error of a Trainer of another package, which says what it wants instead."""
@@ -70,10 +67,14 @@ class WholeCheckpoints(ParallelStrategy):
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """As Lightning's, and codec state beside it."""
+        """As Lightning's, with codec state, and what tells a quantized base, beside it.
+
+        Raises:
+            ValueError: If ``filepath`` is remote.
+        """
         holds_optimizers = "optimizer_states" in checkpoint
-        path = Path(self.broadcast(filepath))
-        with saving(path):
+        path = local_path(self.broadcast(filepath))
+        with MarkedSave(path):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             assert self.model is not None
             save_base_identity(self.model, path)
@@ -88,11 +89,11 @@ class WholeCheckpoints(ParallelStrategy):
         Raises:
             ValueError: If the save was cut off, or if the model has another quantized base than it had then.
         """
-        path = Path(self.broadcast(checkpoint_path))
+        path = local_path(self.broadcast(checkpoint_path))
         check_complete(path)
         assert self.model is not None
         assert self.lightning_module is not None
-        has_base = check_base(self.model, path, ("state_dict", "model"), weights_only)
+        has_base = check_base(self.model, path, ("state_dict", "model"), partial(self._read, weights_only=weights_only))
         with without_quantized_weights(self.model) if has_base else nullcontext():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -100,7 +101,7 @@ class WholeCheckpoints(ParallelStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """As Lightning's, and codec state beside it."""
+        """As Lightning's, and what is saved with it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_codec_state(Path(filepath))
@@ -108,7 +109,7 @@ class WholeCheckpoints(ParallelStrategy):
             remove_marks(Path(filepath))
 
 
-class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
+class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
     """Lightning's FSDPStrategy, whose ``sharding_strategy`` may be a ``fsdp_zpp.Strategy``.
 
     Args:
@@ -131,10 +132,6 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
             self.sharding_strategy: Any = sharding_strategy
         self._root: nn.Module | None = None
         self._in_root: nn.Module | None = None
-
-    @property
-    def _saves_files(self) -> bool:
-        return self._state_dict_type == "full"
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         # An evaluation after a fit gets the model as it was before; its layers are wrapped by then, and it is not.
@@ -161,7 +158,7 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
             yield
 
 
-class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
+class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningModelParallelStrategy):
     """Lightning's ModelParallelStrategy, for models that ``configure_model`` shards by ``fsdp_zpp.fully_shard``.
 
     Arguments are Lightning's, with its defaults: without tensor parallelism pass ``data_parallel_size``, the number of
@@ -171,10 +168,6 @@ class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
     Examples:
         >>> trainer = Trainer(strategy=ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1), ...)
     """
-
-    @property
-    def _saves_files(self) -> bool:
-        return not self._save_distributed_checkpoint
 
     def setup(self, trainer: Trainer) -> None:
         """As Lightning's.

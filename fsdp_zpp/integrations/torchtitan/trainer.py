@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ class StrategyTrainer(Trainer):
 
 
 def _take_turns(checkpointer: Any) -> None:
-    """Have one job at a time save a checkpoint, and a save over an earlier one be told by torchtitan if it is cut off.
+    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last.
 
-    It writes file by file over what is there, and takes a checkpoint for whole if it has ``.metadata``, written last.
+    torchtitan writes file by file over what is there, and passes over a checkpoint without ``.metadata``. If a process
+    of its own writes (asynchronously, from pinned memory), it holds no lock, and may go on when this job is killed.
     """
     save = checkpointer.dcp_save
 
@@ -106,12 +108,19 @@ def _take_turns(checkpointer: Any) -> None:
             raise
         written = getattr(saved, "upload_completion", saved)  # pinned memory is written by another process
         if isinstance(written, Future):
-            written.add_done_callback(lambda done: turn.abandon() if done.exception() else turn.release())
+            written.add_done_callback(partial(_end, turn))
         else:
             turn.release()  # torch's save ends when all ranks have written
         return saved
 
     checkpointer.dcp_save = dcp_save
+
+
+def _end(turn: Turn, written: Future[Any]) -> None:
+    if written.cancelled() or written.exception():
+        turn.abandon()
+    else:
+        turn.release()
 
 
 def _check_export(checkpointer: Any, model: nn.Module) -> None:
