@@ -15,8 +15,8 @@ import errno
 import fcntl
 import logging
 import os
-import time
 from pathlib import Path
+from time import sleep
 from types import TracebackType
 from typing import IO
 
@@ -98,7 +98,7 @@ class Turn:
                     self._path,
                 )
             tries += 1
-            time.sleep(PAUSE)
+            sleep(PAUSE)
 
     def _try(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

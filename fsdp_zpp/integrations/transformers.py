@@ -147,6 +147,7 @@ class ShardingTrainer(Trainer):
     strategy: Strategy
     model: nn.Module  # not None, as it is only before a hyperparameter search
     _writes: AnnouncesWrites
+    _saves_checkpoint = False
     _marked_save: MarkedSave | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -175,9 +176,11 @@ class ShardingTrainer(Trainer):
         save_codec_state(self.model, filter(None, [self.optimizer]), Path(output_dir))
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        self._saves_checkpoint = True
         try:
             super()._save_checkpoint(*arguments, **options)
         finally:
+            self._saves_checkpoint = False
             if self._marked_save is not None:  # it has failed
                 self._marked_save.abandon()
                 self._marked_save = None
@@ -214,7 +217,7 @@ class ShardingTrainer(Trainer):
         # model, ranks that are early would not find it.
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
-        if _internal_call and output_dir is not None and not self.args.save_only_model:  # a checkpoint begins
+        if self._saves_checkpoint and output_dir is not None and not self.args.save_only_model:
             self._marked_save = MarkedSave(Path(output_dir), place="inside", written_last=TRAINER_STATE_NAME)
         whole = is_peft_model(self.model) or not _internal_call
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():

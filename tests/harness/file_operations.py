@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import threading
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
-_LOCKS = {"fcntl.flock", "fcntl.lockf"}
 _acting = threading.local()
 _watched: Watched | None = None
 _is_installed = False
@@ -25,24 +23,20 @@ class Watched:
     Args:
         folder: Whose files they are.
         before: Called with whether the operation is to change a file.
-        before_waiting: Called before a lock on a file is taken that others may hold.
     """
 
     folder: str
     before: Callable[[bool], None]
-    before_waiting: Callable[[], None]
 
 
 @contextmanager
-def before_operations(
-    folder: str | os.PathLike[str], before: Callable[[bool], None], before_waiting: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """A context in which functions run before each operation. Arguments as of :class:`Watched`."""
+def before_operations(folder: str | os.PathLike[str], before: Callable[[bool], None]) -> Iterator[None]:
+    """A context in which a function runs before each operation. Arguments as of :class:`Watched`."""
     global _watched, _is_installed
     if not _is_installed:  # for good: there is no way to remove it
         sys.addaudithook(_before_event)
         _is_installed = True
-    _watched = Watched(os.fspath(folder), before, before_waiting)
+    _watched = Watched(os.fspath(folder), before)
     try:
         yield
     finally:
@@ -54,10 +48,7 @@ def _before_event(event: str, arguments: tuple[Any, ...]) -> None:
         return
     _acting.now = True
     try:
-        if event in _LOCKS:
-            if _may_wait(arguments[1]) and _path_of(arguments[0]).startswith(_watched.folder):
-                _watched.before_waiting()
-        elif arguments and _path_in(event, arguments).startswith(_watched.folder):
+        if arguments and _path_in(event, arguments).startswith(_watched.folder):
             _watched.before(event in _CHANGES or (event == "open" and _opens_to_write(arguments)))
     finally:
         _acting.now = False
@@ -75,10 +66,6 @@ def _path_in(event: str, arguments: tuple[Any, ...]) -> str:
 
 def _path_of(descriptor: int) -> str:
     return os.readlink(f"/proc/self/fd/{descriptor}")
-
-
-def _may_wait(operation: int) -> bool:
-    return not operation & (fcntl.LOCK_NB | fcntl.LOCK_UN)
 
 
 def _opens_to_write(arguments: tuple[Any, ...]) -> bool:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_zpp.integrations import _turns
+
 from .file_operations import before_operations
 from .pool import free_port, init_process_group
 
@@ -103,7 +105,7 @@ class _Turn:
 def run(jobs: Sequence[Job], folder: Path, checkpoint: Path, notes: Path) -> list[End]:
     """Run one job, or two that take turns in a checkpoint: the second begins when the first pauses or has ended.
 
-    A job that may have to wait for a lock lets the other go on.
+    A job that waits for its turn lets the other go on.
 
     Args:
         jobs: The jobs.
@@ -177,11 +179,16 @@ def _main(rank: int, port: int, job: Job, turn: _Turn, folder: Path, checkpoint:
         if now == job.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def pause(seconds: float) -> None:
+        _open(turn.yields)
+        time.sleep(0.01)
+
+    _turns.sleep = pause
     os.fsync = lambda descriptor: None  # type: ignore[assignment] # a process that is killed loses nothing of the page cache
     init_process_group(rank, WORLD, port)
     code = 0
     try:
-        with before_operations(checkpoint, before, lambda: _open(turn.yields)):
+        with before_operations(checkpoint, before):
             job.save(folder)
             before(False)
         dist.barrier()
