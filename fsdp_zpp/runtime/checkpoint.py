@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
@@ -27,7 +28,7 @@ from .api import units
 from .fragment import Fragment
 from .loaded_state import LoadedState, trained_checksums
 from .optimizer_state import OptimizerState
-from .unit import Checksums, StrategyUnit, Unit, named_units, unit_of
+from .unit import Checksums, StrategyUnit, Unit, named_units
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -177,8 +178,8 @@ class CodecState:
             for name, part in _parts_of(unit):
                 parts[f"{name} of {path}"], of[f"{name} of {path}"] = part, unit
         meshes = dict.fromkeys(unit.ranks for unit in of.values())
-        holders = set(of.values())
-        modules = [module for module in model.modules() if unit_of(module) in holders]
+        # Of all that FSDP has sharded: a root whose parameters are all in other units has no unit, but is called first.
+        modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
         warns = any(unit.ranks.rank == 0 for unit in found)
         self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes, of, modules, warns=warns)
 

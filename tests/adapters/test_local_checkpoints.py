@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import models
@@ -19,7 +20,7 @@ from harness.messages import Refusal, attempt, collected
 from harness.pool import Pool
 from harness.training import differing_tensors, load, save, train
 from harness.wiretap import sent_in
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from fsdp_zpp import CodecState, Int8, LocalSteps, LoCo, Strategy, agreed_weights, exchange_weights
@@ -74,6 +75,35 @@ def test_a_training_resumes_bit_for_bit_on_every_node(
 ) -> None:
     strategy = Strategy(layout[0], local_steps=config, gpus_per_node=layout[1])
     pool(4).run(resumed, adapter, strategy, optimizer, str(tmp_path / "checkpoint"), codecs_last, trained)
+
+
+def resumed_without_own_parameters(adapter: Adapter, path: str) -> None:
+    """In a worker: likewise, of a root whose parameters are all in other units, before whose first forward it loads."""
+    strategy, losses = Strategy("III", local_steps=CONFIGS["int4"], gpus_per_node=2), []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        layers = [adapter.wrap(nn.Linear(16, 16).to(models.device()), strategy) for _ in range(2)]
+        model = adapter.wrap(nn.Sequential(*layers), strategy)
+        optimizer = models.make_optimizer("adamw", model.parameters())
+        for step in range(4 * resumes, 8):
+            if resumes and step == 4:
+                load(model, optimizer, CodecState(model, optimizer), path)
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = model(x.to(models.device())).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if not resumes and step == 3:
+                save(model, optimizer, CodecState(model, optimizer), path)
+    assert losses[4:8] == losses[8:]
+
+
+@over_adapters
+def test_a_root_without_parameters_of_its_own_resumes_bit_for_bit(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter
+) -> None:
+    pool(4).run(resumed_without_own_parameters, adapter, str(tmp_path / "checkpoint"))
 
 
 def resumed_while_frozen(adapter: Adapter, path: str) -> None:
