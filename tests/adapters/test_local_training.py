@@ -1,28 +1,22 @@
-"""Nodes that train on their own: beside training in step, beside the algorithm by hand, and how much they send."""
+"""Nodes that train on their own: beside training in step, and beside the algorithm by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.covering import ADAPTERS, over_adapters, over_pairs
-from harness.pool import Pool, device_type
-from harness.training import differing_tensors, scaled_steps, train
-from harness.wiretap import sent_in
-from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from harness.covering import ADAPTERS, over_pairs
+from harness.local_steps import LAYOUTS, sgd, strategy_of, this_node
+from harness.pool import Pool
+from harness.training import differing_tensors, train
+from torch import Tensor
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
+from fsdp_zpp import Int8, LocalSteps, LoCo, Strategy, exchange_weights
 
-LAYOUTS = [("III", 1), ("III", 2), ("INI", 2), ("NNI", 2), ("NNN", 2), ("NNN", 1)]
-"""Letters, and how many GPUs a node has."""
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "codec": None}
 """An outer step that is the mean over nodes."""
 ROUNDING = 2e-5
@@ -33,16 +27,6 @@ SCHEDULES = {
     "overlapped, all at once": LocalSteps(2, codec=None, overlap=1, spread=False),
     "kept on the CPU": LocalSteps(3, codec=None, overlap=1, offload=True),
 }
-
-
-def strategy_of(levels: str, gpus_per_node: int, **local_steps: Any) -> Strategy:
-    """A strategy with local steps."""
-    return Strategy(levels, local_steps=LocalSteps(**local_steps), gpus_per_node=gpus_per_node)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Without momentum, which nodes would keep apart."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def distance_from_steps_alike(adapter: Adapter, strategy: Strategy, case: Case) -> float:
@@ -64,16 +48,6 @@ def test_exchanging_the_mean_in_every_step_is_training_in_step(
     strategy = strategy_of(*layout, every=1, **MEAN)
     case = Case(steps=20, clip=None, micro_batches=micro_batches)
     assert max(pool(4).run(distance_from_steps_alike, adapter, strategy, case)) < ROUNDING
-
-
-@contextmanager
-def this_node(gpus_per_node: int) -> Iterator[dist.ProcessGroup]:
-    """The ranks of this rank's node as a group."""
-    group, made = dist.new_subgroups(gpus_per_node)
-    yield group
-    for each in made:
-        if each is group:
-            dist.destroy_process_group(each)
 
 
 def distance_from_average_by_hand(adapter: Adapter, strategy: Strategy, case: Case) -> float:
@@ -204,56 +178,6 @@ def test_nodes_train_as_simulated(pool: Callable[[int], Pool], adapter: Adapter,
         assert max(distances) < ROUNDING
 
 
-def bytes_between_nodes(adapter: Adapter, strategy: Strategy | None, gpus_per_node: int, steps: int) -> list[int]:
-    """In a worker: what is sent between nodes in each step, with accumulation and clipping."""
-    case = Case(steps=1, micro_batches=2, clip=0.5)
-    model = adapter.make(case, strategy)
-    optimizer = models.make_optimizer("adamw", model.parameters())
-    sent = []
-    for step in range(steps):
-        one_step = partial(train, adapter, model, case, optimizer=optimizer, first_step=step)
-        tap, counted = sent_in(one_step, model, gpus_per_node, counts=strategy is not STOCK)
-        sent.append(tap.total("inter"))
-        assert strategy is STOCK or counted["gather"]["inter"] + counted["reduce"]["inter"] == sent[-1]
-    return sent
-
-
-@over_pairs(adapter=ADAPTERS, layout=LAYOUTS, codec=[None, Int8(32), Int4(32)])
-def test_between_exchanges_nothing_goes_between_nodes(
-    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], codec: Int4 | Int8 | None
-) -> None:
-    levels, gpus = layout
-    strategy = strategy_of(levels, gpus, every=3, spread=False, codec=codec)
-    for sent in pool(4).run(bytes_between_nodes, adapter, strategy, gpus, 8):
-        exchange = sent[3]  # before the fourth step
-        assert sent == [0, 0, 0, exchange, 0, 0, exchange, 0]
-        numel, nodes = sum(p.numel() for p in models.make_net().parameters()), 4 // gpus
-        # Each rank sends the other nodes its part of the change, and its chunk of the updates to each of them.
-        values = numel / gpus * (nodes - 1) / nodes * 2
-        width = 4.0 if codec is None else codec.nbytes(2**20) / 2**20
-        assert exchange == pytest.approx(values * width, rel=0.25)  # which odd shapes pad
-        assert exchange >= values * width * 0.99
-
-
-@over_adapters
-def test_fragments_share_the_link_between_steps(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for sent in pool(4).run(bytes_between_nodes, adapter, strategy_of("III", 2, every=4), 2, 10):
-        assert sent[0] == 0
-        assert all(sent[1:])  # of four units, one after each step
-        assert sent[1:5] == sent[5:9]
-
-
-@over_adapters
-def test_at_every_64_steps_a_step_sends_half_a_percent(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    every = 64
-    ours = pool(4).run(bytes_between_nodes, adapter, strategy_of("III", 2, every=every), 2, every + 1)
-    full_shard = pool(4).run(bytes_between_nodes, adapter, Strategy("GGG", gpus_per_node=2), 2, 2)
-    in_bf16 = 0.5 * full_shard[0][1] / 2  # of an fp32 training with two micro-batches, gathers of the second included
-    for sent in ours:
-        print(sum(sent) / every, in_bf16)
-        assert sum(sent) / every <= 0.005 * in_bf16
-
-
 def differing_weights(adapter: Adapter, strategy: Strategy, case: Case) -> tuple[int, int]:
     """In a worker: tensors in which nodes differ, before the last exchange and after it."""
     model = adapter.make(case, strategy)
@@ -278,90 +202,3 @@ def test_nodes_are_equal_bit_for_bit_after_an_exchange_of_all(
     for before, after in pool(4).run(differing_weights, adapter, strategy, Case(steps=4, precision=precision)):
         assert before > 0
         assert after == 0
-
-
-def steps_with_a_skip(adapter: Adapter) -> list[int]:
-    """In a worker: bytes between nodes of each step, of which rank 0's node skips one."""
-    model = adapter.make(Case(), strategy_of("III", 2, every=2, spread=False))
-    optimizer, sent = sgd(model), []
-    with this_node(2) as node:
-        scaler = ShardedGradScaler(device=device_type(), init_scale=2.0**10, process_group=node)
-        for step in (0, 1, -1, 3, 4, 5):
-            tap, _ = sent_in(partial(scaled_steps, model, optimizer, scaler, [step]), model, 2)
-            sent.append(tap.total("inter"))
-        assert (scaler.get_scale() < 2.0**10) == (dist.get_rank() < 2)
-    exchange_weights(model)
-    return sent
-
-
-@over_adapters
-def test_a_step_that_a_scaler_skips_on_one_node_counts_on_all(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    for sent in pool(4).run(steps_with_a_skip, adapter):
-        assert [n > 0 for n in sent] == [False, False, True, False, True, False]
-
-
-def sent_by_several_optimizers(adapter: Adapter, kind: str) -> list[int]:
-    """In a worker: bytes between nodes of each step."""
-    model = adapter.make(Case(), strategy_of("III", 2, every=2, spread=False))
-    if kind == "plain":
-        optimizers: list[Any] = [models.PlainSgd(model)]
-    else:
-        parameters = list(model.parameters())
-        optimizers = [torch.optim.SGD(half, lr=0.1) for half in (parameters[::2], parameters[1::2])]
-    sent = []
-
-    def one_step(step: int) -> None:
-        models.loss_of(model, models.batch(step, 0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for step in range(5):
-        tap, _ = sent_in(partial(one_step, step), model, 2)
-        sent.append(tap.total("inter"))
-    exchange_weights(model)
-    return sent
-
-
-@over_pairs(adapter=ADAPTERS, kind=["several", "plain"])
-def test_steps_of_several_optimizers_and_of_unknown_ones_count_once(
-    pool: Callable[[int], Pool], adapter: Adapter, kind: str
-) -> None:
-    for sent in pool(4).run(sent_by_several_optimizers, adapter, kind):
-        assert [n > 0 for n in sent] == [False, False, True, False, True]
-
-
-def evaluated_between(adapter: Adapter) -> list[int]:
-    """In a worker: bytes between nodes of evaluations, after steps of which an exchange is due."""
-    model = adapter.make(Case(), strategy_of("III", 2, every=1))
-    train(adapter, model, Case(steps=1))
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            models.loss_of(model, models.batch(9, 0))
-
-    tap, _ = sent_in(evaluate, model, 2)
-    return [tap.total("inter")]
-
-
-@over_adapters
-def test_an_evaluation_exchanges_nothing(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(evaluated_between, adapter) == [[0]] * 4
-
-
-def frozen_traffic(adapter: Adapter) -> tuple[int, int]:
-    """In a worker: bytes of an exchange of a net of which a block is frozen, and of one that is not."""
-    found = []
-    for frozen in (True, False):
-        model = adapter.make(Case(frozen=frozen), strategy_of("III", 2, every=1, codec=None))
-        train(adapter, model, Case(steps=1, clip=None))
-        tap, _ = sent_in(lambda: exchange_weights(model), model, 2)  # noqa: B023
-        found.append(tap.total("inter"))
-    return found[0], found[1]
-
-
-@over_adapters
-def test_frozen_weights_are_not_exchanged(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    block = sum(p.numel() for p in models.make_net().blocks[0].parameters())
-    for frozen, trained in pool(4).run(frozen_traffic, adapter):
-        assert trained - frozen >= block / 2 * 4  # half of it is sent to the other node, and its half of the updates
