@@ -17,7 +17,6 @@ import logging
 import os
 from pathlib import Path
 from time import sleep
-from types import TracebackType
 from typing import IO
 
 import torch.distributed as dist
@@ -33,7 +32,7 @@ PAUSE = 1.0
 
 
 class Turn:
-    """This job's turn to save, a context; making it waits for the turns of other jobs. Collective.
+    """This job's turn to save, until it is released; making it waits for the turns of other jobs. Collective.
 
     Args:
         file: What ranks lock, the same on all of them; it is there as long as the turn.
@@ -53,18 +52,6 @@ class Turn:
         except BaseException:
             self.abandon()
             raise
-
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            dist.barrier()
-            self.release()
-        else:
-            self.abandon()
 
     def release(self) -> None:
         """Let other jobs save; for each rank when it has written, and for rank 0 when all have."""
