@@ -156,8 +156,8 @@ class StrategyUnit:
         self.trained_names: Callable[[], Collection[str]] = tuple
         self.loads = 0
         self.loaded_state: Loaded | None = None
-        self.gather = self._make_gather()
         self.packed = False
+        self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
@@ -170,8 +170,10 @@ class StrategyUnit:
         # Under the optimizer scope I each node has all shards, so there is nothing to gather between nodes.
         within_node = self.scopes.optimizer == "I"
         mesh = self.mesh.own_node() if within_node else self.mesh
-        # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
-        ours_on_one_level = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
+        # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again, but for what torch
+        # would change, see [Note: Packed bytes].
+        does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or self.packed
+        ours_on_one_level = does_more or within_node
         if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import bitsandbytes as bnb
 import pytest
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._pytree import tree_map_only
 
 from fsdp_zpp import NF4, Int8, Strategy, fully_shard, quantize_frozen_params
+from fsdp_zpp.adapters.fsdp2 import sharding
 from fsdp_zpp.frozen.modules import FrozenModule
 
 WIDTH = 64
@@ -69,12 +72,23 @@ STRATEGIES = {
     "zeropp": Strategy.zeropp(gpus_per_node=2),
     "mixzpp": Strategy.mixzpp(gpus_per_node=2),
     "zeropp, one node": Strategy.zeropp(gpus_per_node=4),
+    "stock": Strategy(gpus_per_node=4),
+    "replicas": Strategy("NNN", gpus_per_node=2),
 }
+
+
+def copy_as_a_gpu(copies: Sequence[Tensor], sources: Sequence[Tensor], *args: Any) -> None:
+    """Stand in for ``torch._foreach_copy_``, which on GPUs goes through fp32 and makes one NaN of all."""
+    for copy, source in zip(copies, sources, strict=True):
+        copy.copy_(source)
+        if copy.is_floating_point():
+            copy.masked_fill_(copy.isnan(), math.nan)
 
 
 def output(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> tuple[Tensor, Tensor]:
     """In a worker: the output of a model with packed layers, and the unsharded one's; after a step, too."""
     model, alone = make(), make()
+    assert alone.second.weight.isnan().any()
     arguments: dict[str, Any] = {"use_orig_params": not flat} if adapter.torch_name != "fully_shard" else {}
     if flat:  # FSDP wants all of an instance trainable or none
         for each in (model, alone):
@@ -82,7 +96,7 @@ def output(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> tuple[Te
     if parts:
         model.second = adapter.wrap(model.second, strategy, **arguments)
     sharded = adapter.wrap(model, strategy, **arguments)
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch("torch._foreach_copy_", copy_as_a_gpu):
         # Twice: then from what is kept of the first.
         return torch.stack([sharded(x()) for _ in range(2)]).cpu(), torch.stack([alone(x())] * 2).cpu()
 
@@ -93,7 +107,37 @@ def test_packed_weights_arrive_unchanged(
 ) -> None:
     for ours, expected in pool(4).run(output, adapter, STRATEGIES[name], parts, flat):
         # The plain layers' ones are exact in int8, and so are the packed bytes as they are.
-        assert torch.equal(ours, expected)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def warned(**arguments: Any) -> list[str]:
+    """In a worker: what a stock strategy warns of if torch is to gather packed layers."""
+    model = make()
+    sharding._warn_of_packed_values.cache_clear()
+    with collected() as records:
+        for layer in model.children():
+            fully_shard(layer, strategy=Strategy(gpus_per_node=4), **arguments)
+    return [text for level, text in records if level == "WARNING"]
+
+
+def warned_of_mesh() -> list[str]:
+    """In a worker: likewise, over a mesh of two dimensions."""
+    return warned(mesh=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner")))
+
+
+def warned_of_number_of_ranks() -> list[str]:
+    """In a worker: likewise, if it is to gather over two ranks in the backward."""
+    return warned(reshard_after_forward=2)
+
+
+@pytest.mark.parametrize("function", [warned_of_mesh, warned_of_number_of_ranks])
+def test_a_warning_says_that_torch_will_change_packed_values(
+    pool: Callable[[int], Pool], function: Callable[[], list[str]]
+) -> None:
+    first, *others = pool(4).run(function)
+    assert others == [[]] * 3
+    (text,) = first
+    assert text.startswith("fully_shard: packed values are gathered by torch")
 
 
 def logged(adapter: Adapter, strategy: Any) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -110,11 +111,14 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
         if task is None:
             break
         module, name, args = task
+        # A rank that hangs says where, with the test's captured output, before the pool ends it.
+        faulthandler.dump_traceback_later(TIMEOUT.total_seconds() - GRACE)
         try:
             result = getattr(importlib.import_module(module), name)(*args)
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 

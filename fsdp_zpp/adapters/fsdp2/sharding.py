@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -26,6 +28,8 @@ from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
 from .clipping import explain_clipping_errors
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
 from .validation import check_arguments, check_strategy, is_stock, mark_sharded, named_own_parameters
+
+logger = logging.getLogger("fsdp_zpp")
 
 
 @overload
@@ -107,7 +111,7 @@ def fully_shard(
     sharded = torch_fully_shard(module, **passed_on)
     mark_sharded(modules, before, strategy)
     parameters = _torch.adopt_group(modules[0], _on_lazy_init)
-    if is_stock(strategy, group):
+    if is_stock(strategy, group) and not (unit.packed and _can_gather(unit.ranks, compared, reshard_after_forward)):
         for each in modules:
             attach(each, unit)
     elif parameters is not None:  # else the module has no parameters of its own
@@ -172,6 +176,24 @@ def _check_agreement(
 def _to_be_sharded(modules: list[nn.Module], arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
     ignored = {id(parameter) for parameter in arguments.get("ignored_params") or ()}
     return [(name, p) for name, p in named_own_parameters(modules) if id(p) not in ignored]
+
+
+def _can_gather(ranks: ProcessMesh, one_mesh: bool, reshard: bool | int | None) -> bool:
+    """Whether a strategy can gather what a stock one would leave to torch; warns of packed values if it can't."""
+    if one_mesh and (reshard is None or isinstance(reshard, bool)):
+        return True
+    if ranks.rank == 0:
+        _warn_of_packed_values()
+    return False
+
+
+@cache  # for all layers of a model
+def _warn_of_packed_values() -> None:
+    logger.warning(
+        "fully_shard: packed values are gathered by torch, for reshard_after_forward is a number of ranks or mesh has "
+        "several dimensions; on GPUs torch changes those that read as NaN: pack them with "
+        "bnb_4bit_quant_storage=torch.uint8, or pass a bool and a 1-D mesh"
+    )
 
 
 def _unit_for(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> StrategyUnit:
