@@ -8,7 +8,8 @@ differ do ranks exchange the arguments themselves, so that the error on every ra
 
 The comparison is call by call: a rank that wraps a block while another wraps the root, or already runs its first
 forward, is a difference, too. A rank that never makes such a call (because it uses torch's own strategies) can't be
-noticed: the others hang.
+noticed: the others hang. Nor can it be compared over which ranks to compare: a rank that is given something else than a
+mesh or a process group raises alone, rather than wait for ranks that may have nothing to do with the model.
 """
 
 from __future__ import annotations

@@ -183,16 +183,19 @@ def test_what_loads_after_some_kills_is_whole(
 
 @pytest.mark.slow
 @over_kinds
-def test_what_torchtitan_loads_after_a_kill_is_whole(tmp_path: Path, kind: Callable[[Saves, int], str]) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_torchtitan_loads_after_a_kill_is_whole(
+    tmp_path: Path, strategy: str, kind: Callable[[Saves, int], str]
+) -> None:
     pytest.importorskip("torchtitan")
     if not hasattr(fsdp, "DataParallelMeshDims"):
         pytest.skip("torchtitan 0.3 does not import on this torch")
     own = Pool(2)  # torchtitan changes processes
     with ExitStack() as stack, ProcessPoolExecutor(1, start_method(), import_torchtitan) as forker:
         stack.callback(own.stop)
-        saves = Saves(ByTorchtitan(), STRATEGIES["stateful"], tmp_path, own, forker)
+        saves = Saves(ByTorchtitan(), STRATEGIES[strategy], tmp_path, own, forker)
         saves.know_earlier(lambda folder: shutil.rmtree(folder / "checkpoint" / "step-4"))
-        check(kind, saves, range(60))
+        check(kind, saves, SEEDS[strategy])
 
 
 def import_torchtitan() -> None:
