@@ -152,7 +152,7 @@ def test_a_result_says_how_it_was_made(path: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_scripts_put_nothing_on_the_path_but_common(folder: str) -> None:
-    """Neither benchmarks/ nor the root: a folder ``kernels`` there hides Hugging Face's package of that name."""
+    """Not benchmarks/, whose folder ``kernels`` would hide Hugging Face's package of that name."""
     lines = [line for path in (BENCHMARKS / folder).glob("*.py") for line in path.read_text().splitlines()]
     assert {line for line in lines if "sys.path" in line} == {
         'sys.path.append(str(Path(__file__).parents[1] / "common"))'

@@ -40,8 +40,7 @@ def test_the_wheel_has_all_modules_and_nothing_else(built: Path) -> None:
     with ZipFile(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl") as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_zpp").rglob("*.py")}
-    kernels = {f"fsdp_zpp/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
-    assert packed == own | kernels | {"fsdp_zpp/py.typed"}
+    assert packed == own | {"fsdp_zpp/py.typed"}
 
 
 def test_the_wheel_asks_for_all_that_it_imports_or_has_torch_and_safetensors_import(built: Path) -> None:
@@ -55,7 +54,7 @@ def test_the_wheel_asks_for_all_that_it_imports_or_has_torch_and_safetensors_imp
 def test_the_source_distribution_has_the_licence_and_readme(built: Path) -> None:
     with tarfile.open(built / f"fsdp_zpp-{VERSION}.tar.gz") as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py", "kernels/__init__.py"} <= packed
+    assert {"LICENSE", "README.md", "pyproject.toml", "fsdp_zpp/__init__.py"} <= packed
 
 
 def install_alone(wheel: Path, environment: Path) -> Path:

@@ -1,13 +1,12 @@
-"""In no process of the tests is the folder ``kernels`` a module of that name, which is Hugging Face's.
+"""In no process of the tests does a folder of ours pass for the module ``kernels``, which is Hugging Face's.
 
-bitsandbytes and transformers look for it. Installed, ours is ``fsdp_zpp.kernels``.
+bitsandbytes and transformers look for it, and a folder of that name on the path is a module of it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,19 +14,16 @@ from harness.launch import in_fake_world, launch
 from harness.pool import Pool
 
 ROOT = Path(__file__).parents[1]
-Found = tuple[list[str], list[str]]
 
 
-def find_kernels() -> Found:
-    """Where this process looks for modules, and the folders in which it finds one named kernels."""
+def find_kernels() -> list[str]:
+    """The folders in which this process finds a module named kernels."""
     spec = importlib.util.find_spec("kernels")
-    return sys.path, [] if spec is None else list(spec.submodule_search_locations or [])
+    return [] if spec is None else list(spec.submodule_search_locations or [])
 
 
-def assert_not_ours(found: Found) -> None:
-    """Fail if the repository's root is on the path, or a folder of the repository passes for that module."""
-    path, folders = found
-    assert ROOT not in [Path(folder).resolve() for folder in path]
+def assert_not_ours(folders: list[str]) -> None:
+    """Fail if a folder of the repository passes for that module."""
     assert not any(Path(folder).resolve().is_relative_to(ROOT) and ".venv" not in folder for folder in folders)
 
 

@@ -74,16 +74,6 @@ def test_two_tests_at_once_without_a_gpu(tmp_path: Path, gpu: bool, call: str) -
     assert commands(tmp_path, gpu=gpu, torch=True)[-1] == call
 
 
-def test_nothing_is_run_with_the_root_on_the_path(tmp_path: Path) -> None:
-    """``python -m`` puts it there, and ``kernels`` would then be taken for Hugging Face's; a script does not."""
-    for command, expected in (("test", "pytest"), ("train", "torchrun")):
-        folder = tmp_path / command
-        folder.mkdir()
-        called = commands(folder, command, gpu=False, torch=True)[-1]
-        assert called.startswith(f"{expected} ")
-        assert " -m " not in called
-
-
 def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     result = attempt(tmp_path, OLD="1")
     assert result.returncode == 1

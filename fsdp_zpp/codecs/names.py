@@ -14,7 +14,8 @@ from .blockwise import Int4, Int8
 from .delta import Int4Delta
 from .nf4 import NF4
 
-CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
+_Named = Int8 | Int4 | Int4Delta | NF4
+CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
 
 
 def codec_from_name(value: object) -> Codec | None:
@@ -39,7 +40,8 @@ def codec_from_name(value: object) -> Codec | None:
     name, colon, block = value.partition(":")
     if colon and not block.isdecimal():
         raise ValueError(f"{value!r} is not a codec: a block is a number, as in 'int8:256'")
-    return _class_of(name)(*([int(block)] if colon else []))
+    cls = _class_of(name)
+    return cls(int(block)) if colon else cls()
 
 
 def name_of_codec(codec: Codec) -> str | dict[str, Any]:
@@ -60,7 +62,7 @@ def name_of_codec(codec: Codec) -> str | dict[str, Any]:
     return {"codec": name, "block": arguments["block"]} | codecs
 
 
-def _class_of(name: object) -> type[Any]:
+def _class_of(name: object) -> type[_Named]:
     if not isinstance(name, str) or name not in CODECS:
         raise ValueError(f"{name!r} is not a codec; allowed are none, {', '.join(CODECS)}")
     return CODECS[name]
@@ -76,5 +78,4 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
             raise ValueError(f"{key!r} is not an argument of {cls.__name__}, which takes {', '.join(known)}")
     if "whole" in values:
         values["whole"] = codec_from_name(values["whole"])
-    codec: Codec = cls(**values)
-    return codec
+    return cls(**values)

@@ -104,7 +104,8 @@ class NF4(Codec):
         shape = torch.Size((chunks, padded))
         functional = _bitsandbytes()
         state = functional.QuantState(absmax, shape=shape, blocksize=self.block, quant_type="nf4", dtype=dtype)
-        return functional.dequantize_4bit(codes, state)[:, :numel]
+        values: Tensor = functional.dequantize_4bit(codes, state)
+        return values[:, :numel]
 
     def _padded(self, numel: int) -> int:
         """``numel`` rounded up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""

@@ -13,7 +13,7 @@ import pytest
 from harness.launch import ROOT
 
 PAGE = ROOT / "docs/guides/troubleshooting.md"
-FOLDERS = ("fsdp_zpp", "kernels")
+FOLDERS = ("fsdp_zpp",)
 LEAST = 12
 """Fewer characters than this tell no message from another. A message that has no more is another error's, passed on."""
 HOLE = "…"

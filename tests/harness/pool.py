@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -68,9 +67,7 @@ def start_method() -> multiprocessing.context.BaseContext:
     if device_type() == "cuda":
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(PRELOADED)
-    # It imports with the working directory on its path, and in the repository's root "kernels" would be ours.
-    with contextlib.chdir("/"):
-        forkserver.ensure_running()
+    forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 

@@ -255,8 +255,8 @@ def quantize_delta(
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
             of range.
     """
-    *layouts, numel = check_delta(values, base, base_bits, base_block, bits, block, tail)
-    return backend_for(values).quantize_delta(base.shape[0], numel, *layouts, values.dtype)
+    base_layout, layout, numel = check_delta(values, base, base_bits, base_block, bits, block, tail)
+    return backend_for(values).quantize_delta(base.shape[0], numel, base_layout, layout, values.dtype)
 
 
 @op("add_delta")

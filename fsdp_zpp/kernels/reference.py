@@ -145,7 +145,7 @@ def _blocks(values: Tensor, block: int) -> Tensor:
         padded[:, :numel] = values
         padded[:, numel:] = 0  # zeros leave the maximum of the last block alone
         values = padded
-    return values.float().unflatten(1, ((numel + missing) // block, block))
+    return values.float().view(len(values), (numel + missing) // block, block)
 
 
 def _quantize_blocks(blocks: Tensor, qmax: int) -> tuple[Tensor, Tensor]:

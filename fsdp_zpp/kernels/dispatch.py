@@ -11,12 +11,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from operator import itemgetter
-from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from .backend import Backend
 from .payload import ALIGNMENT
 
 P = ParamSpec("P")
@@ -27,17 +27,21 @@ _MAX_PREPARED = 1024
 """The calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory."""
 
 
-def backend_for(tensor: Tensor) -> ModuleType:
+def backend_for(tensor: Tensor) -> Backend:
     """The module that runs ops on ``tensor``: Triton on CUDA, the reference on CPU, the fake one while tracing."""
     # Backends are imported on use, so that machines without a GPU do not need Triton.
     # Fakes come first: a fake tensor reports the device that it stands for, so is_cuda may be true of it.
     if tensor.is_meta or (type(tensor) is not Tensor and hasattr(tensor, "fake_mode")):
-        from . import fake as backend
-    elif tensor.is_cuda:
-        from . import triton_backend as backend  # type: ignore[no-redef]
-    else:
-        from . import reference as backend  # type: ignore[no-redef]
-    return backend
+        from . import fake
+
+        return fake
+    if tensor.is_cuda:
+        from . import triton_backend
+
+        return triton_backend
+    from . import reference
+
+    return reference
 
 
 class Op(Generic[P, R]):
@@ -103,7 +107,7 @@ class Op(Generic[P, R]):
         self._prepared[signature] = prepared
         return prepared
 
-    def _register(self, name: str, mutates_args: tuple[str, ...]) -> Any:
+    def _register(self, name: str, mutates_args: tuple[str, ...]) -> Callable[..., R]:
         """The op as torch has it. It checks its arguments, too, also while tracing."""
 
         def run(*args: Any) -> R:
@@ -121,7 +125,7 @@ class Op(Generic[P, R]):
 
         for function in (run, trace):
             function.__signature__ = self.__signature__  # type: ignore[attr-defined]
-        registered: Any = torch.library.custom_op(name, run, mutates_args=mutates_args, device_types=("cpu", "cuda"))
+        registered = torch.library.custom_op(name, run, mutates_args=mutates_args, device_types=("cpu", "cuda"))
         registered.register_fake(trace)
         return registered
 
