@@ -8,6 +8,7 @@ what the shards hold instead, and so differs after any write.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -39,10 +40,13 @@ class ShardVersion:
     """
 
     def __init__(self) -> None:
-        self._of_contents = check_is_on()
         self._storages: list[int] = []
         self._references: list[StorageWeakRef] = []
         self._moves = 0
+
+    @cached_property
+    def _compares_contents(self) -> bool:
+        return check_is_on()
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
         """The version of what a unit's shards hold now.
@@ -51,7 +55,7 @@ class ShardVersion:
             memory: The tensors that are gathered, but for subclasses without a storage of their own.
             counted: These, and the tensors through which users and optimizers write to them.
         """
-        if self._of_contents:
+        if self._compares_contents:
             # Of what is counted, DTensors hold what is in the memory; other subclasses are not in it.
             subclasses = (
                 each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)

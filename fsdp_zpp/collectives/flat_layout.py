@@ -104,3 +104,7 @@ class FlatLayout:
             to: The other layout.
         """
         return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)
+
+
+NO_PARAMETERS = FlatLayout.dense(())
+"""The layout of nothing."""

@@ -20,6 +20,7 @@ nodes does not depend on the number of micro-batches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,13 +72,14 @@ class GradientReduce:
         native: bool = False,
     ) -> None:
         self._topology = mesh.topology
-        self._parts = mesh.topology.shard_count(optimizer_scope)
         self._gradient_scope, self._optimizer_scope = gradient_scope, optimizer_scope
         self._codecs = intra_codec, inter_codec
         self._error_feedback = error_feedback
-        # Their sizes come with the first gradient.
-        specs = error_buffer_specs(error_feedback, self._codecs, optimizer_scope, mesh.topology, 0)
-        self.errors = ErrorFeedbackState(error_feedback, specs) if error_feedback is not None and specs else None
+        self.errors = None
+        if error_feedback is not None:
+            # Their sizes come with the first gradient.
+            specs = error_buffer_specs(error_feedback, self._codecs, optimizer_scope, mesh.topology, 0)
+            self.errors = ErrorFeedbackState(error_feedback, specs) if specs else None
         intra = hop_over(mesh.intra, "reduce", "intra", traffic)
         inter = hop_over(mesh.inter, "reduce", "inter", traffic)
         kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
@@ -184,6 +186,10 @@ class GradientReduce:
             # The hops send the dtype that FSDP would have sent, whatever the sum is in.
             return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
         return self._two_hop.start(gradient, accumulated, out, factor)
+
+    @cached_property
+    def _parts(self) -> int:
+        return self._topology.shard_count(self._optimizer_scope)
 
     def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
         parts = self._parts

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -58,19 +59,17 @@ class Hop:
         kind: ``"gather"`` for weights, ``"reduce"`` for gradients.
         level: ``"inter"`` between nodes or ``"intra"`` inside one.
         traffic: Where the bytes are counted.
-
-    Attributes:
-        size: Number of ranks.
     """
 
     group: dist.ProcessGroup
     kind: Kind
     level: Level
     traffic: Traffic
-    size: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", self.group.size())
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.group.size())
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""

@@ -69,7 +69,11 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
     Raises:
         ValueError: If the layout is not possible, on every rank before any communication.
     """
-    topology = topology_of(group, gpus_per_node)
+    return mesh_on(group, topology_of(group, gpus_per_node))
+
+
+def mesh_on(group: dist.ProcessGroup, topology: Topology) -> ProcessMesh:
+    """As :func:`process_mesh`, of ranks whose layout is known."""
     made = _subgroups.setdefault(group, {})
     if topology.gpus_per_node not in made:
         _destroy_orphans()

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -101,7 +102,6 @@ class SecondaryShard:
 
     Attributes:
         group: The ranks of the hop.
-        peers: Their number, without this one.
         own_node: This rank's node, and so its row.
         base: The older secondary shard that the next delta is to be against, if there is one.
         checkpointed: What was loaded from a checkpoint, and may hold the weights as they are now.
@@ -123,7 +123,6 @@ class SecondaryShard:
         self.side_stream: SideStream | None = None
         self.stale, self.unread = True, False
         self.own_node = own_node
-        self.peers = 0 if hop is None else hop.size - 1
         self.base: Tensor | None = None
         self._payload: Tensor | None = None
         self.checkpointed: CheckpointedShard | None = None
@@ -133,6 +132,11 @@ class SecondaryShard:
         self.next_codec = codec
         self._version: Hashable = None
         self._ready: Any = None
+
+    @cached_property
+    def peers(self) -> int:
+        """The number of ranks of the hop, without this one."""
+        return 0 if self.hop is None else self.hop.size - 1
 
     @property
     def sends_deltas(self) -> bool:

@@ -58,12 +58,12 @@ class WeightGather:
         label: str = "unit",
     ) -> None:
         inter = hop_over(mesh.inter, "gather", "inter", traffic)
+        self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
         own_node = mesh.rank // mesh.topology.gpus_per_node
         self.secondary = SecondaryShard(inter, own_node, codec, keep_secondary, label)
         self.prefetcher: SecondaryShardPrefetcher | None = None
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
-        self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
         self._places = PlacesInChunks(mesh)
         self.secondary.find_exact = self._find_exact
         self._settled_for: Any = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from fsdp_zpp.codecs.base import Codec
@@ -116,6 +117,8 @@ def resolve_scopes(
         keeps_secondary = scopes.parameters == "I" and scopes.optimizer == "G"
         scopes = Scopes(*asked.replace("I", "N"))
         scopes = scopes._replace(parameters="I") if keeps_secondary else scopes
+    if error_feedback is None:
+        return scopes
     # Only the names of the hops matter here, not the sizes of their buffers.
     fed_back = error_buffer_specs(error_feedback, gradient_codecs, scopes.optimizer, topology, 0)
     if "intra" in fed_back or ("inter" in fed_back and topology.gpus_per_node == 1):
@@ -134,4 +137,7 @@ def finer_inside(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> 
     if intra != "auto":
         return intra
     # A codec of a user's own may have no block; 256 is the default of Int8.
-    return None if inter is None else Int8(getattr(inter, "block", 256))
+    return None if inter is None else _eight_bits(getattr(inter, "block", 256))
+
+
+_eight_bits = cache(Int8)

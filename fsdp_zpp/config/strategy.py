@@ -186,8 +186,9 @@ class Strategy:
     @property
     def is_plain(self) -> bool:
         """Whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
-        encoded = (self.weights, *self.gradient_codecs, self.frozen)
-        return self.levels == "GGG" and all(codec is None for codec in encoded)  # local steps refuse GGG
+        encodes_inside = self.intra_gradients not in (None, "auto")
+        encoded = (self.weights, self.gradients, self.frozen)
+        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_inside  # local steps refuse GGG
 
     @classmethod
     def zeropp(cls, **overrides: Any) -> Strategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Topology:
                 f"gpus_per_node={self.gpus_per_node}; allowed are {divisors}"
             )
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """Number of nodes."""
         return self.world // self.gpus_per_node

@@ -19,7 +19,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from .base import UngroupedPayload, make_units
 from .encoding import FrozenOptions, quantize_selected
 from .finite import refuse_infinite
-from .modules import frozen_modules
+from .modules import FrozenModule, frozen_modules
 from .placement import Placement
 from .report import log_report
 from .resharding import follow_strategy
@@ -58,7 +58,8 @@ def quantize_for(
     Raises:
         ValueError: If weights have no values, or infinite ones, or weights that were quantized before can't move.
     """
-    follow_strategy(module, mesh)
+    if any(isinstance(part, FrozenModule) for part in module.modules()):
+        follow_strategy(module, mesh)
     if strategy.frozen is None:
         return {}
     options = FrozenOptions(

@@ -11,10 +11,13 @@ fp32 and makes one NaN of all. About one in a thousand packed byte pairs reads a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+K = TypeVar("K", bound=Hashable)
 
 
 def holds_packed_values(parameter: Tensor) -> bool:
@@ -33,16 +36,19 @@ def holds_packed_values(parameter: Tensor) -> bool:
     )
 
 
+def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
+    """Those of some parameters, by whatever they come with, that hold packed values."""
+    # Most are plain, and a call for each would be a third of all that sharding a module takes.
+    seen = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
+    return {key: parameter for key, parameter in seen if holds_packed_values(parameter)}
+
+
 def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:
     """The modules below ``model`` that have packed parameters, with the names there."""
-    return {
-        (module, name)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and holds_packed_values(parameter)
-    }
+    sites = ((module, *named) for module in model.modules() for named in module._parameters.items())
+    return set(packed(((module, name), p) for module, name, p in sites if p is not None))
 
 
-def packed_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def packed_facts(held: Mapping[str, Tensor]) -> dict[str, str]:
     """What all ranks must agree on about packed parameters, by name; see [Note: Agreement] in agreement.py."""
-    return {f"values in {name}": f"packed as {type(p).__name__}" for name, p in parameters if holds_packed_values(p)}
+    return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in held.items()}

@@ -1,9 +1,8 @@
-"""Checks that both adapters make before they send anything, and the mesh that a strategy runs on."""
+"""Checks that both adapters make before they send anything."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 
 import torch
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh, topology_of
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.config.topology import Topology
+
+from .layout import launched_node_size, node_size
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,41 +78,9 @@ def check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[st
         NotImplementedError: It names the parameter.
     """
     # Under G the shards are those of torch's own FSDP, which composes with other parallelisms.
-    for name, parameter in parameters if strategy.optimizer != "G" else ():
+    for name, parameter in parameters if strategy.levels[2] != "G" else ():
         if isinstance(parameter, DTensor):
             raise NotImplementedError(
                 f"{strategy.levels!r} shards over a part of the data-parallel ranks, which can't be combined with "
                 f"another parallelism, but {name} is sharded already; use optimizer scope G, such as 'IGG'"
             )
-
-
-def topology_for(strategy: Strategy, group: dist.ProcessGroup) -> Topology:
-    """The layout of ``group`` under ``strategy``, without communication. Raises what :func:`topology_of` raises."""
-    return topology_of(group, node_size(strategy, group))
-
-
-def mesh_for(strategy: Strategy, group: dist.ProcessGroup) -> ProcessMesh:
-    """The mesh of ``group`` under ``strategy``. Collective over ``group``. Raises what :func:`process_mesh` raises."""
-    return process_mesh(group, node_size(strategy, group))
-
-
-def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
-    """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
-
-    A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then count
-    as one node, and torch's own collectives do the work.
-    """
-    if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
-        return dist.get_world_size(group)
-    return strategy.gpus_per_node
-
-
-def launched_node_size(group: dist.ProcessGroup) -> object:
-    """``gpus_per_node`` of ``group`` as launched; LOCAL_WORLD_SIZE as text if that gives no layout.
-
-    The caller compares it between ranks: nodes of unequal size then raise on all of them, not just on some.
-    """
-    try:
-        return topology_of(group).gpus_per_node
-    except ValueError:
-        return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"

@@ -62,6 +62,7 @@ class StrategyHandle(ViewingHandle):
         reduction: Reduces the gradients; None leaves it to torch.
         order: The order in which the model's units reduce; None before the first forward.
         written_back: Called after parameters were written to the shard, or moved.
+        parameter_layout: Where its parameters lie.
         unreduced: Whether a unit that is not sharded has gradients that nothing has reduced.
         took_part: Whether ranks have gathered it in an earlier micro-batch of the step.
         used_in_step: Whether this rank has used it in the step.
@@ -81,7 +82,7 @@ class StrategyHandle(ViewingHandle):
     _was_gathered: bool
     _holds_decoded_weights: bool
     _version: ShardVersion
-    _layout: GradientLayout
+    parameter_layout: GradientLayout
     _version_at_summon: Hashable
 
     def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit) -> None:
@@ -91,9 +92,9 @@ class StrategyHandle(ViewingHandle):
         self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
-        self._version, self._layout = ShardVersion(), GradientLayout(state)
+        self._version, self.parameter_layout = ShardVersion(), GradientLayout(state)
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
-        self.zero_padding()
+        self.parameter_layout.zero_padding()
         self.prepare_views()
 
     def _wants_full_precision(self) -> bool:
@@ -202,13 +203,13 @@ class StrategyHandle(ViewingHandle):
         if out is gradient:  # nothing is sharded
             # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
             # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
-            for start, stop in self._layout.trained(out.shape[0]).gaps:
+            for start, stop in self.parameter_layout.trained(out.shape[0]).gaps:
                 out[start:stop].zero_()
 
     def _gradient_layout(self, gradient: Tensor) -> FlatLayout:
         # Only errors are to know which parameters are frozen.
         knows_frozen = self.reduction is not None and self.reduction.errors is not None
-        return (self._layout.trained if knows_frozen else self._layout.whole)(gradient.shape[0])
+        return (self.parameter_layout.trained if knows_frozen else self.parameter_layout.whole)(gradient.shape[0])
 
     def end_backward(self, synchronized: bool) -> None:
         """The backward is over."""
@@ -271,7 +272,7 @@ class StrategyHandle(ViewingHandle):
 
     def layout(self, numel: int) -> FlatLayout:
         """Where parameters lie in a gathered flat parameter of ``numel`` values."""
-        return self._layout.whole(numel)
+        return self.parameter_layout.whole(numel)
 
     def is_trained(self) -> bool:
         """Whether the flat parameter requires a gradient, or an original one, which the next forward passes on."""
@@ -301,14 +302,6 @@ class StrategyHandle(ViewingHandle):
         if same_kind and not self._offload_params:
             flat_param._local_shard = flat_param.data
         self.written_back()
-
-    def zero_padding(self) -> None:
-        """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
-        shard = self.flat_param.data
-        ranks, first = (self.world_size, self.rank * shard.numel()) if self.uses_sharded_strategy else (1, 0)
-        for start, stop in self._layout.whole(ranks * shard.numel()).gaps:
-            if stop > first:
-                shard[max(start - first, 0) : stop - first].zero_()
 
 
 def reduction_hook(handle: StrategyHandle, gradient: Tensor, out: Tensor | None = None) -> None:

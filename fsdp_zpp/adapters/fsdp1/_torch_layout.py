@@ -56,17 +56,29 @@ class GradientLayout:
         handle: Any = self._instance._handle
         if handle is None:
             return {}
-        flat_param = handle.flat_param
         copy_replaced(handle)
         # Before FSDP's lazy initialization, the flat parameter is the shard itself.
-        shard = getattr(flat_param, "_local_shard", flat_param).detach()
-        first = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
-        layout = self.whole(shard.numel() * (handle.world_size if handle.uses_sharded_strategy else 1))
+        shard = getattr(handle.flat_param, "_local_shard", handle.flat_param).detach()
+        layout, first = self._around(handle, shard)
         bounds = (
             (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
         )
         held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def zero_padding(self) -> None:
+        """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
+        handle: Any = self._instance._handle
+        shard = handle.flat_param.data
+        layout, first = self._around(handle, shard)
+        for start, stop in layout.gaps:
+            if stop > first:
+                shard[max(start - first, 0) : stop - first].zero_()
+
+    def _around(self, handle: Any, shard: Tensor) -> tuple[FlatLayout, int]:
+        """The layout of all parameters, and where this rank's shard begins in it."""
+        ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
+        return self.whole(ranks * shard.numel()), rank * shard.numel()
 
     def trained_names(self) -> list[str]:
         """The FQNs of those that require a gradient or have one."""

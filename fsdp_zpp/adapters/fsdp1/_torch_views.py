@@ -179,15 +179,17 @@ class ShardedViews:
 def _can_show_directly(handle: FlatParamHandle) -> bool:
     """Whether ``setattr`` would put parameters and views where modules look for them, and do nothing else."""
     flat_param: Any = handle.flat_param
-    modules = {info.module for info in chain(flat_param._param_infos, flat_param._shared_param_infos)}
+    kinds = {type(info.module) for info in chain(flat_param._param_infos, flat_param._shared_param_infos)}
     torchs_way = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # with which torch does much the same
-    return handle._fsdp_extension is None and not torchs_way and all(map(_is_plain, modules))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    kind = type(module)
-    methods = ("__setattr__", "__delattr__", "register_parameter")
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in methods)
+    return (
+        handle._fsdp_extension is None
+        and not torchs_way
+        and all(
+            getattr(kind, method) is getattr(nn.Module, method)
+            for kind in kinds
+            for method in ("__setattr__", "__delattr__", "register_parameter")
+        )
+    )
 
 
 def _show_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, StateDictType
 
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.packed_weights import packed_facts
+from fsdp_zpp.runtime.layout import Layout
+from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
@@ -23,11 +24,10 @@ from fsdp_zpp.runtime.validation import (
     check_module,
     check_no_other_parallelism,
     strategy_facts,
-    topology_for,
 )
 
 
-def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> None:
+def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> Layout:
     """Raise for what a strategy can't do. Collective over ``group``.
 
     Args:
@@ -35,25 +35,31 @@ def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments
         group: The ranks to shard over; None if there is no process group.
         arguments: Those of FSDP's constructor; iterators among them become lists.
 
+    Returns:
+        Where the ranks lie.
+
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
-    if group is not None:
-        _check_agreement(strategy, group, arguments)
-    check_instance("sharding_strategy", strategy)
+    own = [] if group is None else _check_agreement(strategy, group, arguments)
     if not isinstance(strategy, Strategy):
+        check_instance("sharding_strategy", strategy)
         raise TypeError(
             "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
             f"{strategy!r}"
         )
     assert group is not None
-    agree(group, lambda: _check_what_is_sharded(strategy, group, arguments))
+    return agree(group, lambda: _check_what_is_sharded(strategy, group, own, arguments["cpu_offload"]))
 
 
-def _check_what_is_sharded(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
-    topology_for(strategy, group)
-    _check_parameters(strategy, arguments)
-    _check_offload(arguments)
+def _check_what_is_sharded(
+    strategy: Strategy, group: dist.ProcessGroup, own: list[tuple[str, nn.Parameter]], offload: CPUOffload | None
+) -> Layout:
+    layout = Layout.of(strategy, group)
+    check_dtypes(own, "pass others in ignored_states")
+    check_no_other_parallelism(strategy, own)
+    _check_offload(offload)
+    return layout
 
 
 def _check_group(arguments: dict[str, Any]) -> None:
@@ -83,7 +89,10 @@ def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
     return group if group is not None else dist.group.WORLD
 
 
-def _check_agreement(strategy: object, group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
+def _check_agreement(
+    strategy: object, group: dist.ProcessGroup, arguments: dict[str, Any]
+) -> list[tuple[str, nn.Parameter]]:
+    """Raise unless all ranks shard the same module in the same way; return what it is to flatten, with names."""
     module: nn.Module = arguments["module"]
     if not isinstance(module, nn.Module):  # which differs from what other ranks have, if they have one
         check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
@@ -99,7 +108,8 @@ def _check_agreement(strategy: object, group: dist.ProcessGroup, arguments: dict
     facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
     call = f"FullyShardedDataParallel({model_name(module)})"
     device = compute_device(group, arguments["device_id"])
-    check_agreement(group, call, facts | parameter_facts(own) | packed_facts(own), device)
+    check_agreement(group, call, facts | packed_facts(packed(own)) | parameter_facts(own), device)
+    return own
 
 
 def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
@@ -111,12 +121,6 @@ def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p not in ignored]
 
 
-def _check_parameters(strategy: Strategy, arguments: dict[str, Any]) -> None:
-    sharded = _to_be_sharded(arguments)
-    check_dtypes(sharded, "pass others in ignored_states")
-    check_no_other_parallelism(strategy, sharded)
-
-
 def ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: list[Any] | None) -> set[nn.Parameter]:
     """The parameters that FSDP's constructor was told to leave alone."""
     ignored: set[nn.Parameter] = set()
@@ -125,8 +129,7 @@ def ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: 
     return ignored
 
 
-def _check_offload(arguments: dict[str, Any]) -> None:
-    offload = arguments["cpu_offload"]
+def _check_offload(offload: CPUOffload | None) -> None:
     if offload is not None and offload.offload_params and not torch.accelerator.is_available():
         raise ValueError(f"{offload} needs an accelerator to offload from: FSDP pins the memory of the parameters")
 

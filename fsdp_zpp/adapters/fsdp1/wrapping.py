@@ -24,7 +24,6 @@ from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import Loaded, ManagedUnit, StrategyUnit, Unit, attach, unit_of
-from fsdp_zpp.runtime.validation import mesh_for
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout, _torch_replaced
@@ -75,10 +74,9 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error
         return
-    check_arguments(strategy, group, arguments)
+    layout = check_arguments(strategy, group, arguments)
     assert isinstance(strategy, Strategy)
-    assert group is not None
-    unit = StrategyUnit(strategy, mesh_for(strategy, group))
+    unit = StrategyUnit(strategy, layout.mesh())
     mixed_precision = arguments["mixed_precision"]
     unit.left_unquantized = quantize_for(
         strategy,
@@ -135,7 +133,7 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
     handle = _torch_adoption.adopt_handle(module, unit)
     if unit.gather is not None:
         unit.gather.secondary.source = handle
-    layout = _torch_layout.GradientLayout(module)
+    layout = _torch_layout.GradientLayout(module) if handle is None else handle.parameter_layout
     unit.named_shards, unit.trained_names = layout.named_shards, layout.trained_names
     if handle is None:
         # Not those of a flat parameter that the instance no longer has.

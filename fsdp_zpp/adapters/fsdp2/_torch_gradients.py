@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.collectives.exact_places import sent_exactly
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
+from fsdp_zpp.collectives.flat_layout import NO_PARAMETERS, FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.torch_internals import Needed, check_needed
 
@@ -135,7 +135,7 @@ class GradientGroup(FSDPParamGroup):
 
     def adopt(self) -> None:
         """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
-        self.reduction, self.step_layout, self._layouts = None, FlatLayout.dense(()), {}
+        self.reduction, self.step_layout, self._layouts = None, NO_PARAMETERS, {}
 
     def reduced_params(self) -> list[FSDPParam]:
         """The parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.

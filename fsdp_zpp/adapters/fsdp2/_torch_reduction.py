@@ -99,7 +99,6 @@ class ReducingGroup(GradientGroup):
         """Initialize the attributes of this class; torch reduces until ``reduction`` is set."""
         super().adopt()
         self.own_all_reduce, self.completion = None, None
-        self.order = ReductionOrder([self])
         self._was_gathered, self._reduced, self._took_part = False, False, False
         self._used, self._unused, self._step = set(), {}, []
 

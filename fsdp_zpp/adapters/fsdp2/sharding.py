@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, overload
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
@@ -18,16 +18,17 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.layout import Layout
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
-from fsdp_zpp.runtime.packed_weights import holds_packed_values, packed_facts
+from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, unit_of
-from fsdp_zpp.runtime.validation import check_module, mesh_for, strategy_facts
+from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
 from .clipping import explain_clipping_errors
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
-from .validation import check_arguments, check_strategy, is_stock, mark_sharded, named_own_parameters
+from .validation import check_arguments, check_strategy, mark_sharded, named_own_parameters
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -95,23 +96,21 @@ def fully_shard(
     if not dist.is_initialized():
         check_strategy(strategy)
     group, compared = _ranks(mesh)
-    if compared:
-        _check_agreement(modules, strategy, group, passed_on)
-    check_strategy(strategy)
-    agree(group if compared else None, lambda: check_arguments(modules, strategy, group, passed_on))
-    unit = _unit_for(strategy, group, passed_on)
+    own, held = _check_agreement(modules, strategy, group if compared else None, passed_on)
+    layout = agree(group if compared else None, lambda: check_arguments(own, strategy, group, passed_on))
+    unit = _unit_for(strategy, layout, passed_on)
     policy = passed_on.get("mp_policy")
+    ignored = passed_on.get("ignored_params") or ()
+    dtype = None if policy is None else policy.param_dtype
     for each in modules:
-        ignored = passed_on.get("ignored_params") or ()
-        dtype = None if policy is None else policy.param_dtype
         unit.left_unquantized |= quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
-    if any(holds_packed_values(p) for _, p in _to_be_sharded(modules, passed_on)):  # what is left of them
+    if held and packed(named_own_parameters(modules, ignored)):  # what is left of them
         unit.leave_weights_uncoded()
     before = {parameter for each in modules for parameter in each.parameters()}
     sharded = torch_fully_shard(module, **passed_on)
     mark_sharded(modules, before, strategy)
     parameters = _torch.adopt_group(modules[0], _on_lazy_init)
-    if is_stock(strategy, group) and not (unit.packed and _can_gather(unit.ranks, compared, reshard_after_forward)):
+    if layout.stock and not (unit.packed and _can_gather(unit.ranks, compared, reshard_after_forward)):
         for each in modules:
             attach(each, unit)
     elif parameters is not None:  # else the module has no parameters of its own
@@ -161,21 +160,23 @@ def _ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, bool]:
 
 
 def _check_agreement(
-    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
-) -> None:
+    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup | None, arguments: dict[str, Any]
+) -> tuple[list[tuple[str, nn.Parameter]], dict[str, Tensor]]:
+    """Raise unless all ranks of ``group``, if any, shard the same modules in the same way.
+
+    Returns:
+        The parameters that are to be sharded, with names, and those of them that hold packed values.
+    """
     call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
     if not all(isinstance(module, nn.Module) for module in modules):  # which other ranks may have
         check_agreement(group, call, {})
         list(map(check_module, modules))
-    facts = strategy_facts(strategy, group)
+    own = named_own_parameters(modules, arguments.get("ignored_params") or ())
+    facts = {} if group is None else strategy_facts(strategy, group)
     facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
-    own = _to_be_sharded(modules, arguments)
-    check_agreement(group, call, facts | parameter_facts(own) | packed_facts(own))
-
-
-def _to_be_sharded(modules: list[nn.Module], arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    ignored = {id(parameter) for parameter in arguments.get("ignored_params") or ()}
-    return [(name, p) for name, p in named_own_parameters(modules) if id(p) not in ignored]
+    held = packed(own)
+    check_agreement(group, call, facts | packed_facts(held) | parameter_facts(own))
+    return own, held
 
 
 def _can_gather(ranks: ProcessMesh, one_mesh: bool, reshard: bool | int | None) -> bool:
@@ -196,10 +197,10 @@ def _warn_of_packed_values() -> None:
     )
 
 
-def _unit_for(strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]) -> StrategyUnit:
-    """A unit on the ranks of ``group``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
+def _unit_for(strategy: Strategy, layout: Layout, arguments: dict[str, Any]) -> StrategyUnit:
+    """A unit on the ranks of ``layout``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
     mesh = arguments["mesh"]
-    unit = StrategyUnit(strategy, mesh_for(strategy, group))
+    unit = StrategyUnit(strategy, layout.mesh())
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
         sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert sharded_over is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,28 +15,34 @@ from torch.distributed.tensor import Shard
 
 from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_other_parallelism, topology_for
+from fsdp_zpp.runtime.layout import Layout
+from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_other_parallelism
 
 _SHARDED = "_fsdp_zpp_sharded"
 
 
 def check_arguments(
-    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
-) -> None:
+    own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
+) -> Layout:
     """Raise for what a strategy can't do; wraps the ``shard_placement_fn`` in ``arguments`` to check its results.
 
     Args:
-        modules: What is to be sharded.
+        own: What is to be sharded, with names.
         strategy: How.
         group: The ranks to shard over.
         arguments: What torch's ``fully_shard`` will be called with.
 
+    Returns:
+        Where the ranks lie.
+
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
-    _check_order(modules, arguments.get("ignored_params") or set())
-    if is_stock(strategy, group):
-        return
+    check_strategy(strategy)
+    _check_order(own)
+    layout = Layout.of(strategy, group)
+    if layout.stock:
+        return layout
     _check_reshard(strategy, arguments["reshard_after_forward"])
     if arguments.get("dp_mesh_dims") is not None:
         raise NotImplementedError(
@@ -44,13 +50,13 @@ def check_arguments(
             'as in mesh=mesh["dp"]'
         )
     _check_mesh(arguments["mesh"])
-    topology_for(strategy, group)
-    _check_dtypes(modules, arguments.get("ignored_params") or set())
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
-    check_no_other_parallelism(strategy, named_own_parameters(modules))
+    check_dtypes(own, "pass others in ignored_params")
+    check_no_other_parallelism(strategy, own)
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
+    return layout
 
 
 def mark_sharded(modules: list[nn.Module], before: set[nn.Parameter], by: Strategy) -> None:
@@ -70,26 +76,20 @@ def sharded_by(parameter: Tensor) -> str | None:
     return getattr(parameter, _SHARDED, None)
 
 
-def _check_order(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
-    """Raise if a module around ``modules`` was sharded before them: torch would say so at the first forward only."""
-    left_alone = {id(parameter) for parameter in ignored}
-    for name, parameter in named_own_parameters(modules):
-        if sharded_by(parameter) is not None and id(parameter) not in left_alone:
+def _check_order(own: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise if a module around these was sharded before them: torch would say so at the first forward only."""
+    for name, parameter in own:
+        if _SHARDED in vars(parameter):
             raise ValueError(
                 f"{name} is sharded already, with a module around it; shard layers before the model, so that what is "
                 "left to the model is what no layer has"
             )
 
 
-def is_stock(strategy: Strategy, group: dist.ProcessGroup) -> bool:
-    """Whether torch's ``fully_shard`` does it all by itself on ``group``, with whatever arguments it takes."""
-    return strategy.is_plain and topology_for(strategy, group).nodes == 1
-
-
 def check_strategy(strategy: object) -> None:
     """Raise a TypeError unless ``strategy`` is a :class:`Strategy`."""
-    check_instance("strategy", strategy)
     if not isinstance(strategy, Strategy):
+        check_instance("strategy", strategy)
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
 
 
@@ -117,18 +117,11 @@ def _check_mesh(mesh: Any) -> None:
         )
 
 
-def _check_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
-    check_dtypes(
-        ((name, p) for name, p in named_own_parameters(modules) if p not in ignored), "pass others in ignored_params"
-    )
-
-
-def named_own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are to be sharded, not those that an earlier call has sharded."""
+def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are to be sharded, with names: not the ``ignored`` ones, nor those of an earlier call."""
     inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
-    sharded = {p for child in inner for p in child.parameters()}
-    for module in modules:
-        yield from ((name, p) for name, p in module.named_parameters() if p not in sharded)
+    others = {id(p) for child in inner for p in child.parameters()} | {id(p) for p in ignored}
+    return [(name, p) for module in modules for name, p in module.named_parameters() if id(p) not in others]
 
 
 def _check_offload(policy: object) -> None:

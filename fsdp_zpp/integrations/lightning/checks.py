@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_zpp.adapters.fsdp2.validation import is_stock
 from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.whole_state_dicts import quantized_names
@@ -63,7 +62,9 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
-        if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or is_stock(unit.strategy, unit.ranks.group):
+        if not isinstance(unit, StrategyUnit) or unit.ranks.group is None:
+            continue
+        if unit.strategy.is_plain and unit.ranks.topology.nodes == 1:
             continue  # torch does it all, and what it accepts is Lightning's to say
         ranks = dist.get_process_group_ranks(unit.ranks.group)
         if ranks != expected:

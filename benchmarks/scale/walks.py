@@ -1,0 +1,176 @@
+"""What a newcomer walks through: the functions and files of this project that one call of a user's visits, in order.
+
+    torchrun --nproc-per-node 4 benchmarks/scale/walks.py
+    torchrun --nproc-per-node 4 benchmarks/scale/walks.py --show "fsdp2 gradient"
+
+Counts, on rank 0 of two nodes of two: calls of functions, the files that they are in, and how often a call is in
+another file than the call before it. Kernels are prepared as for a GPU and not launched. Prints a Markdown table, or a
+walk itself, indented by depth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from contenders import WIDTH, Block, prepare_kernels_only
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import fsdp_zpp
+from fsdp_zpp import Strategy, fully_shard
+
+PACKAGE = f"{Path(fsdp_zpp.__file__).parent}{os.sep}"
+STRATEGY = Strategy.zeropp(gpus_per_node=2)
+
+
+class Visit(NamedTuple):
+    """A call of one of our functions: its depth among calls of ours, its file, and its name."""
+
+    depth: int
+    file: str
+    function: str
+
+
+class Walk(list[Visit]):
+    """The visits of one call, in order."""
+
+    @property
+    def files(self) -> int:
+        """The number of different files."""
+        return len({visit.file for visit in self})
+
+    @property
+    def file_changes(self) -> int:
+        """How often a call is in another file than the call before it."""
+        return sum(before.file != after.file for before, after in pairwise(self))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'  ' * visit.depth}{visit.file}: {visit.function}" for visit in self)
+
+
+def record(walk: Walk) -> None:
+    """Record what is called from now on, until :func:`stop`."""
+    depth = 0
+    generators: set[FrameType] = set()  # each of whose resumptions is an event of a call, too
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal depth
+        code = frame.f_code
+        # Comprehensions are functions up to Python 3.11 only.
+        if event in ("call", "return") and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            if event == "call" and frame not in generators:
+                walk.append(Visit(depth, code.co_filename.removeprefix(PACKAGE), code.co_qualname))
+            if code.co_flags & inspect.CO_GENERATOR:
+                generators.add(frame)
+            depth += 1 if event == "call" else -1
+
+    sys.setprofile(profile)
+
+
+def stop() -> None:
+    """Record no more."""
+    sys.setprofile(None)
+
+
+def shard(adapter: str, block: nn.Module) -> Any:
+    """``block`` under a strategy."""
+    if adapter == "fsdp2":
+        return fully_shard(block, strategy=STRATEGY)
+    return FullyShardedDataParallel(
+        block, sharding_strategy=STRATEGY, use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+def model_after_steps(adapter: str, blocks: int) -> nn.Module:
+    """A model of some blocks, each a unit, after a few steps, the last of which has made its weights stale."""
+    model = shard(adapter, nn.Sequential(*(shard(adapter, Block()) for _ in range(blocks))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """The loss of an input of ones."""
+    loss: Tensor = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
+    return loss
+
+
+def first_norm(model: nn.Module) -> nn.Module:
+    """What computes first in ``model``."""
+    return next(module for module in model.modules() if isinstance(module, nn.RMSNorm))
+
+
+def of_wrapping(adapter: str) -> Walk:
+    """The walk of sharding one block after another one, whose process groups it shares."""
+    shard(adapter, Block())
+    record(walk := Walk())
+    shard(adapter, Block())
+    stop()
+    return walk
+
+
+def of_gather(adapter: str, blocks: int) -> Walk:
+    """The walk from a forward after a step to the first computation, through the gather of its weights."""
+    model = model_after_steps(adapter, blocks)
+    first_norm(model).register_forward_pre_hook(lambda module, args: stop())
+    record(walk := Walk())
+    loss_of(model)
+    return walk
+
+
+def of_gradient(adapter: str) -> Walk:
+    """The walk of a block's gradients from the end of its own backward to that of the model's, through their hops."""
+    model = model_after_steps(adapter, 1)
+    walk = Walk()
+
+    def record_from_its_gradient(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        inputs[0].register_hook(lambda gradient: record(walk))
+
+    first_norm(model).register_forward_pre_hook(record_from_its_gradient)
+    loss_of(model).backward()
+    stop()
+    return walk
+
+
+WALKS: dict[str, Callable[[str], Walk]] = {
+    "wrapping of a block": of_wrapping,
+    "gather": lambda adapter: of_gather(adapter, 1),
+    "gather that prefetches": lambda adapter: of_gather(adapter, 2),
+    "gradient": of_gradient,
+}
+
+
+def main() -> None:
+    """Count all walks, or show one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [f"{adapter} {name}" for adapter in ("fsdp1", "fsdp2") for name in WALKS]
+    parser.add_argument("--show", choices=names, metavar="WALK", help=f"one of {', '.join(names)}")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    prepare_kernels_only()
+    rows = ["| Walk | calls | files | file changes |", "|---|---|---|---|"]
+    for name in names if arguments.show is None else [arguments.show]:
+        adapter, _, which = name.partition(" ")
+        walk = WALKS[which](adapter)
+        rows.append(f"| {name} | {len(walk)} | {walk.files} | {walk.file_changes} |")
+    if dist.get_rank() == 0:
+        print("\n".join(rows) if arguments.show is None else walk)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Where the ranks of a strategy lie: decided once for each module that is sharded, and handed on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from fsdp_zpp.collectives.mesh import ProcessMesh, mesh_on, topology_of
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.config.topology import Topology
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks that a call shards over, and what a strategy comes to on them.
+
+    Attributes:
+        group: The ranks.
+        topology: Their nodes.
+        stock: Whether torch's own FULL_SHARD does all that the strategy asks for, so that torch's FSDP is left to it.
+    """
+
+    group: dist.ProcessGroup
+    topology: Topology
+    stock: bool
+
+    @classmethod
+    def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> Layout:
+        """The layout of ``group`` under ``strategy``, without communication. Raises what :func:`topology_of` raises."""
+        topology = topology_of(group, node_size(strategy, group))
+        return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
+
+    def mesh(self) -> ProcessMesh:
+        """The mesh of the ranks. Collective over them at the first call for each layout."""
+        return mesh_on(self.group, self.topology)
+
+
+def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
+    """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
+
+    A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then count
+    as one node, and torch's own collectives do the work.
+    """
+    if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
+        return dist.get_world_size(group)
+    return strategy.gpus_per_node
+
+
+def launched_node_size(group: dist.ProcessGroup) -> object:
+    """``gpus_per_node`` of ``group`` as launched; LOCAL_WORLD_SIZE as text if that gives no layout.
+
+    The caller compares it between ranks: nodes of unequal size then raise on all of them, not just on some.
+    """
+    try:
+        return topology_of(group).gpus_per_node
+    except ValueError:
+        return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
