@@ -17,7 +17,7 @@ BY_NAME = {"import_module", "__import__"}
 
 
 def hidden_imports(source: str) -> Iterator[str]:
-    """Strings that name a module of the package, and calls that import relatively to where they are."""
+    """Yield strings that name a module of the package, and calls that import relatively to where they are."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Constant(value=str(text)) if re.fullmatch(r"(fsdp_zpp|kernels)(\.\w+)+", text):
@@ -28,7 +28,7 @@ def hidden_imports(source: str) -> Iterator[str]:
 
 
 def imported_by(path: Path) -> set[str]:
-    """The names of all modules that a script imports, anywhere in it."""
+    """Return the names of all modules that a script imports, anywhere in it."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return found | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}

@@ -40,7 +40,7 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
 
 
 def read(folder: Path, *names: str) -> dict[str, Result]:
-    """Results of a folder, by the names of their files without ``.json``.
+    """Return results of a folder, by the names of their files without ``.json``.
 
     Args:
         folder: Where they are.

@@ -33,7 +33,7 @@ def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
-    """A table, and under it where it is from; runs that were made alike are named together.
+    """Return a table with a line under it that says where it is from; runs that were made alike are named together.
 
     Args:
         table: In Markdown.
@@ -54,7 +54,7 @@ def with_origin(table: str, folder: str, results: Mapping[str, Result], names: I
 
 
 def origin(manifest: Mapping[str, Any]) -> str:
-    """Date, commit, machine and the versions that figures depend on most, as far as they are known."""
+    """Return date, commit, machine and the versions that figures depend on most, as far as they are known."""
     machine, versions = manifest["machine"], manifest["versions"]
     parts = [manifest["date"][:10], f"commit {manifest['commit'][:7]}" if manifest["commit"] else "no commit"]
     parts += [f"{machine['gpus']} x {machine['gpu']}"] if "gpu" in machine else []

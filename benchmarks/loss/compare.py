@@ -92,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def labelled_strategies(options: argparse.Namespace) -> list[tuple[str, Strategy | None]]:
-    """The strategies on the command line, each after what tables call it.
+    """Return the strategies on the command line, each after what tables call it.
 
     Raises:
         ValueError: If there is nothing to set against FULL_SHARD, or a name, scopes or a codec is unknown.
