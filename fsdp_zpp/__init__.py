@@ -20,6 +20,7 @@ from fsdp_zpp.frozen.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from fsdp_zpp.frozen.saving import save_frozen_params
 from fsdp_zpp.planner.plan import plan
+from fsdp_zpp.planner.running_job import choose_strategy
 from fsdp_zpp.runtime.api import agreed_weights, exchange_weights, invalidate, traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 
@@ -35,6 +36,7 @@ __all__ = [
     "QuantizedReduceState",
     "Strategy",
     "agreed_weights",
+    "choose_strategy",
     "dequantize_frozen_params",
     "exchange_weights",
     "fully_shard",

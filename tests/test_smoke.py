@@ -34,6 +34,7 @@ from fsdp_zpp import (
     QuantizedReduceState,
     Strategy,
     agreed_weights,
+    choose_strategy,
     dequantize_frozen_params,
     exchange_weights,
     invalidate,
@@ -186,7 +187,7 @@ def test_files(pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path) ->
 
 def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
     net = models.make_net()
-    assert Strategy.auto(net, **CLUSTER) == plan(module_size(net), **CLUSTER).choice.strategy
+    assert choose_strategy(net, **CLUSTER) == plan(module_size(net), **CLUSTER).choice.strategy
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in CLUSTER.items()]
     assert main(["plan", "--params", "7e9", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["choice"] in LEGAL_LEVELS

@@ -8,33 +8,43 @@ written after the run, from what the run printed and from when its figures were 
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 Result = dict[str, Any]
-NO_FIGURES = ("out", "worker", "case")
+NO_FIGURES = ("out", "output", "resume", "worker", "case")
 """Options that say where a result goes, or that a script gives to its own processes."""
 
 
-def write(path: Path, manifest: dict[str, Any], arguments: argparse.Namespace, rows: list[Row], **others: Any) -> None:
-    """Write one run's result.
+def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
+    """Write one run's result, a line for each row; the file is there when it is complete.
 
     Args:
         path: The file; its folder is made.
         manifest: When, where and how it was made.
-        arguments: The command line's options, of which those that change no figure are left out.
+        arguments: Its attributes are the options, of which those that change no figure are left out.
         rows: What was measured, a row for each case.
         others: What else the result says.
     """
     options = {name: value for name, value in vars(arguments).items() if name not in NO_FIGURES}
-    result = {"manifest": manifest, "arguments": options, **others, "rows": rows}
+    head = {"manifest": manifest, "arguments": options, **others}
+    lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
+    lines += ['"rows": [', ",\n".join(json.dumps(row) for row in rows), "]"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text("\n".join(["{", *lines, "}\n"]))
+    partial.replace(path)
 
 
-def read(folder: Path) -> dict[str, Result]:
-    """All results of a folder, by their files' names without ``.json``."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+def read(folder: Path, *names: str) -> dict[str, Result]:
+    """Return results of a folder, by the names of their files without ``.json``.
+
+    Args:
+        folder: Where they are.
+        names: Of those to read; a ``*`` stands for all that there are. Default: all that lie in no folder below.
+    """
+    files = [file for name in names or ("*",) for file in sorted(folder.glob(f"{name}.json"))]
+    return {file.relative_to(folder).as_posix().removesuffix(".json"): json.loads(file.read_text()) for file in files}

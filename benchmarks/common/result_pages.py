@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from result_files import Result
+
 ROOT = Path(__file__).parents[2]
 RESULTS_PAGES, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
 MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n.*?<!-- end -->\n", re.DOTALL)
@@ -30,14 +32,34 @@ def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
 
 
-def provenance(folder: str, results: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> str:
-    """A line that names the files of some results in ``folder``, with when and from which commit each was made."""
-    made_by = []
+def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
+    """Return a table with a line under it that says where it is from; runs that were made alike are named together.
+
+    Args:
+        table: In Markdown.
+        folder: In benchmarks/, whose ``results/`` the results are in.
+        results: By path there, without ``.json``.
+        names: Of the results that the table shows. Of those in folders below, the folder is named.
+    """
+    origins: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        made = results[name]["manifest"]
-        commit = made["commit"][:7] if made["commit"] else "no commit"
-        made_by.append(f"`{name}.json` ({made['date'][:10]}, {commit})")
-    return f"From `{folder}`: {', '.join(made_by)}."
+        below, _, file = name.rpartition("/")
+        alike = origins.setdefault(origin(results[name]["manifest"]), [])
+        alike.append(f"`{below}/`" if below else f"`{file}.json`")
+    groups = []
+    for made, files in origins.items():
+        runs = f"{len(files)} runs, " if len(set(files)) < len(files) else ""
+        groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{made})")
+    return f"{table}\n\nFrom `benchmarks/{folder}/results`: {'; '.join(groups)}."
+
+
+def origin(manifest: Mapping[str, Any]) -> str:
+    """Return date, commit, machine and the versions that figures depend on most, as far as they are known."""
+    machine, versions = manifest["machine"], manifest["versions"]
+    parts = [manifest["date"][:10], f"commit {manifest['commit'][:7]}" if manifest["commit"] else "no commit"]
+    parts += [f"{machine['gpus']} x {machine['gpu']}"] if "gpu" in machine else []
+    parts += [f"{machine['cores']} CPU cores"] if "cores" in machine else []
+    return ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)])
 
 
 def with_tables(text: str, tables: Tables, page: str = "the page") -> str:

@@ -12,15 +12,14 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import result_files
 import result_pages
-from result_pages import RESULTS_PAGES, markdown
+from result_files import Result, Row, read
+from result_pages import RESULTS_PAGES, markdown, with_origin
 
 FOLDER = Path(__file__).parent
 OWN, BLOCKS, DEEPSPEED, COUNTERS = "block-256", "blocks", "deepspeed-block-256", "nsight-block-256"
 ON_H100, REGISTERS = "h100-block-256", "registers"
 OTHERS_MIB = 256
-Row = dict[str, Any]
 
 
 def rate(row: Row) -> str:
@@ -72,7 +71,7 @@ def counters(rows: list[Row]) -> str:
     return markdown(["kernel", *columns], lines)
 
 
-def beside(result: result_files.Result, prefix: str = "") -> dict[str, str]:
+def beside(result: Result, prefix: str = "") -> dict[str, str]:
     """The rates of another run at ``OTHERS_MIB``, by the names of our kernels that do the same, without a prefix."""
     copy = f"{result['copies_tb_per_s'][str(OTHERS_MIB)]:.2f}"
     rows = [row for row in result["rows"] if row["mib"] == OTHERS_MIB]
@@ -81,7 +80,7 @@ def beside(result: result_files.Result, prefix: str = "") -> dict[str, str]:
 
 def tables() -> dict[str, str]:
     """All tables of the page by name, each with the files that it is from."""
-    results = result_files.read(FOLDER / "results")
+    results = read(FOLDER / "results")
     others = {
         f"on an H100, {OTHERS_MIB} MiB": beside(results[ON_H100]),
         f"DeepSpeed's, {OTHERS_MIB} MiB": beside(results[DEEPSPEED], "DeepSpeed: "),
@@ -96,8 +95,7 @@ def tables() -> dict[str, str]:
         ),
         "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
     }
-    where = "benchmarks/kernels/results"
-    return {name: f"{table}\n\n{result_pages.provenance(where, results, runs)}" for name, (table, runs) in made.items()}
+    return {name: with_origin(table, "kernels", results, runs) for name, (table, runs) in made.items()}
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import result_files
 import torch
 import torch.distributed as dist
 import train
 from figures import draw_losses
 from manifest import manifest
-from records import Record, write
+from result_files import Row
 from tables import comparison, in_columns
 from torch import Tensor, nn
 
@@ -36,14 +37,6 @@ from fsdp_zpp.planner.model_size import module_size
 HOPS = ("inter", "intra")
 WINDOW = 10
 """Steps between two looks at the clock, for which the GPU is waited for."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """What is compared: its name, and its strategy, None for torch's own FULL_SHARD."""
-
-    label: str
-    strategy: Strategy | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ def main(arguments: list[str]) -> None:
     if options.resume or options.stop_at:
         parser.error("--resume and --stop-at are for one run, as examples/train.py makes it; here several are compared")
     try:
-        strategies = contenders(options)
+        strategies = labelled_strategies(options)
     except ValueError as error:
         parser.error(str(error))
     device = start()
@@ -71,8 +64,8 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"a text of {len(tokens)} bytes is too short: a fiftieth must hold {options.sequence + 1}")
     text = Text(tokens[:-held_out], tokens[-held_out:])
     # FULL_SHARD goes last: what strategies refuse, they refuse before it has run for nothing.
-    strategies.append(Contender(f"{prefix(options)}full_shard", None))
-    *ours, full_shard = [measure(each, options, text, device) for each in strategies]
+    strategies.append((f"{prefix(options)}full_shard", None))
+    *ours, full_shard = [measure(*each, options, text, device) for each in strategies]
     if dist.get_rank() == 0:
         report([full_shard, *ours], options, text)
     dist.destroy_process_group()
@@ -98,8 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def contenders(options: argparse.Namespace) -> list[Contender]:
-    """The strategies on the command line.
+def labelled_strategies(options: argparse.Namespace) -> list[tuple[str, Strategy | None]]:
+    """Return the strategies on the command line, each after what tables call it.
 
     Raises:
         ValueError: If there is nothing to set against FULL_SHARD, or a name, scopes or a codec is unknown.
@@ -114,10 +107,8 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
             changes[name] = parse_codec(name, text)
             label += f" {name} {text}"
     if not options.levels:
-        return [Contender(label, dataclasses.replace(base, **changes))]
-    return [
-        Contender(f"{label} {levels}", dataclasses.replace(base, levels=levels, **changes)) for levels in options.levels
-    ]
+        return [(label, dataclasses.replace(base, **changes))]
+    return [(f"{label} {levels}", dataclasses.replace(base, levels=levels, **changes)) for levels in options.levels]
 
 
 def prefix(options: argparse.Namespace) -> str:
@@ -133,18 +124,19 @@ def parse_codec(name: str, text: str) -> Any:
         raise ValueError(f"--{name}: {error}") from None
 
 
-def measure(contender: Contender, options: argparse.Namespace, text: Text, device: torch.device) -> Record:
-    """Train once and forget all but the figures. Collective."""
-    strategy = contender.strategy
+def measure(
+    label: str, strategy: Strategy | None, options: argparse.Namespace, text: Text, device: torch.device
+) -> Row:
+    """Train once, under torch's FULL_SHARD if ``strategy`` is None, and forget all but the figures. Collective."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model = train.make_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     full_shard_sent = full_shard_sends(model, options, device)
     model = train.shard(model, strategy, options.fsdp2, device)
-    log = run_steps(model, contender, options, text)
+    log = run_steps(model, label, strategy, options, text)
     result = {
-        "label": contender.label,
+        "label": label,
         "strategy": str(strategy or "torch's ShardingStrategy.FULL_SHARD"),
         "parameters": parameters,
         "losses": log.losses,
@@ -177,26 +169,24 @@ class Log:
         return {hop: int(median(step[hop] for step in self.sent)) for hop in HOPS}
 
 
-def run_steps(model: Any, contender: Contender, options: argparse.Namespace, text: Text) -> Log:
+def run_steps(model: Any, label: str, strategy: Strategy | None, options: argparse.Namespace, text: Text) -> Log:
     """Train from the first step to the last. Collective."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     log, pending, validated = Log(), [], False
     since = time.perf_counter()
     for done in range(1, options.steps + 1):
-        before = sent_by(model, contender.strategy)
+        before = sent_by(model, strategy)
         pending.append(train.train_step(model, optimizer, text.training, done - 1, options))
         # A step right after a validation finds the weights that it has gathered, and sends less.
         if not validated:
-            log.sent.append({hop: now - before[hop] for hop, now in sent_by(model, contender.strategy).items()})
+            log.sent.append({hop: now - before[hop] for hop, now in sent_by(model, strategy).items()})
         validated = done == options.steps or done % math.ceil(options.steps / 10) == 0
         if validated or done % WINDOW == 0:
             log.losses += torch.stack(pending).tolist()
             log.seconds.append((time.perf_counter() - since) / len(pending))
             if validated:
                 log.validation.append((done, validate(model, text.held_out, options)))
-                say(
-                    f"{contender.label}: step {done}, loss {log.losses[-1]:.4f}, validation {log.validation[-1][1]:.4f}"
-                )
+                say(f"{label}: step {done}, loss {log.losses[-1]:.4f}, validation {log.validation[-1][1]:.4f}")
             pending, since = [], time.perf_counter()
     return log
 
@@ -251,18 +241,13 @@ def peak_memory(device: torch.device) -> int | None:
     return int(peak)
 
 
-def report(rows: list[Record], options: argparse.Namespace, text: Text) -> None:
+def report(rows: list[Row], options: argparse.Namespace, text: Text) -> None:
     """Print a table, and write the figure and the result."""
     command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
-    result = {
-        "manifest": manifest(command),
-        "arguments": {name: value for name, value in vars(options).items() if name not in ("output", "resume")},
-        "ranks": dist.get_world_size(),
-        "text": {"training_bytes": len(text.training), "held_out_bytes": len(text.held_out)},
-        "rows": rows,
-    }
+    lengths = {"training_bytes": len(text.training), "held_out_bytes": len(text.held_out)}
     folder = Path(options.output)
-    write(folder / "result.json", result)
+    made_by, ranks = manifest(command), dist.get_world_size()
+    result_files.write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
     draw_losses(rows, folder / "loss.png")
     print(in_columns(comparison(rows)))
     print("Bytes are what one rank sends in a step; FULL_SHARD's are counted, not measured: the fewest that do.")

@@ -17,8 +17,9 @@ from configurations import NAMES
 from corpus import load_corpus
 from figures import draw_gaps
 from gaps import FAMILIES, REFERENCE, Runs, table
+from gpt2_training import Settings
 from jobs import Run, add_options, carry_out, settings_of
-from records import Record, read_all
+from result_files import read
 from tables import in_columns
 
 WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights"}
@@ -38,9 +39,10 @@ def parse(given: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def report(folder: Path, settings: Record) -> None:
+def report(folder: Path, settings: Settings) -> None:
     """Print a table, and draw a figure, for each kind of weights."""
-    runs = Runs([record for record in read_all(folder) if record["arguments"] == settings])
+    wanted = asdict(settings)
+    runs = Runs([result for result in read(folder).values() if result["arguments"] == wanted])
     for prefix, weights in WEIGHTS.items():
         if {REFERENCE, prefix + REFERENCE} <= runs.names and any(runs.members(prefix + family) for family in FAMILIES):
             print(f"\n{weights}\n\n{in_columns(table(runs, prefix))}")
@@ -56,5 +58,5 @@ def main(given: list[str]) -> None:
     well = carry_out(arguments, runs, corpus)
     if arguments.worker:
         return
-    report(arguments.output, asdict(settings))
+    report(arguments.output, settings)
     sys.exit(0 if well else 1)

@@ -10,13 +10,13 @@ import numpy as np
 from charts import INK, PEER, SERIES, Figure
 from gaps import FAMILIES, REFERENCE, Runs
 from matplotlib.axes import Axes
-from records import Record
+from result_files import Result, Row
 
 _WARM = 0.15
 """Share of a run left out of the convergence figures: losses fall so far there that no difference would be seen."""
 
 
-def draw_losses(runs: Sequence[Record], path: Path) -> None:
+def draw_losses(runs: Sequence[Row], path: Path) -> None:
     """Draw training and validation losses of a comparison as a PNG; the reference comes first, broad and grey."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -34,7 +34,7 @@ def draw_losses(runs: Sequence[Record], path: Path) -> None:
 
 
 @charts.drawn
-def seeds_compared(results: Sequence[Record]) -> Figure:
+def seeds_compared(results: Sequence[Result]) -> Figure:
     """FULL_SHARD and one strategy: the losses of the first seed, and for all seeds how far validation losses differ."""
     figure = Figure(figsize=(4.6, 5.4), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(1.5, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from records import Record
+from result_files import Result
 from result_pages import markdown
 
 REFERENCE = "full_shard"
@@ -27,11 +27,11 @@ class Runs:
     """Finished runs by configuration and seed.
 
     Args:
-        records: As the study writes them; all with the same settings.
+        results: As the study writes them; all with the same settings.
     """
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._rows = {(row["name"], row["seed"]): row for record in records for row in record["rows"]}
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._rows = {(row["name"], row["seed"]): row for result in results for row in result["rows"]}
         self.names = {name for name, _ in self._rows}
 
     def seeds(self, *names: str) -> list[int]:

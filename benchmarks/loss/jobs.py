@@ -24,7 +24,7 @@ from corpus import Corpus
 from gpt2_training import Settings, train
 from manifest import manifest
 from nodes import run_on_emulated_nodes
-from records import read_all, write
+from result_files import read, write
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ def _run_jobs(arguments: argparse.Namespace, jobs: int, corpus: Corpus) -> bool:
 
 def _work(arguments: argparse.Namespace, runs: list[Run], corpus: Corpus, device: torch.device) -> None:
     """One rank of a job: train what is not there yet; rank 0 writes."""
-    records = read_all(arguments.output)
-    finished = [(row["name"], row["seed"], record["arguments"]) for record in records for row in record["rows"]]
+    results = read(arguments.output).values()
+    finished = [(row["name"], row["seed"], result["arguments"]) for result in results for row in result["rows"]]
     # All ranks must have looked before the first run is written.
     dist.barrier()
     runs = [run for run in runs if (run.name, run.seed, asdict(run.settings)) not in finished]
     # How long one takes depends on anything but the learning rate.
     alike = [asdict(run.settings) | {"lr": None} for run in runs]
-    took = [row["seconds"] for each in records if each["arguments"] | {"lr": None} in alike for row in each["rows"]]
+    took = [row["seconds"] for each in results if each["arguments"] | {"lr": None} in alike for row in each["rows"]]
     longest = max(took, default=0.0)
     on_device = Corpus(corpus.training.to(device), corpus.held_out.to(device), corpus.files, corpus.sha256)
     for run in runs:
@@ -172,13 +172,12 @@ def _work(arguments: argparse.Namespace, runs: list[Run], corpus: Corpus, device
             _say(f"no time left for {run.label}, seed {run.seed}, and what follows")
             return
         strategy = sharding(run.name, run.settings.gpus_per_node)
-        result = train(run.settings, strategy, run.seed, on_device, device)
-        longest = max(longest, result["seconds"])
+        row = {"name": run.name, "seed": run.seed, **train(run.settings, strategy, run.seed, on_device, device)}
+        longest = max(longest, row["seconds"])
         if dist.get_rank() == 0:
-            row = {"name": run.name, "seed": run.seed, **result}
-            record = {"manifest": manifest(_command_line()), "arguments": asdict(run.settings)}
-            write(arguments.output / run.file, record | {"text": corpus.summary(), "rows": [row]})
-        _say(f"{run.label}, seed {run.seed}: {result['validation'][-1][1]:.4f} in {result['seconds']:.1f} s")
+            made_by, text = manifest(_command_line()), corpus.summary()
+            write(arguments.output / run.file, made_by, run.settings, [row], text=text)
+        _say(f"{run.label}, seed {run.seed}: {row['validation'][-1][1]:.4f} in {row['seconds']:.1f} s")
 
 
 def _command_line() -> list[str]:

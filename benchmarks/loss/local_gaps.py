@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gaps import REFERENCE, Runs, spread
-from records import Record
+from result_files import Result
 from result_pages import markdown
 
 LOCAL_NAMES = (
@@ -31,7 +32,7 @@ class TunedRuns:
     in common, it is the one with most seeds.
 
     Args:
-        records: As the study writes them, all on the same nodes.
+        results: As the study writes them, all on the same nodes.
 
     Attributes:
         runs: Those at the best learning rates.
@@ -40,17 +41,17 @@ class TunedRuns:
         compared_on: The seeds that all rates of a configuration were trained with, by configuration.
     """
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._by_rate: dict[str, dict[float, list[Record]]] = {}
-        for record in records:
-            rates = self._by_rate.setdefault(record["rows"][0]["name"], {})
-            rates.setdefault(record["arguments"]["lr"], []).append(record)
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._by_rate: dict[str, dict[float, list[Result]]] = {}
+        for result in results:
+            rates = self._by_rate.setdefault(result["rows"][0]["name"], {})
+            rates.setdefault(result["arguments"]["lr"], []).append(result)
         self.rates: dict[str, float] = {}
         self.tried: dict[str, dict[float, float]] = {}
         self.compared_on: dict[str, list[int]] = {}
         for name, by_rate in self._by_rate.items():
             self._choose(name, {rate: Runs(of_rate) for rate, of_rate in sorted(by_rate.items())})
-        chosen = [record for name, rate in self.rates.items() for record in self._by_rate[name][rate]]
+        chosen = [result for name, rate in self.rates.items() for result in self._by_rate[name][rate]]
         self.runs = Runs(chosen)
 
     def _choose(self, name: str, by_rate: dict[float, Runs]) -> None:
@@ -94,32 +95,32 @@ def variant(name: str) -> str:
     return name.partition(":")[2]
 
 
-def by_nodes(records: Sequence[Record]) -> dict[int, TunedRuns]:
+def by_nodes(results: Sequence[Result]) -> dict[int, TunedRuns]:
     """The runs, by the number of nodes.
 
     Raises:
         ValueError: If they can't be compared, of different texts, say.
     """
-    for record in records:
-        different = comparable(record["arguments"]).items() ^ comparable(records[0]["arguments"]).items()
+    for result in results:
+        different = comparable(result["arguments"]).items() ^ comparable(results[0]["arguments"]).items()
         if different:
             raise ValueError(f"runs with different settings can't be compared: {sorted(different)}")
-    nodes = sorted({record["arguments"]["nodes"] for record in records})
-    return {n: TunedRuns([record for record in records if record["arguments"]["nodes"] == n]) for n in nodes}
+    nodes = sorted({result["arguments"]["nodes"] for result in results})
+    return {n: TunedRuns([result for result in results if result["arguments"]["nodes"] == n]) for n in nodes}
 
 
-def comparable(settings: Record) -> Record:
+def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same in runs that are compared."""
     return {name: value for name, value in settings.items() if name not in NOT_COMPARED}
 
 
-def table(records: Sequence[Record]) -> str:
+def table(results: Sequence[Result]) -> str:
     """All configurations at their best learning rates: mean and standard deviation over the seeds.
 
     Gaps are of the same seeds of the reference on as many nodes.
     """
     rows = []
-    for nodes, tuned in by_nodes(records).items():
+    for nodes, tuned in by_nodes(results).items():
         for name in tuned.names:
             losses = [tuned.runs.final(name, seed) for seed in tuned.runs.seeds(name)]
             has_gap = name != REFERENCE and REFERENCE in tuned.rates
@@ -129,9 +130,9 @@ def table(records: Sequence[Record]) -> str:
     return markdown(("nodes", "configuration", "lr", "seeds", "validation loss", f"above {REFERENCE}, %"), rows)
 
 
-def learning_rates(records: Sequence[Record]) -> str:
+def learning_rates(results: Sequence[Result]) -> str:
     """The losses at the learning rates that were tried, of configurations with more than one; the best in bold."""
-    tuned_by_nodes = by_nodes(records)
+    tuned_by_nodes = by_nodes(results)
     shown = {
         (nodes, name): tuned
         for nodes, tuned in tuned_by_nodes.items()

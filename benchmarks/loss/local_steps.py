@@ -25,7 +25,7 @@ from gpt2_training import Settings
 from jobs import Run, add_options, carry_out, settings_of
 from local_figures import draw_every
 from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, rate_of, table
-from records import read_all
+from result_files import read
 from tables import in_columns
 
 BATCH = 32
@@ -77,13 +77,13 @@ def label(name: str, settings: Settings) -> str:
 def report(folder: Path, settings: Settings) -> None:
     """Print the tables, and draw the figure, of runs with these settings."""
     wanted = comparable(asdict(settings))
-    records = [record for record in read_all(folder) if comparable(record["arguments"]) == wanted]
-    if not records:
+    results = [result for result in read(folder).values() if comparable(result["arguments"]) == wanted]
+    if not results:
         return
-    print(f"\n{in_columns(table(records))}")
-    if any(len(tried) > 1 for tuned in by_nodes(records).values() for tried in tuned.tried.values()):
-        print(f"\n{in_columns(learning_rates(records))}")
-    draw_every(by_nodes(records), folder / "local-steps.png")
+    print(f"\n{in_columns(table(results))}")
+    if any(len(tried) > 1 for tuned in by_nodes(results).values() for tried in tuned.tried.values()):
+        print(f"\n{in_columns(learning_rates(results))}")
+    draw_every(by_nodes(results), folder / "local-steps.png")
 
 
 def main(given: list[str]) -> None:

@@ -17,8 +17,8 @@ import gaps
 import local_gaps
 import result_pages
 import tables
-from records import Record, read
-from result_pages import RESULTS_PAGES, Figures
+from result_files import Result, read
+from result_pages import RESULTS_PAGES, Figures, with_origin
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -35,13 +35,13 @@ class Table:
         paths: Of the results, without ``.json``; a ``*`` stands for all that there are.
     """
 
-    make: Callable[[list[Record]], str]
+    make: Callable[[list[Result]], str]
     paths: tuple[str, ...]
 
     def markdown(self) -> str:
         """The table, and under it where it is from."""
-        results = find(*self.paths)
-        return f"{self.make(list(results.values()))}\n\n{tables.provenance(results)}"
+        results = read(RESULTS, *self.paths)
+        return with_origin(self.make(list(results.values())), "loss", results, results)
 
 
 def seeds(name: str) -> tuple[str, ...]:
@@ -59,19 +59,13 @@ TABLES = {
         tuple(f"compare-cpu-{name}-seed0" for name in ("zeropp", "loco", "int4delta", "fsdp2")),
     ),
     "all scopes": Table(tables.by_strategy, ("compare-cpu-scopes-seed0",)),
-    "gradients on 2 x 1": Table(lambda records: gaps.table(gaps.Runs(records)), (ON_2X1,)),
-    "gradients and weights on 2 x 1": Table(lambda records: gaps.table(gaps.Runs(records), "w8:"), (ON_2X1,)),
-    "gradients on 2 x 2": Table(lambda records: gaps.table(gaps.Runs(records)), (ON_2X2,)),
-    "small parameters": Table(lambda records: tables.small_parameters(*records), ("small-parameters-cpu",)),
-    "straddling": Table(lambda records: tables.straddling(*records), ("straddling-cpu",)),
+    "gradients on 2 x 1": Table(lambda results: gaps.table(gaps.Runs(results)), (ON_2X1,)),
+    "gradients and weights on 2 x 1": Table(lambda results: gaps.table(gaps.Runs(results), "w8:"), (ON_2X1,)),
+    "gradients on 2 x 2": Table(lambda results: gaps.table(gaps.Runs(results)), (ON_2X2,)),
+    "small parameters": Table(lambda results: tables.small_parameters(results[0]["rows"]), ("small-parameters-cpu",)),
+    "straddling": Table(lambda results: tables.straddling(results[0]["rows"]), ("straddling-cpu",)),
 }
 """By their names on the page."""
-
-
-def find(*paths: str) -> dict[str, Record]:
-    """Results by their paths."""
-    files = [file for path in paths for file in sorted(RESULTS.glob(f"{path}.json"))]
-    return {file.relative_to(RESULTS).with_suffix("").as_posix(): read(file) for file in files}
 
 
 def draw(kind: str, *given: str) -> str:
@@ -80,11 +74,11 @@ def draw(kind: str, *given: str) -> str:
     import local_figures
 
     if kind == "losses":
-        return figures.seeds_compared(list(find(*seeds(*given)).values()))
+        return figures.seeds_compared(list(read(RESULTS, *seeds(*given)).values()))
     results, *prefix = given
     if kind == "local steps":
-        return local_figures.every_svg(local_gaps.by_nodes(list(find(results).values())))
-    return figures.gaps_svg(gaps.Runs(list(find(results).values())), *prefix)
+        return local_figures.every_svg(local_gaps.by_nodes(list(read(RESULTS, results).values())))
+    return figures.gaps_svg(gaps.Runs(list(read(RESULTS, results).values())), *prefix)
 
 
 FIGURES: Figures = {
@@ -95,7 +89,7 @@ FIGURES: Figures = {
     "coarse-gradients-2x2.svg": partial(draw, "gaps", ON_2X2),
 }
 
-if find(LOCAL_STEPS):
+if read(RESULTS, LOCAL_STEPS):
     TABLES["local steps"] = Table(local_gaps.table, (LOCAL_STEPS,))
     TABLES["learning rates of local steps"] = Table(local_gaps.learning_rates, (LOCAL_STEPS,))
     FIGURES = {**FIGURES, "local-steps-loss.svg": partial(draw, "local steps", LOCAL_STEPS)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from manifest import manifest
-from records import write
+from result_files import write
 from tables import in_columns, small_parameters as table
 from torch import Tensor, nn
 from transformers import (
@@ -114,6 +114,5 @@ def main(arguments: list[str]) -> None:
         gradients = gradients_of(config)
         encoded, spared = (figures(gradients, rounded(gradients, spare=spare)) for spare in (False, True))
         rows.append({"model": name, "encoded": encoded, "spared": spared})
-    result = {"manifest": manifest(), "arguments": {"hidden": HIDDEN, "ranks": RANKS}, "rows": rows}
-    write(options.output / "result.json", result)
-    print(in_columns(table(result)))
+    write(options.output / "result.json", manifest(), argparse.Namespace(hidden=HIDDEN, ranks=RANKS), rows)
+    print(in_columns(table(rows)))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from manifest import manifest
-from records import write
+from result_files import write
 from tables import in_columns, straddling as table
 from torch import Tensor
 from transformers import LlamaConfig
@@ -83,6 +83,5 @@ def main(arguments: list[str]) -> None:
         ):
             what = f"{name}, {codec}, hidden {hidden}"
             errors.append({"what": what, "errors": relative_errors(tensors, codec)})
-    result = {"manifest": manifest(), "arguments": {"hidden": HIDDEN}, "rows": errors}
-    write(options.output / "result.json", result)
-    print(in_columns(table(result)))
+    write(options.output / "result.json", manifest(), argparse.Namespace(hidden=HIDDEN), errors)
+    print(in_columns(table(errors)))

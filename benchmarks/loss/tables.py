@@ -1,10 +1,10 @@
-"""Results as tables in Markdown: the comparisons of examples/train.py, and where figures are from."""
+"""Results as tables in Markdown: of the comparisons of examples/train.py, and of two computations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from records import Record
+from result_files import Result, Row
 from result_pages import markdown
 
 
@@ -16,7 +16,7 @@ def in_columns(table: str) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def comparison(runs: Sequence[Record]) -> str:
+def comparison(runs: Sequence[Row]) -> str:
     """All that one call of ``compare`` has found; the first run is the one that others are compared with."""
     reference = runs[0]
     head = ["strategy", "train loss", "validation loss", "difference", "step", "tokens/s"]
@@ -30,7 +30,7 @@ def comparison(runs: Sequence[Record]) -> str:
     return markdown(head + (["peak memory"] if reference["peak_memory"] else []), rows)
 
 
-def by_seed(results: Sequence[Record]) -> str:
+def by_seed(results: Sequence[Result]) -> str:
     """A row for each result, of one strategy against FULL_SHARD with one seed.
 
     Args:
@@ -45,7 +45,7 @@ def by_seed(results: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
-def times(results: Sequence[Record]) -> str:
+def times(results: Sequence[Result]) -> str:
     """The time of a step in each result, of one strategy against FULL_SHARD with one seed."""
     rows = []
     for result in results:
@@ -54,7 +54,7 @@ def times(results: Sequence[Record]) -> str:
     return markdown(["strategy", "seed", "step, full_shard", "step, strategy"], rows)
 
 
-def by_strategy(results: Sequence[Record]) -> str:
+def by_strategy(results: Sequence[Result]) -> str:
     """A row for each strategy of several results, each after the FULL_SHARD that it is compared with."""
     rows: dict[str, tuple[str, ...]] = {}
     for result in results:
@@ -67,79 +67,52 @@ def by_strategy(results: Sequence[Record]) -> str:
     return markdown(head, ((label, *row) for label, row in rows.items()))
 
 
-def small_parameters(result: Record) -> str:
+def small_parameters(rows: Sequence[Row]) -> str:
     """What codecs leave of gradients, if all are encoded and if small parameters are left as they are."""
     head = ("", "lowest cosine, all encoded", "as sent", "most new zeros of a small one, all encoded", "as sent")
-    rows = []
-    for row in result["rows"]:
+    lines = []
+    for row in rows:
         both = row["encoded"], row["spared"]
         cosines = (f"{each['cosine']:.3f} ({each['of']})" for each in both)
         zeros = (f"{100 * each['zeros']:.1f} %" for each in both)
-        rows.append((row["model"], *cosines, *zeros))
-    return markdown(head, rows)
+        lines.append((row["model"], *cosines, *zeros))
+    return markdown(head, lines)
 
 
-def straddling(result: Record) -> str:
+def straddling(rows: Sequence[Row]) -> str:
     """Relative errors, by what is encoded."""
-    head = ("", *result["rows"][0]["errors"])
-    rows = ((each["what"], *(f"{100 * error:.3f} %" for error in each["errors"].values())) for each in result["rows"])
-    return markdown(head, rows)
+    lines = ((row["what"], *(f"{100 * error:.3f} %" for error in row["errors"].values())) for row in rows)
+    return markdown(("", *rows[0]["errors"]), lines)
 
 
-def provenance(results: Mapping[str, Record]) -> str:
-    """Where a table's figures are, and when and how they were made; those that agree are named together.
-
-    Args:
-        results: By path in ``results/``, without ``.json``; of a folder with many, the folder is named.
-    """
-    origins: dict[str, list[str]] = {}
-    for name, result in results.items():
-        names = origins.setdefault(origin(result["manifest"]), [])
-        folder, _, file = name.rpartition("/")
-        names.append(f"`{folder}/`" if folder else f"`{file}.json`")
-    groups = []
-    for made, names in origins.items():
-        runs = f"{len(names)} runs, " if len(set(names)) < len(names) else ""
-        groups.append(f"{', '.join(dict.fromkeys(names))} ({runs}{made})")
-    return f"From `benchmarks/loss/results`: {'; '.join(groups)}."
-
-
-def origin(manifest: Record) -> str:
-    """Date, commit, machine and the versions that figures depend on most."""
-    machine, versions = manifest["machine"], manifest["versions"]
-    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
-    software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers"))
-    return f"{manifest['date'][:10]}, commit {manifest['commit'][:7]}, {gpus}{machine['cores']} CPU cores, {software}"
-
-
-def final(run: Record) -> float:
+def final(run: Row) -> float:
     """The last validation loss."""
     loss: float = run["validation"][-1][1]
     return loss
 
 
-def train_loss(run: Record) -> float:
+def train_loss(run: Row) -> float:
     """The mean of the last ten training losses."""
     recent = run["losses"][-10:]
     return sum(recent) / len(recent)
 
 
-def difference(run: Record, reference: Record) -> str:
+def difference(run: Row, reference: Row) -> str:
     """By how much a run ends above another."""
     return f"{100 * (final(run) / final(reference) - 1):+.2f} %"
 
 
-def milliseconds(run: Record) -> str:
+def milliseconds(run: Row) -> str:
     """The time of a step."""
     return f"{1e3 * run['step_seconds']:.0f} ms"
 
 
-def sent(run: Record, reference: Record) -> tuple[str, str]:
+def sent(run: Row, reference: Row) -> tuple[str, str]:
     """What one rank sends in a step, over either hop."""
     return megabytes(run, reference, "inter"), megabytes(run, reference, "intra")
 
 
-def megabytes(run: Record, reference: Record, hop: str) -> str:
+def megabytes(run: Row, reference: Row, hop: str) -> str:
     """What one rank sends in a step, and the share of the reference's."""
     nbytes, whole = run["sent_per_step"][hop], reference["sent_per_step"][hop]
     if not nbytes:

@@ -10,16 +10,14 @@ import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import result_files
 import result_pages
-from result_pages import RESULTS_PAGES, markdown
+from result_files import Row, read
+from result_pages import RESULTS_PAGES, markdown, with_origin
 
 FOLDER = Path(__file__).parent
-Row = dict[str, Any]
 HEADINGS = (
     "adapter",
     "strategy",
@@ -115,7 +113,7 @@ def beside_hsdp(rows: list[Row]) -> str:
 
 def tables() -> dict[str, str]:
     """All tables of the page by name, each with the files that it is from."""
-    results = result_files.read(FOLDER / "results")
+    results = read(FOLDER / "results")
     rows = results["cpu"]["rows"]
     made = {
         "counts": (counts(rows, results["cpu"]["arguments"]["blocks"]), "cpu"),
@@ -125,8 +123,7 @@ def tables() -> dict[str, str]:
         "beside HSDP": (beside_hsdp(results["beside-hsdp"]["rows"]), "beside-hsdp"),
         "beside HSDP first": (beside_hsdp(results["beside-hsdp-first"]["rows"]), "beside-hsdp-first"),
     }
-    where = "benchmarks/scale/results"
-    return {name: f"{table}\n\n{result_pages.provenance(where, results, [run])}" for name, (table, run) in made.items()}
+    return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in made.items()}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from columns import PEAK, Row
+from columns import PEAK
 from nodes import layout
+from result_files import Row
 
 
 def chart(arguments: argparse.Namespace, rows: list[Row], machine: dict[str, Any]) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from result_files import Row
 from result_pages import markdown
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

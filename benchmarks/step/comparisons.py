@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import result_files
 from columns import (
     AGAINST_FULL_SHARD,
     BETWEEN_NODES,
@@ -15,16 +14,16 @@ from columns import (
     PEAK,
     STEP,
     Column,
-    Row,
     share,
 )
 from labels import label
+from result_files import Result, Row
 from result_pages import markdown
 
 HSDP, MEGATRON = "fsdp2:hybrid_shard", "megatron-hfsdp"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
 DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
-Results = dict[str, result_files.Result]
+Results = dict[str, Result]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from charts import FAINT, MEMORY, OURS, PEER, Figure, drawn
-from columns import Row
 from headline import LABELS, Entry
 from labels import label
 from matplotlib.axes import Axes
+from result_files import Row
 
 _WIDTH = 4.4
 """Inches; text of 10 points is still legible when the figure is scaled to a phone's 360 pixels."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from columns import Row
+from result_files import Row
 from result_pages import markdown
 
 RUN = "1.35B-2x2-eager"

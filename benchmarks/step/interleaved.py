@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 import torch.distributed as dist
-from contenders import contend
+from contenders import training_under
 from models import Task
 from timing import StepTime, rates, timed_steps
 
@@ -28,19 +28,19 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
     Returns:
         A row for each, with the median and the quartiles of its time over the first one's, round by round.
     """
-    contenders = [contend(task, name) for name in names]
+    trainings = [training_under(task, name) for name in names]
     tokens = task.tokens(dist.get_rank())
-    for contender in contenders:
+    for training in trainings:
         for _ in range(warmup):
-            contender.step(tokens)
+            training.step(tokens)
     times: list[list[StepTime]] = [[] for _ in names]
     shuffled = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
         # Or one would always follow the same other, and bear what that leaves behind.
         for index in shuffled.sample(range(len(names)), len(names)):
-            times[index] += timed_steps(task, contenders[index], tokens, 1)
-    for contender in contenders:
-        contender.close()
+            times[index] += timed_steps(task, trainings[index], tokens, 1)
+    for training in trainings:
+        training.close()
     whole = [[step.whole for step in of_one] for of_one in times]
     return [
         {"strategy": name, **rates(task, of_one, tokens), "paired": paired(whole_of_one, whole[0])}

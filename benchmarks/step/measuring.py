@@ -10,43 +10,44 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Contender, contend
+from contenders import training_under
 from models import Task
 from overlap import overlap
 from timing import PeakMemory, free_running_steps, rates, synchronize, timed_steps
 from torch.profiler import ProfilerActivity, profile
+from training import Training
 
 PROFILED_STEPS = 2
 
 
-def figures(arguments: argparse.Namespace, task: Task, contender: Contender, memory: PeakMemory) -> dict[str, Any]:
+def figures(arguments: argparse.Namespace, task: Task, training: Training, memory: PeakMemory) -> dict[str, Any]:
     """Step time in ms, peak memory in GiB, bytes sent in MiB a step, and what follows from them."""
     result: dict[str, Any] = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
     tokens = task.tokens(dist.get_rank())
-    losses = [contender.step(tokens) for _ in range(arguments.warmup)]
+    losses = [training.step(tokens) for _ in range(arguments.warmup)]
     memory.since_last()
-    before = contender.sent()
+    before = training.sent()
     timed = free_running_steps if arguments.free_running else timed_steps
-    times = timed(task, contender, tokens, arguments.steps)
-    after = contender.sent()
+    times = timed(task, training, tokens, arguments.steps)
+    after = training.sent()
     result |= rates(task, times, tokens) | {"peak_gib": memory.since_last()}
     if before is not None and after is not None:
         result["sent_mib_a_step"] = {hop: (after[hop] - before[hop]) / arguments.steps / 2**20 for hop in after}
-    losses.append(contender.step(tokens))
+    losses.append(training.step(tokens))
     result["loss"] = [losses[0].item(), losses[-1].item()]
     return result
 
 
-def profiled(arguments: argparse.Namespace, contender: Contender, tokens: torch.Tensor, name: str) -> dict[str, Any]:
+def profiled(arguments: argparse.Namespace, training: Training, tokens: torch.Tensor, name: str) -> dict[str, Any]:
     """What further steps show of communication on rank 0, whose trace is written."""
     if dist.get_rank() != 0:
         for _ in range(PROFILED_STEPS):
-            contender.step(tokens)
+            training.step(tokens)
         return {}
     cuda = arguments.device == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
         for _ in range(PROFILED_STEPS):
-            contender.step(tokens)
+            training.step(tokens)
         if cuda:
             torch.cuda.synchronize()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -55,16 +56,16 @@ def profiled(arguments: argparse.Namespace, contender: Contender, tokens: torch.
     return overlap(trace, PROFILED_STEPS)
 
 
-def generation(task: Task, contender: Contender, memory: PeakMemory) -> dict[str, Any]:
+def generation(task: Task, training: Training, memory: PeakMemory) -> dict[str, Any]:
     """Tokens a second of a greedy generation, the same on all ranks, and its peak memory in GiB."""
     prompt = torch.arange(16, device=task.place)[None] + 100
-    if contender.generate(prompt, task.generate) is None:
+    if training.generate(prompt, task.generate) is None:
         return {}
     dist.barrier()
     synchronize(task)
     memory.since_last()
     began = time.perf_counter()
-    tokens = contender.generate(prompt, task.generate)
+    tokens = training.generate(prompt, task.generate)
     synchronize(task)
     seconds = time.perf_counter() - began
     assert tokens is not None
@@ -81,17 +82,17 @@ def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, A
     """All that is measured of one strategy."""
     memory = PeakMemory(task)
     began = time.perf_counter()
-    contender = contend(task, name)
+    training = training_under(task, name)
     try:
         dist.barrier()
-        result = {"build_s": time.perf_counter() - began, **figures(arguments, task, contender, memory)}
+        result = {"build_s": time.perf_counter() - began, **figures(arguments, task, training, memory)}
         if arguments.profile:
-            result |= profiled(arguments, contender, task.tokens(dist.get_rank()), name)
+            result |= profiled(arguments, training, task.tokens(dist.get_rank()), name)
         if task.generate:
-            result |= generation(task, contender, memory)
+            result |= generation(task, training, memory)
         return result
     finally:
-        contender.close()
+        training.close()
 
 
 def attempt(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Contender
 from models import Task, llama_of, prepare, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from training import Training
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "deepspeed-mixzpp", "megatron-hfsdp")
 
-def peer(task: Task, name: str) -> Contender:
+
+def peer(task: Task, name: str) -> Training:
     """The peer of this name. Collective.
 
     Raises:
@@ -67,7 +69,7 @@ def deepspeed_config(task: Task, name: str, unit: int) -> dict[str, Any]:
     }
 
 
-class DeepSpeed(Contender):
+class DeepSpeed(Training):
     """A DeepSpeed engine with torch's AdamW, in the process group that is there."""
 
     def __init__(self, task: Task, name: str):
@@ -113,7 +115,7 @@ class DeepSpeed(Contender):
         self._engine = None
 
 
-class MegatronHFSDP(Contender):
+class MegatronHFSDP(Training):
     """Megatron-FSDP: parameters and gradients sharded inside a node, optimizer state over all ranks (``IGG``)."""
 
     def __init__(self, task: Task):

@@ -15,7 +15,7 @@ import headline
 import result_files
 import result_pages
 from comparisons import LORA, STEP_TIME, Comparison, Results
-from result_pages import RESULTS_PAGES, ROOT, Figures, Tables
+from result_pages import RESULTS_PAGES, ROOT, Figures, Tables, with_origin
 from single_runs import (
     cpu,
     cpu_conditions,
@@ -38,15 +38,11 @@ SINGLE = {
 }
 
 
-def with_origin(results: Results, table: str, runs: list[str]) -> str:
-    """A table, and under it where it is from."""
-    return f"{table}\n\n{result_pages.provenance('benchmarks/step/results', results, runs)}"
-
-
 def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, str]:
     """The tables of runs side by side."""
     return {
-        name: with_origin(results, one.markdown(results), list(one.runs.values())) for name, one in comparisons.items()
+        name: with_origin(one.markdown(results), "step", results, one.runs.values())
+        for name, one in comparisons.items()
     }
 
 
@@ -55,9 +51,9 @@ def pages(results: Results) -> dict[Path, Tables]:
     step_time = compared(results, STEP_TIME)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
     for table, hop in {"hops-between": "between nodes", "hops-inside": "inside a node"}.items():
-        step_time[table] = with_origin(results, hops(sizes, hop), list(CHUNK_SIZES.values()))
+        step_time[table] = with_origin(hops(sizes, hop), "step", results, CHUNK_SIZES.values())
     for table, (make, name) in SINGLE.items():
-        step_time[table] = with_origin(results, make(results[name]["rows"]), [name])
+        step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
     return {
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from labels import label
+from result_files import Result, Row
 from result_pages import markdown
-
-Row = dict[str, Any]
 
 
 def rate(row: Row) -> str:
@@ -16,7 +14,7 @@ def rate(row: Row) -> str:
     return f"{row['ms']:.2f} ({row['gb_per_s']:.2f})"
 
 
-def hops(runs: Mapping[str, Mapping[str, Any]], hop: str) -> str:
+def hops(runs: Mapping[str, Result], hop: str) -> str:
     """Runs of hops.py over one hop side by side, each under its label."""
     lines: dict[tuple[str, float], list[str]] = {}
     for result in runs.values():

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Contender
 from models import Task
+from training import Training
 from utilization import utilization
 
 
@@ -59,21 +59,21 @@ class StepTime:
     host: float
 
 
-def timed_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
     """The time of each step; all ranks start together. Collective."""
     whole, host = [], []
     for _ in range(steps):
         dist.barrier()
         synchronize(task)
         began = time.perf_counter()
-        contender.step(tokens)
+        training.step(tokens)
         host.append((time.perf_counter() - began) * 1e3)
         synchronize(task)
         whole.append((time.perf_counter() - began) * 1e3)
     return _step_times(task, whole, host)
 
 
-def free_running_steps(task: Task, contender: Contender, tokens: torch.Tensor, steps: int) -> list[StepTime]:
+def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
     """The mean time of steps that nothing holds up but themselves, as one. Collective.
 
     What one step leaves on its way, others may hide. Where each is waited for, that is part of its time.
@@ -82,7 +82,7 @@ def free_running_steps(task: Task, contender: Contender, tokens: torch.Tensor, s
     synchronize(task)
     began = time.perf_counter()
     for _ in range(steps):
-        contender.step(tokens)
+        training.step(tokens)
     host = (time.perf_counter() - began) / steps * 1e3
     synchronize(task)
     return _step_times(task, [(time.perf_counter() - began) / steps * 1e3], [host])

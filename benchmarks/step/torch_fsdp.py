@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import INT_RESHARD, STRATEGIES, Contender, base_codec
 from models import Task, llama_of, materialize, network, prepare
+from strategies import INT_RESHARD, STRATEGIES, base_codec
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -26,11 +26,12 @@ from torch.distributed.fsdp import (
     fully_shard as torch_fully_shard,
     register_fsdp_forward_method,
 )
+from training import Training
 
 from fsdp_zpp import Strategy, fully_shard, quantize_frozen_params, traffic
 
 
-class TorchFSDP(Contender):
+class TorchFSDP(Training):
     """FullyShardedDataParallel, or fully_shard for a name with ``fsdp2:``.
 
     Attributes:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 
-from .deepspeed import strategy_arguments
+from .deepspeed.arguments import strategy_arguments
 from .error_feedback import LoCo, check_error_feedback
 from .local_steps import LocalSteps
 from .mapping import PRESETS, arguments_from_mapping, mapping_from_arguments
 from .resolve import ResolvedStrategy, finer_inside, resolve
 from .topology import Topology
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _SCOPES = "NIG"
 
@@ -248,49 +244,6 @@ class Strategy:
         local_steps = LocalSteps() if every is None else LocalSteps(every)
         preset: dict[str, Any] = {"levels": "III", "local_steps": local_steps}
         return cls(**preset | overrides)
-
-    @classmethod
-    def auto(
-        cls,
-        model: nn.Module,
-        *,
-        nodes: int | None = None,
-        gpus_per_node: int | None = None,
-        inter_gbps: float | None = None,
-        intra_gbps: float | None = None,
-        gpu_memory: float | None = None,
-        **options: Any,
-    ) -> Strategy:
-        """The strategy that ``fsdp_zpp.plan`` predicts to be the fastest of those that fit.
-
-        If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
-
-        Args:
-            model: The model, not wrapped yet. Its trainable and frozen parameters are counted layer by layer.
-            nodes: Number of nodes. None takes it from the running job.
-            gpus_per_node: GPUs of each node. None takes it from the running job.
-            inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
-            intra_gbps: Gbit/s of one GPU to the others of its node. None measures it, too.
-            gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-            **options: The other options of ``fsdp_zpp.plan``: codecs, ``micro_batches``, ``activations``, ...
-
-        Raises:
-            ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is
-                initialized.
-            TypeError: If an argument has the wrong type.
-        """
-        # Imported by name: the planner makes strategies, so it is a layer above this one and imports this module.
-        planner = importlib.import_module("fsdp_zpp.planner.auto")
-        strategy: Strategy = planner.choose_strategy(
-            model,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            inter_gbps=inter_gbps,
-            intra_gbps=intra_gbps,
-            gpu_memory=gpu_memory,
-            **options,
-        )
-        return strategy
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any] | str) -> Strategy:

@@ -16,7 +16,6 @@ other integrations imported, when the plugin is registered.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +32,6 @@ except ModuleNotFoundError as error:
     raise absent("axolotl") from None
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-_TRAINER_INTEGRATION = "fsdp_zpp.integrations.transformers"
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _LEVELS = "leave it out, and set levels and gpus_per_node in fsdp_zpp"
 _HSDP = "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a replica} is HSDP"
@@ -112,7 +110,8 @@ class StrategyPlugin(BasePlugin):
             ValueError: If ``cfg`` has a strategy that is none; the error names the key.
         """
         require("axolotl", "0.19")
-        importlib.import_module(_TRAINER_INTEGRATION)
+        from . import transformers  # noqa: F401  (see the top of this file)
+
         if cfg.get("fsdp_zpp") is None:
             return
         if strategy_of(cfg["fsdp_zpp"]).frozen is not None and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
@@ -140,7 +139,9 @@ class StrategyPlugin(BasePlugin):
         """
         if cfg.fsdp_zpp is None:  # axolotl keeps the plugins of earlier configurations
             return
-        importlib.import_module(_TRAINER_INTEGRATION).use_strategy(trainer, strategy_of(cfg.fsdp_zpp))
+        from .transformers import use_strategy
+
+        use_strategy(trainer, strategy_of(cfg.fsdp_zpp))
         # With adapters and FSDP2 axolotl writes the final files itself, but only weights whose names have "lora_" in
         # them, without what lora_modules_to_save has trained. Told of no version, it leaves that to the trainer.
         cfg.fsdp_version = None

@@ -2,8 +2,8 @@
 
     model_size ─┐
     config ─────┴─ volume · memory ── exchange, estimate ── report ── plan ── cli, arguments, chart
-                                                                        └──── auto, with bandwidth: Strategy.auto
+                                                                        └──── running_job, bandwidth: choose_strategy
 
 The formulas follow what this package sends and keeps; bytes on the wire are exact. A docstring says so where a formula
-is PaRO's (arXiv 2310.06003). Only ``bandwidth`` and ``auto`` communicate, and nothing loops over ranks.
+is PaRO's (arXiv 2310.06003). Only ``bandwidth`` and ``running_job`` communicate, and nothing loops over ranks.
 """

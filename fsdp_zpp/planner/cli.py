@@ -7,7 +7,12 @@ import os
 import sys
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from .arguments import add_arguments, local_steps, trainable_count
+from .bandwidth import measure_bandwidth, world
+from .chart import draw_plan
 from .config import whole
 from .model_size import ModelSize, equal_units, pretrained_size
 from .plan import plan
@@ -87,11 +92,6 @@ def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
         )
     if "RANK" not in os.environ:
         raise ValueError("--measure runs under torchrun only: torchrun [options] -m fsdp_zpp plan --measure ...")
-    import torch
-    import torch.distributed as dist
-
-    from .bandwidth import measure_bandwidth, world
-
     gpus = None if given["gpus_per_node"] is None else whole("--gpus-per-node", given["gpus_per_node"])
     if torch.cuda.is_available():
         # Otherwise all ranks of a node would measure on its first GPU.
@@ -111,7 +111,5 @@ def _rank_zero() -> bool:
 def _report(made: Plan, arguments: argparse.Namespace) -> None:
     print(plan_to_json(made) if arguments.json else made)
     if arguments.plot is not None:
-        from .chart import draw_plan
-
         draw_plan(made, arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)  # not among the JSON that a program reads

@@ -21,6 +21,7 @@ from fsdp_zpp import (
     Int8,
     QuantizedReduceState,
     Strategy,
+    choose_strategy,
     dequantize_frozen_params,
     exchange_weights,
     load_frozen_params,
@@ -30,7 +31,7 @@ from fsdp_zpp import (
 )
 
 NOT_COLLECTIVE = {
-    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps"),
+    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Strategy"),
     *("CodecState", "agreed_weights", "invalidate", "plan", "quantized_reduce_hook", "traffic"),
 }
 """The public names that ranks may use one by one, or that communicate in training alone."""
@@ -130,8 +131,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         error_feedback=(3, "error_feedback must be"),
         gpus_per_node=(0, "gpus_per_node must be"),
     ),
-    "Strategy": case(
-        Strategy.auto,
+    "choose_strategy": case(
+        choose_strategy,
         {"model": models.make_net, "inter_gbps": 1.0, "gpus_per_node": 1},
         model=(lambda: 3, "model must be an nn.Module"),
         nodes=(0, "nodes must be"),

@@ -11,7 +11,7 @@ from harness.deepspeed import QUANTIZED, from_zero, refusal
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.config.deepspeed_keys import (
+from fsdp_zpp.config.deepspeed.keys import (
     OFFLOAD_KEYS,
     TOP_REFUSED,
     TOP_SCRIPT,

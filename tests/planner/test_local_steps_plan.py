@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, plan
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, choose_strategy, plan
 from fsdp_zpp.planner.config import GIB, Cluster
 from fsdp_zpp.planner.estimate import TOLERANCE, StepTime, with_exchanges
 from fsdp_zpp.planner.volume import Volume
@@ -145,7 +145,7 @@ def test_plans_with_local_steps_follow_their_laws(
         assert len({(estimate.volume, estimate.memory, estimate.time) for estimate in local}) == 1
 
 
-def test_the_choice_has_local_steps_only_where_they_save_time() -> None:
+def test_choose_strategy_proposes_local_steps_only_where_they_save_time() -> None:
     batch = {"tokens": 8192, "tflops": 200, "gpu_memory": 80}
     fast = plan(7e9, **CLUSTER | {"inter_gbps": 3200}, **batch, local_steps=LocalSteps(overlap=4))
     assert fast.choice.strategy.local_steps is None
@@ -228,10 +228,10 @@ def test_local_steps_of_another_type_are_refused() -> None:
             plan(7e9, **CLUSTER | {"nodes": nodes}, local_steps=64)
 
 
-def test_auto_proposes_local_steps_only_if_they_are_given() -> None:
+def test_choose_strategy_proposes_local_steps_only_if_they_are_given() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), "head": nn.Linear(64, 2)})
     asked = SLOW | {"gpu_memory": 80}
-    assert Strategy.auto(model, **asked).local_steps is None
-    assert Strategy.auto(model, **asked, local_steps=LocalSteps(every=8)).local_steps == LocalSteps(every=8)
+    assert choose_strategy(model, **asked).local_steps is None
+    assert choose_strategy(model, **asked, local_steps=LocalSteps(every=8)).local_steps == LocalSteps(every=8)
     fast = asked | {"inter_gbps": 1e9, "tokens": 10**6, "tflops": 1}
-    assert Strategy.auto(model, **fast, local_steps=LocalSteps(every=8)).local_steps is None
+    assert choose_strategy(model, **fast, local_steps=LocalSteps(every=8)).local_steps is None

@@ -1,4 +1,4 @@
-"""The planner on a running job: measured bandwidths, and ``Strategy.auto``."""
+"""The planner on a running job: measured bandwidths, and ``choose_strategy``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from fsdp_zpp import Int4, Int8, Strategy, plan
+from fsdp_zpp import Int4, Int8, Strategy, choose_strategy, plan
 from fsdp_zpp.config.strategy import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.planner import auto, bandwidth
+from fsdp_zpp.planner import bandwidth, running_job
 from fsdp_zpp.planner.bandwidth import Bandwidth, measure_bandwidth, world
 from fsdp_zpp.planner.config import Precision
 from fsdp_zpp.planner.model_size import module_size
@@ -73,19 +73,19 @@ def _model() -> nn.Module:
     return model
 
 
-def _auto(arguments: dict[str, Any]) -> Strategy:
-    return Strategy.auto(_model(), **arguments)
+def _choose(arguments: dict[str, Any]) -> Strategy:
+    return choose_strategy(_model(), **arguments)
 
 
-def _auto_by_measuring(arguments: dict[str, Any]) -> tuple[Strategy, Bandwidth]:
+def _choose_by_measuring(arguments: dict[str, Any]) -> tuple[Strategy, Bandwidth]:
     measured: list[Bandwidth] = []
 
     def small(*args: Any) -> Bandwidth:
         measured.append(measure_bandwidth(*args, mib=0.25, repetitions=2))
         return measured[-1]
 
-    with mock.patch.object(auto, "measure_bandwidth", small):
-        strategy = Strategy.auto(_model(), **arguments)
+    with mock.patch.object(running_job, "measure_bandwidth", small):
+        strategy = choose_strategy(_model(), **arguments)
     return strategy, *measured
 
 
@@ -177,17 +177,17 @@ def test_impossible_layouts_are_refused(pool: Callable[[int], Pool]) -> None:
         pool(2).run(_measure, 3)
 
 
-def test_auto_takes_the_layout_from_the_running_job(pool: Callable[[int], Pool]) -> None:
+def test_choose_strategy_takes_the_layout_from_the_running_job(pool: Callable[[int], Pool]) -> None:
     given = {"gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 50, "gpu_memory": 80, "weights": Int8(256)}
     expected = plan(module_size(_model()), nodes=2, **given).choice.strategy
-    assert pool(4).run(_auto, given) == [expected] * 4
+    assert pool(4).run(_choose, given) == [expected] * 4
     # Without gpus_per_node, torchrun's: all four on one node.
-    (one_node,) = set(pool(4).run(_auto, {"intra_gbps": 50, "gpu_memory": 80}))
+    (one_node,) = set(pool(4).run(_choose, {"intra_gbps": 50, "gpu_memory": 80}))
     assert one_node.gpus_per_node == 4
 
 
-def test_auto_measures_bandwidths(pool: Callable[[int], Pool]) -> None:
-    results = pool(4).run(_auto_by_measuring, {"gpus_per_node": 2, "gpu_memory": 80, "intra_gbps": 50})
+def test_choose_strategy_measures_bandwidths(pool: Callable[[int], Pool]) -> None:
+    results = pool(4).run(_choose_by_measuring, {"gpus_per_node": 2, "gpu_memory": 80, "intra_gbps": 50})
     strategies, measured = zip(*results, strict=True)
     assert len(set(strategies)) == len(set(measured)) == 1
     made = plan(
@@ -196,9 +196,9 @@ def test_auto_measures_bandwidths(pool: Callable[[int], Pool]) -> None:
     assert strategies[0] == made.choice.strategy
 
 
-def test_auto_works_without_a_job_on_a_given_cluster() -> None:
+def test_choose_strategy_works_without_a_job_on_a_given_cluster() -> None:
     cluster = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
-    chosen = partial(Strategy.auto, _model())
+    chosen = partial(choose_strategy, _model())
     made = plan(module_size(_model()), **cluster, gpu_memory=80, micro_batches=3)
     assert chosen(**cluster, gpu_memory=80, micro_batches=3) == made.choice.strategy
     with pytest.raises(ValueError, match="got nodes=None and gpus_per_node=8, and no process group is initialized"):
@@ -210,17 +210,17 @@ def test_auto_works_without_a_job_on_a_given_cluster() -> None:
     with pytest.raises(TypeError, match="microbatches"):
         chosen(**cluster, microbatches=3)
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
-        Strategy.auto(7e9, **cluster)
+        choose_strategy(7e9, **cluster)
     with pytest.raises(ValueError, match="nothing is trainable"):
-        Strategy.auto(_model().requires_grad_(False), **cluster)
+        choose_strategy(_model().requires_grad_(False), **cluster)
 
 
 def test_the_memory_of_the_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=3 * 2**29))
-    assert auto.device_memory() == 1.5
+    assert running_job.device_memory() == 1.5
     with pytest.raises(ValueError, match=r"Nothing fits in 1\.5 GiB"):
-        Strategy.auto(_model(), nodes=2, gpus_per_node=1, inter_gbps=1)
+        choose_strategy(_model(), nodes=2, gpus_per_node=1, inter_gbps=1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert auto.device_memory() is None
+    assert running_job.device_memory() is None

@@ -18,13 +18,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.config.mapping import source_of
 
-from .deepspeed_keys import (
+from .keys import (
     OFFLOAD_KEYS,
     TOP_REFUSED,
     TOP_SCRIPT,
@@ -33,15 +34,11 @@ from .deepspeed_keys import (
     ZERO_SCRIPT,
     ZERO_WITHOUT_EFFECT,
 )
-from .deepspeed_section import Findings, Section, load
-from .error_feedback import LoCo
-from .mapping import source_of
+from .place import PLACE_KEYS, STAGE_3, Place, place_of
+from .section import Findings, Section, load
 
 logger = logging.getLogger("fsdp_zpp")
 
-_STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
-_STAGE_3 = "ZeRO stage 3"
-_PARO = ("NII", "NIG", "ING", "IIG", "IGG")  # those that PaRO's branch of DeepSpeed has a name for
 # DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 inside a node.
 _CODECS: dict[str, dict[str, Codec]] = {
     "zero_quantized_weights": {"weights": Int8(256)},
@@ -49,9 +46,8 @@ _CODECS: dict[str, dict[str, Codec]] = {
     "zero_quantized_nontrainable_weights": {"frozen": Int8(256)},
 }
 _OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
-_WHERE = ("stage", "paro_strategy", "zero_hpz_partition_size", "mics_shard_size")
 _ZERO_KEYS = (
-    {*_WHERE, *_CODECS, "zeropp_loco_param", *_OFFLOADS}
+    {*PLACE_KEYS, *_CODECS, "zeropp_loco_param", *_OFFLOADS}
     | ZERO_WITHOUT_EFFECT
     | ZERO_SCRIPT.keys()
     | ZERO_REFUSED.keys()
@@ -81,7 +77,7 @@ def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> di
     top.refuse(TOP_REFUSED)
     zero.refuse(ZERO_REFUSED)
     _refuse_offload(zero)
-    place = _place(zero)
+    place = place_of(zero)
     arguments = place.arguments() | _codecs(zero, place)
     findings.check()
     for keys, under, remedy in findings.ignored:
@@ -95,57 +91,7 @@ def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> di
     return arguments
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the states live, and the engine of DeepSpeed that would place them there."""
-
-    levels: str
-    engine: str
-    gpus_per_node: int | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        size = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
-        return {"levels": self.levels, **size}
-
-
-def _place(zero: Section) -> _Place:
-    """The scopes, from the stage or PaRO's name and the two group sizes that stage 3 takes."""
-    place = _stage_or_paro(zero)
-    # The defaults switch both off: a group of one rank keeps nothing, and MiCS takes -1 for no.
-    secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
-    mics = zero.number("mics_shard_size", default=-1, least=-1)
-    asked = {"zero_hpz_partition_size": secondary > 1, "mics_shard_size": mics > 0}
-    for key, is_on in asked.items():
-        if is_on and place.engine != _STAGE_3:
-            zero.ignored([key], f"under {place.engine}", "set stage to 3 to have it, or remove it")
-    if place.engine != _STAGE_3:
-        return place
-    if all(asked.values()):
-        zero.ignored(["zero_hpz_partition_size"], "beside mics_shard_size", "remove one of the two")
-    if asked["mics_shard_size"]:
-        return _Place("III", "MiCS", mics)
-    return _Place("IGG", _STAGE_3, secondary) if asked["zero_hpz_partition_size"] else place
-
-
-def _stage_or_paro(zero: Section) -> _Place:
-    stage = zero.number("stage", default=0, least=0)
-    if zero.values.get("stage", stage) is None:  # which would train without ZeRO
-        zero.error("stage", "must be a whole number", TypeError)
-    if stage >= len(_STAGES):
-        zero.error("stage", "must be 0, 1, 2 or 3")
-        stage = 0
-    name = zero.values.get("paro_strategy")
-    if name is None:
-        return _Place(_STAGES[stage], f"ZeRO stage {stage}")
-    if name not in _PARO and name not in _STAGES[1:]:
-        known = ", ".join(_STAGES[1:] + _PARO)
-        zero.error("paro_strategy", f"must be one of {known}; for other scopes, write Strategy(letters)")
-    elif zero.values.get("stage") is not None and _STAGES[stage] != name:
-        zero.error("paro_strategy", f"contradicts stage={stage}, which is {_STAGES[stage]}; remove one of the two")
-    return _Place(name, f"ZeRO stage {_STAGES.index(name)}" if name in _STAGES else f"PaRO's {name}")
-
-
-def _codecs(zero: Section, place: _Place) -> dict[str, Any]:
+def _codecs(zero: Section, place: Place) -> dict[str, Any]:
     """The codecs and the error feedback, as arguments of a Strategy."""
     asked = [key for key in _CODECS if zero.flag(key)]
     arguments: dict[str, Any] = {name: codec for key in asked for name, codec in _CODECS[key].items()}
@@ -157,7 +103,7 @@ def _codecs(zero: Section, place: _Place) -> dict[str, Any]:
         else:
             remedy = "set zero_quantized_gradients to true to have it, or remove it"
             zero.ignored(["zeropp_loco_param"], "where gradients are not quantized", remedy)
-    if asked and place.engine != _STAGE_3:
+    if asked and place.engine != STAGE_3:
         written = source_of(place.arguments() | arguments)
         zero.ignored(asked, f"under {place.engine}", f"write {written} to quantize, or remove it")
         return {}

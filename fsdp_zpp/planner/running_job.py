@@ -1,4 +1,4 @@
-"""``Strategy.auto``: the plan for a given model on the cluster of the running job."""
+"""``choose_strategy``: the strategy for a given model on the cluster of the running job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from .bandwidth import measure_bandwidth, world
 from .config import GIB, whole
 from .model_size import ModelSize, module_size
 from .plan import plan
-from .report import Plan
 
 
-def plan_model(
+def choose_strategy(
     model: nn.Module,
     *,
     nodes: int | None = None,
@@ -29,21 +28,30 @@ def plan_model(
     intra_gbps: float | None = None,
     gpu_memory: float | None = None,
     **options: Any,
-) -> Plan:
-    """:func:`plan` for a model that is not wrapped yet. Missing arguments come from the running job.
+) -> Strategy:
+    """Return the strategy that :func:`plan` predicts to be the fastest of those that fit.
 
-    Collective if a process group is initialized. See :meth:`Strategy.auto` for the arguments.
+    If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
+
+    Args:
+        model: The model, not wrapped yet. Its trainable and frozen parameters are counted layer by layer.
+        nodes: Number of nodes. None takes it from the running job.
+        gpus_per_node: GPUs of each node. None takes it from the running job.
+        inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
+        intra_gbps: Gbit/s of one GPU to the others of its node. None measures it, too.
+        gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
+        **options: The other options of ``plan``: codecs, ``micro_batches``, ``activations``, ...
 
     Raises:
+        ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or missing while no process group is initialized.
     """
     group = dist.group.WORLD
     size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
     missing = (inter_gbps is None and nodes > 1) or (intra_gbps is None and gpus_per_node > 1)
     facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
     facts |= {"measured bandwidth": missing, "memory of the GPU": gpu_memory is None}  # each of them by a collective
-    check_agreement(group, "Strategy.auto", facts)
+    check_agreement(group, "choose_strategy", facts)
     if missing and group is not None:
         measured = measure_bandwidth(group, gpus_per_node)
         inter_gbps = measured.inter_gbps if inter_gbps is None else inter_gbps
@@ -51,7 +59,10 @@ def plan_model(
     on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
     on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
     on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
-    return agree(group, lambda: plan(size, **on, **options))
+    made = agree(group, lambda: plan(size, **on, **options))
+    if made.choice is None:
+        raise ValueError(made.reason)
+    return made.choice.strategy
 
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
@@ -67,19 +78,6 @@ def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> 
             "from; pass both, or call torch.distributed.init_process_group first"
         )
     return size, whole("nodes", nodes), whole("gpus_per_node", gpus_per_node)
-
-
-def choose_strategy(model: nn.Module, **options: Any) -> Strategy:
-    """The strategy that :func:`plan_model` chooses.
-
-    Raises:
-        ValueError: If nothing fits, or as in :func:`plan_model`.
-        TypeError: As in :func:`plan_model`.
-    """
-    made = plan_model(model, **options)
-    if made.choice is None:
-        raise ValueError(made.reason)
-    return made.choice.strategy
 
 
 def device_memory() -> float | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .deepspeed_keys import Refused
+from .keys import Refused
 
 
 def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration, which ``arguments`` reads as the arguments of a Strategy."""

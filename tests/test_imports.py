@@ -1,0 +1,58 @@
+"""What import-linter can't see of imports: the package's own by names in strings, and those of benchmarks' scripts."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from harness.benchmarks import BENCHMARKS
+
+ROOT = BENCHMARKS.parent
+FILES = [path for folder in ("fsdp_zpp", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+BY_NAME = {"import_module", "__import__"}
+
+
+def hidden_imports(source: str) -> Iterator[str]:
+    """Yield strings that name a module of the package, and calls that import relatively to where they are."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if re.fullmatch(r"(fsdp_zpp|kernels)(\.\w+)+", text):
+                yield text
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in BY_NAME:
+                if len(node.args) + len(node.keywords) > 1:
+                    yield ast.unparse(node)
+
+
+def imported_by(path: Path) -> set[str]:
+    """Return the names of all modules that a script imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_no_module_imports_another_by_a_name_in_a_string() -> None:
+    found = {str(path.relative_to(ROOT)): list(hidden_imports(path.read_text())) for path in FILES}
+    assert not {path: names for path, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'importlib.import_module("fsdp_zpp.planner.plan")',
+        'NAME = "fsdp_zpp.planner"\nimport_module(NAME)',
+        'importlib.import_module("..planner", __package__)',
+        '__import__("planner", globals(), level=1)',
+    ],
+)
+def test_such_imports_are_found(source: str) -> None:
+    assert list(hidden_imports(source))
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in BENCHMARKS.iterdir() if path.is_dir()))
+def test_scripts_of_benchmarks_import_each_other_in_no_circle(folder: str) -> None:
+    scripts = {path.stem: path for path in (BENCHMARKS / folder).glob("*.py")}
+    TopologicalSorter({name: imported_by(path) & scripts.keys() for name, path in scripts.items()}).prepare()
