@@ -28,7 +28,7 @@ from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
 from .summary import Groups, log_summaries
-from .unit import ManagedUnit, StrategyUnit, Unit, unit_of
+from .unit import StrategyUnit, Unit, unit_of
 from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel, too_small_units
 
 
@@ -50,7 +50,7 @@ class LifecycleHooks:
 
     def __init__(
         self,
-        units: Sequence[ManagedUnit[Unit]],
+        units: Sequence[Unit],
         local_training: LocalTraining | None = None,
         changes: WeightChanges | None = None,
         mistakes: MistakeWatch | None = None,
@@ -95,7 +95,7 @@ class LifecycleHooks:
             self._local_training.step_ended()
 
     def _step_made(self, held: set[int], skipped: Tensor | None) -> None:
-        if all(managed.unit.errors is None for managed in self._units):
+        if all(unit.errors is None for unit in self._units):
             return
         units = list(self._units_of(held))
         # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
@@ -123,9 +123,9 @@ class LifecycleHooks:
         if not scaler.is_enabled() or (self._heard is not None and self._heard() is scaler):
             return
         self._heard = weakref.ref(scaler)
-        for managed in self._units:
-            if managed.unit.errors is not None:
-                managed.unit.errors.loss_scaled(scaler)
+        for unit in self._units:
+            if unit.errors is not None:
+                unit.errors.loss_scaled(scaler)
 
     def gradients_cleared(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
@@ -139,19 +139,16 @@ class LifecycleHooks:
     def module_cleared(self, module: nn.Module, set_to_none: bool = True) -> None:
         """Handle ``module.zero_grad()`` of the model or of a part of it, wrapped or not."""
         cleared = {id(part) for part in (*module.parameters(), *module.modules())}
-        for managed in self._units:
-            parameters = managed.parameters()
+        for unit in self._units:
+            parameters = unit.sharded.parameters()
             # While a unit is unsharded, its modules show other tensors than the optimizer holds, so zero_grad has not
             # reached the gradients that the optimizer will read.
-            hidden = [
-                parameter
-                for parameter, owners in zip(parameters, managed.owners(), strict=False)  # owners may be empty
-                if any(id(owner) in cleared for owner in owners)
-            ]
+            owned = zip(parameters, unit.sharded.parameter_owners(), strict=False)  # owners may be empty
+            hidden = [parameter for parameter, owners in owned if any(id(owner) in cleared for owner in owners)]
             for parameter in hidden:
                 _clear_gradient(parameter, set_to_none)
             if hidden or any(id(parameter) in cleared for parameter in parameters):
-                managed.unit.drop_gradients()
+                unit.drop_gradients()
                 if self._mistakes is not None:
                     self._mistakes.gradients_cleared()
 
@@ -162,16 +159,16 @@ class LifecycleHooks:
         rank may hold no element of a unit; its empty parameters count like any others. If users leave these out of all
         optimizers, nothing tells which one they belong to, and any optimizer of the model clears the unit.
         """
-        for managed in self._units:
-            parameters = managed.parameters()
+        for unit in self._units:
+            parameters = unit.sharded.parameters()
             if any(id(p) in held for p in parameters) or not any(
                 local_numel(p) or getattr(p, IN_OPTIMIZER, False) for p in parameters
             ):
-                yield managed.unit
+                yield unit
 
     def _holds_any(self, held: set[int]) -> bool:
         """Whether an optimizer that holds these is one of this model's."""
-        return any(id(p) in held for managed in self._units for p in managed.parameters())
+        return any(id(p) in held for unit in self._units for p in unit.sharded.parameters())
 
     def backward_ended(self, synchronized: bool) -> None:
         """Handle the end of a backward, which may have synchronized gradients."""
@@ -235,7 +232,7 @@ def weights_moved(module: nn.Module) -> None:
 
 
 def set_up_model(
-    root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]], others: Sequence[int] = ()
+    root: nn.Module, model: str, units: Sequence[StrategyUnit], others: Sequence[int] = ()
 ) -> LifecycleHooks:
     """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
 
@@ -252,37 +249,37 @@ def set_up_model(
     # First: the collectives below hang if ranks have different units.
     _check_agreement(model, units)
     groups: Groups = defaultdict(list)
-    for managed in units:
-        managed.unit.rename(managed.name)
-        groups[managed.unit.strategy, managed.unit.ranks].append(managed)
+    for unit in units:
+        unit.rename(unit.sharded.name)
+        groups[unit.strategy, unit.ranks].append(unit)
     for (_, ranks), members in groups.items():
         # Nodes that have trained on their own hold different weights.
-        if not any(managed.unit.fragment is not None and managed.unit.fragment.progress.made for managed in members):
-            held = (shard for managed in members for shard in managed.shards())
-            check_replicas(held, ranks, members[0].unit.scopes.optimizer, model)
-    _prefetch_secondary_shards([managed.unit.gather for managed in units if managed.unit.can_prefetch])
+        if not any(unit.fragment is not None and unit.fragment.progress.made for unit in members):
+            held = (shard for unit in members for shard in unit.sharded.shards())
+            check_replicas(held, ranks, members[0].scopes.optimizer, model)
+    _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
     changes = WeightChanges(units, too_small_units(units))
     hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
     log_summaries(model, groups, others)  # after all that may raise
     return hooks
 
 
-def _train_locally(root: nn.Module, model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> LocalTraining | None:
+def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
     """Have nodes exchange the fragments of a model before forwards, if it has any. Collective."""
-    trained = [managed for managed in units if managed.is_trained()]
-    configurations = dict.fromkeys(managed.unit.strategy.local_steps for managed in trained)
+    trained = [unit for unit in units if unit.sharded.is_trained()]
+    configurations = dict.fromkeys(unit.strategy.local_steps for unit in trained)
     if len(configurations) > 1:
         given = " and ".join(f"local_steps={each!r}" for each in configurations)
         raise ValueError(
             f"{model}: its parts were given {given}, but steps are counted for the whole model; pass the same to all "
             "parts"
         )
-    exchanged = [managed.unit for managed in units if managed.unit.fragment is not None]
+    exchanged = [unit for unit in units if unit.fragment is not None]
     if not exchanged:
         return None
 
     def steps_are_announced() -> bool:
-        return any(getattr(p, IN_OPTIMIZER, False) for managed in units for p in managed.parameters())
+        return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
     fragments = [unit.fragment for unit in exchanged if unit.fragment is not None]
     training = LocalTraining(model, fragments, exchanged[0].ranks, steps_are_announced)
@@ -303,17 +300,18 @@ def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
         gather.prefetcher = prefetcher
 
 
-def _check_agreement(model: str, units: Sequence[ManagedUnit[StrategyUnit]]) -> None:
+def _check_agreement(model: str, units: Sequence[StrategyUnit]) -> None:
     """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
     # A dict, not a set: ranks must go through the groups in the same order, and a set's order differs by process.
-    for group in dict.fromkeys(managed.unit.ranks.group for managed in units):
+    for group in dict.fromkeys(unit.ranks.group for unit in units):
         facts = {}
-        for managed in units:
-            unit = managed.unit
+        for unit in units:
             if unit.ranks.group is group:
                 # A node size that was left to the launcher and the same one given explicitly are no difference.
                 strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
-                facts[managed.name] = f"{strategy}, {shard_signature(managed.shards())}{', packed' * unit.packed}"
+                facts[unit.sharded.name] = (
+                    f"{strategy}, {shard_signature(unit.sharded.shards())}{', packed' * unit.packed}"
+                )
         check_agreement(group, f"the first forward of {model}", facts)
 
 

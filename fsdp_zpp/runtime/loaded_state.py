@@ -28,8 +28,8 @@ from .unit import Checksums, StrategyUnit, Unit
 
 def trained_checksums(unit: Unit) -> Checksums:
     """Those of a unit's trained parameters, which are what tells one step from another."""
-    trained = set(unit.trained_names())
-    return checksums({name: shard for name, shard in unit.named_shards().items() if name in trained})
+    trained = set(unit.sharded.trained_names())
+    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
 
 
 class LoadedState:
@@ -108,7 +108,7 @@ def _fragment_of(unit: Unit) -> Fragment | None:
 
 def _held(unit: Unit, saved: Checksums) -> Checksums:
     """What this rank holds of parameters that were saved."""
-    return checksums({name: shard for name, shard in unit.named_shards().items() if name in saved})
+    return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:

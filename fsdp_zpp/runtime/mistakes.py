@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .unit import ManagedUnit, Unit
+from .unit import Unit
 from .weight_changes import IN_OPTIMIZER
 
 logger = logging.getLogger("fsdp_zpp")
@@ -32,7 +32,7 @@ class MistakeWatch:
         units: Its units.
     """
 
-    def __init__(self, root: nn.Module, name: str, units: Sequence[ManagedUnit[Unit]]) -> None:
+    def __init__(self, root: nn.Module, name: str, units: Sequence[Unit]) -> None:
         self._name, self._units = name, units
         self._others_stepped = self._optimizer_is_known = False
         self._backwards = self._steps_in_a_row = 0
@@ -77,13 +77,13 @@ class MistakeWatch:
 
     def _check_optimizer(self) -> None:
         self._optimizer_is_known = True  # or is said to be unknown, once
-        held = any(getattr(p, IN_OPTIMIZER, False) for managed in self._units for p in managed.parameters())
-        if not held and any(managed.is_trained() for managed in self._units):
+        held = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
+        if not held and any(unit.sharded.is_trained() for unit in self._units):
             self._warn(
                 "%s: optimizers step, but none of torch's was given a parameter that this model has by now, so nothing "
                 "trains it; sharding replaces parameters: make the optimizer after it"
             )
 
     def _warn(self, message: str, *values: object) -> None:
-        if self._units[0].unit.ranks.rank == 0:
+        if self._units[0].ranks.rank == 0:
             logger.warning(message, self._name, *values)

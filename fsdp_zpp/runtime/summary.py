@@ -13,11 +13,11 @@ from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
-from .unit import ManagedUnit, StrategyUnit
+from .unit import StrategyUnit
 
 logger = logging.getLogger("fsdp_zpp")
 
-Groups = dict[tuple[Strategy, ProcessMesh], list[ManagedUnit[StrategyUnit]]]
+Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
 """The units of a model by their strategies and ranks."""
 
 _ALONE = "one rank: nothing is sent"
@@ -193,26 +193,26 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
         groups: Its units.
         others: The numbers of values of units that torch alone manages.
     """
-    everything = [*(managed.numel for members in groups.values() for managed in members), *others]
+    everything = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
-        encoded = [managed for managed in members if not managed.unit.packed]
+        encoded = [unit for unit in members if not unit.packed]
         resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
         covered = None if len(encoded) == len(members) else _coverage(encoded, everything)
         summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), covered)
         _log(f"{model}: {strategy.levels}", mesh, _coverage(members, everything), summary)
 
 
-def _coverage(members: Sequence[ManagedUnit[StrategyUnit]], everything: Sequence[int]) -> Coverage:
+def _coverage(members: Sequence[StrategyUnit], everything: Sequence[int]) -> Coverage:
     """The share of some units in all of a model's, whose numbers of values are ``everything``."""
-    return Coverage(len(members), sum(managed.numel for managed in members), len(everything), sum(everything))
+    return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(everything), sum(everything))
 
 
-def _error_nbytes(managed: ManagedUnit[StrategyUnit]) -> int:
+def _error_nbytes(unit: StrategyUnit) -> int:
     """Bytes of error state that a unit will take on this rank."""
-    reduce = managed.unit.reduce
-    if reduce is None or not managed.is_trained():
+    reduce = unit.reduce
+    if reduce is None or not unit.sharded.is_trained():
         return 0
-    return reduce.error_nbytes(sum(shard.numel() for shard in managed.shards()))
+    return reduce.error_nbytes(sum(shard.numel() for shard in unit.sharded.shards()))
 
 
 def log_reduction(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
@@ -19,6 +19,7 @@ from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
 from .fragment import Fragment
+from .sharded import Sharded
 
 if TYPE_CHECKING:
     from .local_training import LocalTraining
@@ -56,14 +57,12 @@ class Unit(Communicator, Protocol):
     """One group of parameters that is gathered and reduced together.
 
     Attributes:
-        named_shards: Returns what this rank holds of each of its parameters, by FQN, ready to be read and written to.
-        trained_names: Returns the FQNs of those that require a gradient or have one.
+        sharded: What FSDP has sharded of it.
         loads: How often weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
-    named_shards: Callable[[], Mapping[str, Tensor]]
-    trained_names: Callable[[], Collection[str]]
+    sharded: Sharded
     loads: int
     loaded_state: Loaded | None
 
@@ -132,11 +131,7 @@ class StrategyUnit:
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
         local_training: Says when, from the first forward on.
-        on_invalidate: Called with ``by_step`` in every :meth:`invalidate`, for what the adapter itself keeps of the old
-            weights.
-        on_drop_gradients: Called in every :meth:`drop_gradients`, for what the adapter itself has accumulated.
-        named_shards: Returns what this rank holds of each of its parameters, by FQN, ready to be read and written to.
-        trained_names: Returns the FQNs of those that require a gradient or have one.
+        sharded: What FSDP has sharded of it.
         loads: How often weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
     """
@@ -150,10 +145,7 @@ class StrategyUnit:
         self.resolved = strategy.resolve(ranks.topology)
         self.scopes = self.resolved.scopes
         self.traffic = Traffic()
-        self.on_invalidate: Callable[[bool], None] = lambda by_step: None
-        self.on_drop_gradients: Callable[[], None] = lambda: None
-        self.named_shards: Callable[[], Mapping[str, Tensor]] = dict
-        self.trained_names: Callable[[], Collection[str]] = tuple
+        self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
         self.packed = False
@@ -206,7 +198,7 @@ class StrategyUnit:
         replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
         outer = OuterStep(local_steps, self.ranks, self.traffic)
         share = None if replicas is None else NodeShare(replicas, self.traffic)
-        shards, trained = lambda: self.named_shards(), lambda: self.trained_names()
+        shards, trained = lambda: self.sharded.named_shards(), lambda: self.sharded.trained_names()
         return Fragment(local_steps, outer, share, shards, trained, self.invalidate)
 
     @property
@@ -227,7 +219,7 @@ class StrategyUnit:
         """
         if self.gather is not None:
             self.gather.secondary.mark_stale(by_step=by_step)
-        self.on_invalidate(by_step)
+        self.sharded.weights_changed(by_step)
 
     def weights_loaded(self) -> None:
         """Handle weights that were loaded, from a state dict."""
@@ -240,7 +232,7 @@ class StrategyUnit:
         """Drop the gradients accumulated from earlier micro-batches of the step."""
         if self.reduce is not None:
             self.reduce.drop_accumulated()
-        self.on_drop_gradients()
+        self.sharded.drop_gradients()
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
@@ -253,35 +245,3 @@ class StrategyUnit:
         for part in (self.gather, self.reduce, outer):
             if part is not None:
                 part.label = name
-
-
-# Covariant, so that units of a class can be passed where a protocol that they satisfy is expected.
-U = TypeVar("U", bound=Unit, covariant=True)
-
-
-@dataclass(frozen=True)
-class ManagedUnit(Generic[U]):
-    """A unit of a model, and functions that look up its parameters.
-
-    They look anew at each use: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may replace
-    parameters and shards, and a reference to the old ones would keep their memory.
-
-    Args:
-        name: The unit's name in profiles, errors and log lines.
-        unit: The unit.
-        parameters: Returns its current parameters, as an optimizer holds them.
-        shards: Returns this rank's current shards.
-        is_trained: Returns whether any of its parameters requires a gradient, as an optimizer holds it or as modules
-            show it; the same on all ranks.
-        owners: Returns, for each parameter, the modules on which it is registered, if these show other tensors while
-            the unit is unsharded; by default nothing, for adapters whose modules always show the parameters.
-        numel: The number of values of its parameters, on all ranks together.
-    """
-
-    name: str
-    unit: U
-    parameters: Callable[[], Sequence[nn.Parameter]]
-    shards: Callable[[], Sequence[Tensor]]
-    is_trained: Callable[[], bool]
-    owners: Callable[[], Iterable[Sequence[nn.Module]]] = tuple
-    numel: int = 0

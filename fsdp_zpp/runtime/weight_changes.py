@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.collectives.agreement import agree_on_use
 
-from .unit import ManagedUnit, StrategyUnit, Unit
+from .unit import StrategyUnit, Unit
 
 IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
 """Attribute of parameters that were given to some optimizer."""
@@ -36,9 +36,9 @@ class WeightChanges:
         too_small: Those of which some rank has no element; the same on all ranks.
     """
 
-    def __init__(self, units: Sequence[ManagedUnit[Unit]], too_small: Collection[Unit] = ()) -> None:
-        self._changing = [managed for managed in units if managed.unit in too_small]
-        self._others = [managed for managed in units if managed.unit not in too_small]
+    def __init__(self, units: Sequence[Unit], too_small: Collection[Unit] = ()) -> None:
+        self._changing = [unit for unit in units if unit in too_small]
+        self._others = [unit for unit in units if unit not in too_small]
         self._has_warned = False
 
     def look(self, held: Collection[int] = ()) -> None:
@@ -47,18 +47,18 @@ class WeightChanges:
         Args:
             held: The ids of the parameters of an optimizer that has stepped.
         """
-        others: list[ManagedUnit[Unit]] = []
-        untrained: list[ManagedUnit[Unit]] = []
-        for managed in self._others:
-            if managed.is_trained():
-                self._changing.append(managed)
-            elif any(id(p) in held or getattr(p, IN_OPTIMIZER, False) for p in managed.parameters()):
-                self._changing.append(managed)
-                untrained.append(managed)
+        others: list[Unit] = []
+        untrained: list[Unit] = []
+        for unit in self._others:
+            if unit.sharded.is_trained():
+                self._changing.append(unit)
+            elif any(id(p) in held or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()):
+                self._changing.append(unit)
+                untrained.append(unit)
             else:
-                others.append(managed)
+                others.append(unit)
         self._others = others
-        self._warn_of([managed for managed in untrained if managed.unit.keeps_weights])
+        self._warn_of([unit for unit in untrained if unit.keeps_weights])
 
     def step(self, held: Collection[int] = ()) -> None:
         """Declare the weights of units that change stale, for a step that was made or is to come; ``held`` as above."""
@@ -70,27 +70,27 @@ class WeightChanges:
 
     def _invalidate(self, held: Collection[int], *, by_step: bool) -> None:
         self.look(held)
-        for managed in self._changing:
-            managed.unit.invalidate(by_step=by_step)
+        for unit in self._changing:
+            unit.invalidate(by_step=by_step)
 
-    def _warn_of(self, untrained: list[ManagedUnit[Unit]]) -> None:
+    def _warn_of(self, untrained: list[Unit]) -> None:
         if not untrained or self._has_warned:
             return
         self._has_warned = True
-        if untrained[0].unit.ranks.rank == 0:
+        if untrained[0].ranks.rank == 0:
             logger.info(
                 "an optimizer was given parameters of %d frozen unit%s (%s%s), which are sent anew after each of its "
                 "steps; to send them once, give it only parameters that require gradients",
                 len(untrained),
                 "" if len(untrained) == 1 else "s",
-                ", ".join(managed.name for managed in untrained[:3]),
+                ", ".join(unit.sharded.name for unit in untrained[:3]),
                 ", ..." if len(untrained) > 3 else "",
             )
 
 
-def too_small_units(units: Sequence[ManagedUnit[StrategyUnit]]) -> set[Unit]:
+def too_small_units(units: Sequence[StrategyUnit]) -> set[Unit]:
     """The units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
-    asked = [(managed.unit, managed.unit.ranks, [not any(map(local_numel, managed.parameters()))]) for managed in units]
+    asked = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
     return {unit for unit, on_any_rank in agree_on_use(asked) if any(on_any_rank())}
 
 

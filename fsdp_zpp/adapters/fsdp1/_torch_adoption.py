@@ -1,11 +1,11 @@
-"""Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle, hook and shard."""
+"""Private names by which a strategy takes over an instance of FullyShardedDataParallel: its handle and hook."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -13,20 +13,25 @@ from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import FlatParamHandle, unshard_param_utils
 from ._torch_handle import StrategyHandle, reduction_hook
+from ._torch_layout import GradientLayout
 
 _INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
 _FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
 _NEEDED = (
     Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
     Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
-    Needed(_FLAT, "_local_shard _params", "the shard and the parameters of an instance"),
-    Needed(_FLAT, "_param_infos _shapes", "which modules its parameters are of, and their sizes"),
+    Needed(_FLAT, "_param_infos", "which modules its parameters are of"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
-def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit) -> StrategyHandle | None:
+def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit, layout: GradientLayout) -> StrategyHandle | None:
     """Have the flat parameter of ``module``, if it has one, gathered and its gradient reduced by ``unit``.
+
+    Args:
+        module: The instance.
+        unit: Its unit.
+        layout: Where its parameters lie.
 
     Returns:
         The flat parameter's handle.
@@ -37,41 +42,17 @@ def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit) -> Strate
         return None
     handle: Any = module._handle
     handle.__class__ = StrategyHandle
-    handle.adopt(module, unit)
+    handle.adopt(module, unit, layout)
     if unit.reduce is not None:
         # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
         module._comm_hook, module._comm_hook_state = reduction_hook, handle
     return handle
 
 
-def parameters_of(module: FullyShardedDataParallel) -> list[nn.Parameter]:
-    """The parameters of ``module``'s own unit as an optimizer may hold them by now: original, or flat."""
-    handle = module._handle
-    return [] if handle is None else list(handle.flat_param._params or (handle.flat_param,))
-
-
 def flattened_sites(module: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
     """The modules of the parameters in ``module``'s own flat parameter, with the names there."""
     handle = module._handle
     return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
-
-
-def numel_of(module: FullyShardedDataParallel) -> int:
-    """The number of values in ``module``'s own flat parameter, without padding."""
-    handle = module._handle
-    return 0 if handle is None else sum(shape.numel() for shape in handle.flat_param._shapes)
-
-
-def shard_of(module: FullyShardedDataParallel) -> list[Tensor]:
-    """What this rank holds of ``module``'s own unit, if it has one."""
-    handle = module._handle  # whose flat parameter is the shard itself until FSDP's lazy initialization
-    return [] if handle is None else [getattr(handle.flat_param, "_local_shard", handle.flat_param)]
-
-
-def is_trained(module: FullyShardedDataParallel) -> bool:
-    """Whether ``module``'s own unit, if it has one, is trained: its flat parameter, or an original one by now."""
-    handle = module._handle
-    return handle is not None and any(p.requires_grad for p in (handle.flat_param, *(handle.flat_param._params or ())))
 
 
 def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:

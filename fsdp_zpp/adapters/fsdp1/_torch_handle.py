@@ -85,14 +85,14 @@ class StrategyHandle(ViewingHandle):
     parameter_layout: GradientLayout
     _version_at_summon: Hashable
 
-    def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+    def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit, layout: GradientLayout) -> None:
         """Initialize the attributes of this class, for ``unit`` to gather and reduce."""
         self.state, self.mesh, self.reduction, self.order = state, unit.mesh, unit.reduce, None
         self.written_back = unit.invalidate
         self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
-        self._version, self.parameter_layout = ShardVersion(), GradientLayout(state)
+        self._version, self.parameter_layout = ShardVersion(), layout
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
         self.parameter_layout.zero_padding()
         self.prepare_views()

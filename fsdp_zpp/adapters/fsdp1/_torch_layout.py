@@ -17,11 +17,9 @@ _NEEDED = (
     Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the layout of a flat gradient"),
     Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
     Needed(_HANDLE, "flat_param rank world_size uses_sharded_strategy", "the same"),
-    Needed(_FLAT, "_local_shard _fqns _params _shapes _numels_with_padding _is_padding_mask", "the same"),
+    Needed(_FLAT, "_fqns _params _shapes _numels_with_padding _is_padding_mask", "the same"),
 )
 check_needed("adapter for FullyShardedDataParallel", _NEEDED)
-
-from ._torch_replaced import copy_replaced
 
 
 class GradientLayout:
@@ -51,32 +49,17 @@ class GradientLayout:
             found = self._found[numel, flags] = _layout(self._flat_param, numel, flags)
         return found
 
-    def named_shards(self) -> dict[str, Tensor]:
-        """What this rank holds of the original parameters, by FQN; a parameter may have nothing here."""
-        handle: Any = self._instance._handle
-        if handle is None:
-            return {}
-        copy_replaced(handle)
-        # Before FSDP's lazy initialization, the flat parameter is the shard itself.
-        shard = getattr(handle.flat_param, "_local_shard", handle.flat_param).detach()
-        layout, first = self._around(handle, shard)
-        bounds = (
-            (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
-        )
-        held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
-        return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
-
     def zero_padding(self) -> None:
         """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
-        handle: Any = self._instance._handle
-        shard = handle.flat_param.data
-        layout, first = self._around(handle, shard)
+        shard = self._flat_param.data
+        layout, first = self.around(shard)
         for start, stop in layout.gaps:
             if stop > first:
                 shard[max(start - first, 0) : stop - first].zero_()
 
-    def _around(self, handle: Any, shard: Tensor) -> tuple[FlatLayout, int]:
+    def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
         """The layout of all parameters, and where this rank's shard begins in it."""
+        handle: Any = self._instance._handle
         ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
         return self.whole(ranks * shard.numel()), rank * shard.numel()
 

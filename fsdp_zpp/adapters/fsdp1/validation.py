@@ -17,7 +17,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.layout import Layout
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
-from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit
+from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
     check_instance,
@@ -148,13 +148,13 @@ def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: Any) -> N
         )
 
 
-def check_one_group(found: Iterable[ManagedUnit[StrategyUnit]]) -> None:
+def check_one_group(found: Iterable[StrategyUnit]) -> None:
     """Raise if some units of a model are sharded within nodes and others are not.
 
     Raises:
         ValueError: Naming one of each.
     """
-    by_scope = {managed.unit.scopes.optimizer: managed.name for managed in found}
+    by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in found}
     if "I" in by_scope and len(by_scope) > 1:
         other = next(name for scope, name in by_scope.items() if scope != "I")
         raise ValueError(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
@@ -22,25 +21,25 @@ from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
+from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.summary import log_reduction
-from fsdp_zpp.runtime.unit import Loaded, ManagedUnit, StrategyUnit, Unit, attach, unit_of
+from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_layout, _torch_replaced
+from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_replaced
+from ._torch_sharded import ShardedInstance
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
 
 _LIFECYCLE_HOOKS = "_fsdp_zpp_lifecycle"
-U = TypeVar("U", bound=Unit)
 
 
 class HookedUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
-    def __init__(self, state: QuantizedReduceState, layout: _torch_layout.GradientLayout) -> None:
+    def __init__(self, state: QuantizedReduceState, sharded: ShardedInstance) -> None:
         self.traffic = state.traffic
         self.errors, self.ranks = state.errors, state.mesh
-        self.named_shards: Callable[[], Mapping[str, Tensor]] = layout.named_shards
-        self.trained_names: Callable[[], Collection[str]] = layout.trained_names
+        self.sharded: Sharded = sharded
         self.loads = 0
         self.loaded_state: Loaded | None = None
 
@@ -105,9 +104,9 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
         construct()
-    if packed & _torch_adoption.flattened_sites(module):
+    if packed and packed & _torch_adoption.flattened_sites(module):
         unit.leave_weights_uncoded()
-    _adopt(module, unit)
+    _adopt(module, unit, ShardedInstance(module))
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
@@ -128,50 +127,40 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
     return next((unit.ranks.group for unit in inside), None)
 
 
-def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit) -> None:
+def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit, sharded: ShardedInstance) -> None:
     """Have the flat parameter that ``module`` has now, if any, gathered and reduced by ``unit``."""
-    handle = _torch_adoption.adopt_handle(module, unit)
+    unit.sharded = sharded
+    handle = _torch_adoption.adopt_handle(module, unit, sharded.layout)
     if unit.gather is not None:
         unit.gather.secondary.source = handle
-    layout = _torch_layout.GradientLayout(module) if handle is None else handle.parameter_layout
-    unit.named_shards, unit.trained_names = layout.named_shards, layout.trained_names
-    if handle is None:
-        # Not those of a flat parameter that the instance no longer has.
-        unit.on_invalidate, unit.on_drop_gradients = lambda by_step: None, lambda: None
-    else:
-        unit.on_invalidate, unit.on_drop_gradients = handle.weights_changed, handle.drop_gradients
 
 
 def _readopt(module: FullyShardedDataParallel) -> None:
     """Adopt another flat parameter of an instance that may have a strategy."""
     if isinstance(unit := unit_of(module), StrategyUnit):
-        _adopt(module, unit)
+        _adopt(module, unit, ShardedInstance(module))
 
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
-    instances = [(path, m) for path, m in root.named_modules() if isinstance(m, FullyShardedDataParallel)]
-    found = [
-        _managed(_name_of(path), unit, module)
-        for path, module in instances
-        if isinstance(unit := unit_of(module), StrategyUnit)
-    ]
+    found, others = [], []
+    for path, module in root.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            if isinstance(unit := unit_of(module), StrategyUnit):
+                assert isinstance(unit.sharded, ShardedInstance)
+                unit.sharded.name = _name_of(path)
+                found.append(unit)
+            else:
+                others.append(ShardedInstance(module).numel())
     check_one_group(found)
     if found:
         name = model_name(root)
         prepare_frozen(root)
-        sizes = [_torch_adoption.numel_of(m) for _, m in instances if not isinstance(unit_of(m), StrategyUnit)]
-        hooks = set_up_model(root, name, found, [numel for numel in sizes if numel])
+        hooks = set_up_model(root, name, found, [numel for numel in others if numel])
         setattr(root, _LIFECYCLE_HOOKS, hooks)
-        log_frozen(root, name, [managed.unit for managed in found])
+        log_frozen(root, name, found)
         _torch_backward.set_up_reductions(root)
         _torch_adoption.prefetch_shards_alone(root)
-
-
-def _managed(name: str, unit: U, instance: FullyShardedDataParallel) -> ManagedUnit[U]:
-    parameters, shards = partial(_torch_adoption.parameters_of, instance), partial(_torch_adoption.shard_of, instance)
-    is_trained = partial(_torch_adoption.is_trained, instance)
-    return ManagedUnit(name, unit, parameters, shards, is_trained, numel=_torch_adoption.numel_of(instance))
 
 
 def _before_move(instance: FullyShardedDataParallel) -> None:
@@ -216,26 +205,27 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
                 "make the state with process_group= the model's group"
             )
-    sizes = {_name_of(path): shard_signature(_torch_adoption.shard_of(m)) for path, m in instances.items()}
+    sharded = {_name_of(path): ShardedInstance(instance) for path, instance in instances.items()}
+    sizes = {name: shard_signature(each.shards()) for name, each in sharded.items()}
     facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
-    layouts = {path: _torch_layout.GradientLayout(instance) for path, instance in instances.items()}
-    states = {(name := _name_of(path)): state.of_unit(name, layouts[path].trained) for path in instances}
-    hooked: list[ManagedUnit[HookedUnit]] = []
+    states: dict[FullyShardedDataParallel, object] = {}
+    hooked: list[HookedUnit] = []
     error_nbytes = 0
-    for (name, own), (path, instance) in zip(states.items(), instances.items(), strict=True):
-        unit = HookedUnit(own, layouts[path])
-        hooked.append(_managed(name, unit, instance))
+    for instance, (name, each) in zip(instances.values(), sharded.items(), strict=True):
+        each.name = name
+        own = states[instance] = state.of_unit(name, each.layout.trained)
+        hooked.append(unit := HookedUnit(own, each))
         if unit_of(instance) is None:
             attach(instance, unit)
             instance.register_load_state_dict_post_hook(lambda module, keys, unit=unit: unit.weights_loaded())
-        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in _torch_adoption.shard_of(instance))
+        error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in each.shards())
     log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:
         setattr(model, _LIFECYCLE_HOOKS, LifecycleHooks(hooked))
-    return dict(zip(instances.values(), states.values(), strict=True))
+    return states
 
 
 PATCHES = (

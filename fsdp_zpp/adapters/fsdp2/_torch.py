@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_zpp.collectives.exact_places import sent_exactly
+from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -69,7 +70,7 @@ __all__ = [
 ]
 
 
-class StrategyGroup(GatheringGroup):
+class StrategyGroup(GatheringGroup, Sharded):
     """A parameter group that a strategy gathers and reduces. Made by :func:`adopt_group` from the one torch built."""
 
     _state: FSDPState

@@ -21,7 +21,7 @@ from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.layout import Layout
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
-from fsdp_zpp.runtime.unit import ManagedUnit, StrategyUnit, attach, detach, unit_of
+from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
@@ -214,8 +214,7 @@ def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyG
     sharded = modules[0]
     assert isinstance(sharded, FSDPModule)
     world = unit.mesh.topology.world
-    unit.on_invalidate, unit.on_drop_gradients = group.weights_changed, group.drop_gradients
-    unit.named_shards, unit.trained_names = group.named_shards, group.trained_names
+    unit.sharded = group
     if unit.gather is not None:
         unit.gather.secondary.source = group
         sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
@@ -248,20 +247,20 @@ def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
-    found: dict[str, ManagedUnit[StrategyUnit]] = {}
+    found: dict[str, StrategyUnit] = {}
     groups: dict[_torch.StrategyGroup, ProcessMesh] = {}  # modules that were passed as a list share one
     for module in root.modules():
         unit = unit_of(module)
         group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
             group.check_gather()
-            of_group = (group.parameters, group.shards, group.is_trained, group.parameter_owners)
-            found[group.name] = ManagedUnit(group.name, unit, *of_group, group.numel())
+            unit.sharded = group
+            found[group.name] = unit
             groups[group] = unit.mesh
     model, members = model_name(root), list(found.values())
     prepare_frozen(root)
     hooks = set_up_model(root, model, members, _torch.sizes_of_other_groups(root, groups))
-    log_frozen(root, model, [managed.unit for managed in members])
+    log_frozen(root, model, members)
     _torch_backward.watch_backwards(root, hooks.backward_ended, lambda: _agree_on_use(groups))
 
 

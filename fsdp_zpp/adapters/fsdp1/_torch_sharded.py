@@ -1,0 +1,99 @@
+"""Private names of torch's flat parameters: what an instance of FullyShardedDataParallel has sharded of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_zpp.runtime.sharded import Sharded
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
+_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
+_NEEDED = (
+    Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the parameters of an instance"),
+    Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
+    Needed(_HANDLE, "flat_param", "the same"),
+    Needed(_FLAT, "_local_shard _fqns _params _shapes", "the same"),
+)
+check_needed("adapter for FullyShardedDataParallel", _NEEDED)
+
+from ._torch_handle import StrategyHandle
+from ._torch_layout import GradientLayout
+from ._torch_replaced import copy_replaced
+
+
+class ShardedInstance(Sharded):
+    """What an instance has sharded of its own: its flat parameter, or nothing if it has none.
+
+    Args:
+        instance: The instance. Another flat parameter may take the place of the one that it has.
+
+    Attributes:
+        layout: Where the original parameters lie in the flat one.
+    """
+
+    name = "unit"  # until the model is known, and with it the path of the instance
+
+    def __init__(self, instance: FullyShardedDataParallel) -> None:
+        self._instance: Any = instance
+        self.layout = GradientLayout(instance)
+
+    @property
+    def _flat_param(self) -> Any:
+        handle = self._instance._handle
+        return None if handle is None else handle.flat_param
+
+    def numel(self) -> int:
+        """Return the number of values of the parameters, without padding."""
+        return 0 if self._flat_param is None else sum(shape.numel() for shape in self._flat_param._shapes)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters as an optimizer may hold them by now: original, or flat."""
+        flat_param = self._flat_param
+        return [] if flat_param is None else list(flat_param._params or (flat_param,))
+
+    def is_trained(self) -> bool:
+        """Whether the flat parameter requires a gradient, or an original one by now."""
+        flat_param = self._flat_param
+        return flat_param is not None and any(p.requires_grad for p in (flat_param, *(flat_param._params or ())))
+
+    def trained_names(self) -> list[str]:
+        """Return the FQNs of the original parameters that require a gradient or have one."""
+        flat_param = self._flat_param
+        if flat_param is None:
+            return []
+        if not flat_param._params:
+            return list(flat_param._fqns) if flat_param.requires_grad or flat_param.grad is not None else []
+        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
+        return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
+
+    def shards(self) -> list[Tensor]:
+        """Return what this rank holds of the flat parameter."""
+        flat_param = self._flat_param  # which is the shard itself until FSDP's lazy initialization
+        return [] if flat_param is None else [getattr(flat_param, "_local_shard", flat_param)]
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the original parameters, by FQN; a parameter may have nothing here."""
+        if self._flat_param is None:
+            return {}
+        copy_replaced(self._instance._handle)
+        shard = self.shards()[0].detach()
+        layout, first = self.layout.around(shard)
+        bounds = (
+            (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
+        )
+        held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
+        return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Have the handle drop what it keeps of the old weights, if a strategy has adopted it."""
+        if isinstance(handle := self._instance._handle, StrategyHandle):
+            handle.weights_changed(by_step)
+
+    def drop_gradients(self) -> None:
+        """Have the handle drop what it has accumulated, likewise."""
+        if isinstance(handle := self._instance._handle, StrategyHandle):
+            handle.drop_gradients()

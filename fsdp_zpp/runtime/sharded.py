@@ -1,0 +1,57 @@
+"""What FSDP has sharded of a unit, as the core sees it: its parameters, and what lies beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+
+class Sharded:
+    """What one unit has of FSDP: nothing here, in adapters a parameter group or an instance's flat parameter.
+
+    Everything is looked up anew at each call: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
+    replace parameters and shards, and a reference to the old ones would keep their memory.
+    """
+
+    @property
+    def name(self) -> str:
+        """The unit's name in profiles, errors and log lines."""
+        return "unit"
+
+    def numel(self) -> int:
+        """Return the number of values of its parameters, on all ranks together."""
+        return 0
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return its parameters, as an optimizer holds them."""
+        return ()
+
+    def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
+        """Return, for each parameter, the modules on which it is registered.
+
+        Nothing at all for adapters whose modules show the parameters at any time.
+        """
+        return ()
+
+    def is_trained(self) -> bool:
+        """Return whether a parameter requires a gradient, sharded or as modules show it; on all ranks alike."""
+        return False
+
+    def trained_names(self) -> Collection[str]:
+        """Return the FQNs of the parameters that require a gradient or have one."""
+        return ()
+
+    def shards(self) -> Sequence[Tensor]:
+        """Return what this rank holds of the parameters, padding included."""
+        return ()
+
+    def named_shards(self) -> Mapping[str, Tensor]:
+        """Return what this rank holds of each parameter, by FQN, ready to be read and written to."""
+        return {}
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Drop what is kept of the old weights; ``by_step`` says that nothing but their values has changed."""
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients accumulated from earlier micro-batches of the step."""
