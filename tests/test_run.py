@@ -1,4 +1,7 @@
-"""What ``./run`` installs and how it tests: its commands are watched, with stand-ins for python, pip and nvidia-smi."""
+"""What ``./run`` installs and how it tests: its commands are watched, with stand-ins for python, pip and nvidia-smi.
+
+Git's hook and GitHub run these commands and no others.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from harness.launch import ROOT
 
-RUN = Path(__file__).parents[1] / "run"
+RUN = ROOT / "run"
 STAND_INS = {
     "nvidia-smi": '[ "$GPU" = 1 ] && echo "GPU 0: NVIDIA H200 (UUID: GPU-0)" || exit 9',
     "python": """case "$*" in
@@ -95,3 +100,26 @@ def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, left: str
     assert (tmp_path / ".venv/ready").exists()
     made = "-m venv --clear .venv" in (tmp_path / "log").read_text()
     assert made == (left != "all but the packages")
+
+
+def test_the_hook_before_a_commit_is_lint_and_nothing_else() -> None:
+    """So that checks and versions of tools stand in one place."""
+    configured = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repository in configured["repos"] for hook in repository["hooks"]]
+    assert [(hook["entry"], hook["pass_filenames"], hook["always_run"]) for hook in hooks] == [
+        ("./run lint", False, True)
+    ]
+
+
+def test_github_runs_what_decides_whether_a_change_lands() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_github_asks_for_what_env_prints() -> None:
+    folder = ROOT / ".github"
+    for form in (folder / "ISSUE_TEMPLATE").iterdir():
+        fields = {field["id"]: field for field in yaml.safe_load(form.read_text())["body"] if "id" in field}
+        assert "`python -m fsdp_zpp env`" in fields["env"]["attributes"]["label"]
+    assert "python -m fsdp_zpp env" in (folder / "pull_request_template.md").read_text()

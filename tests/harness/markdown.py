@@ -9,8 +9,11 @@ from pathlib import Path
 
 from .launch import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-"""All pages that users read."""
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+"""All pages that users and newcomers read."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)[^\n`]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
