@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
-from fsdp_zpp.kernels import dispatch
 from harness.benchmarks import load
 from harness.launch import in_fake_world
 from harness.wiretap import wiretap
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_zpp.kernels import dispatch
 
 contenders = load("scale", "contenders")
 BLOCKS = 8

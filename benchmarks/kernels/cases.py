@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from timing import Case, Prepared, tensors_nbytes
+
 from fsdp_zpp.kernels import (
     add_delta,
     dequantize,
@@ -15,7 +17,6 @@ from fsdp_zpp.kernels import (
     quantize_delta,
     quantize_with_feedback,
 )
-from timing import Case, Prepared, tensors_nbytes
 
 CHUNKS = 8
 GRID = (2, 4)

@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from fsdp_zpp.kernels import _ops, triton_backend
-from fsdp_zpp.kernels.triton_backend.launch import Launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -22,6 +20,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_zpp import Int4Delta, Strategy, fully_shard
+from fsdp_zpp.kernels import _ops, triton_backend
+from fsdp_zpp.kernels.triton_backend.launch import Launch
 
 WORLD, GPUS_PER_NODE, WIDTH = 16, 8, 16
 DTYPE = torch.bfloat16

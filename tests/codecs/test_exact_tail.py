@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_zpp.kernels import dispatch
 from harness.covering import over_pairs
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from fsdp_zpp.codecs.base import FullPrecision
 from fsdp_zpp.codecs.exact_tail import ExactTail, exact_tail, sends_deltas, without_tail
 from fsdp_zpp.collectives.error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.collectives.held_errors import Extent
+from fsdp_zpp.kernels import dispatch
 
 BETA, SCALE, TAIL = 0.8, 0.3, 12
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from fsdp_zpp.kernels import _ops, triton_backend
 from torch import Tensor
+
+from fsdp_zpp.kernels import _ops, triton_backend
 
 
 def on_triton(op: Callable[..., Any], *args: Any) -> Any:

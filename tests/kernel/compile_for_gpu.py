@@ -14,11 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from fsdp_zpp.kernels import PayloadLayout, triton_backend
-from fsdp_zpp.kernels.triton_backend import delta, feedback, quantize_sum, rows
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from fsdp_zpp.kernels import PayloadLayout, triton_backend
+from fsdp_zpp.kernels.triton_backend import delta, feedback, quantize_sum, rows
 
 MODULES: tuple[ModuleType, ...] = (quantize_sum, feedback, delta, rows)
 COMPILED: dict[str, str] = {}

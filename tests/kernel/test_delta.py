@@ -3,10 +3,11 @@
 import pytest
 import torch
 from backends import on_triton
-from fsdp_zpp.kernels import PayloadLayout, add_delta, dequantize, quantize, quantize_delta
 from harness.covering import over_each
 from samples import DTYPES, normal
 from torch import Tensor
+
+from fsdp_zpp.kernels import PayloadLayout, add_delta, dequantize, quantize, quantize_delta
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from samples import normal
+from torch import Tensor
+
 from fsdp_zpp.kernels import (
     PayloadLayout,
     _ops,
@@ -25,8 +28,6 @@ from fsdp_zpp.kernels import (
     quantize_with_feedback,
     triton_backend,
 )
-from samples import normal
-from torch import Tensor
 
 NUMEL = 300
 

@@ -3,6 +3,10 @@
 import pytest
 import torch
 from backends import on_triton
+from harness.covering import over_pairs
+from samples import DTYPES, normal, peers
+from torch import Tensor
+
 from fsdp_zpp.kernels import (
     dequantize,
     dequantize_sum,
@@ -10,9 +14,6 @@ from fsdp_zpp.kernels import (
     quantize,
     quantize_with_feedback,
 )
-from harness.covering import over_pairs
-from samples import DTYPES, normal, peers
-from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
 

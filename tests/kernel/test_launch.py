@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from fsdp_zpp.kernels.triton_backend.launch import Launch, launch_tiles
 from fsdp_zpp.kernels.triton_backend.tiling import Tiling
 

@@ -4,6 +4,7 @@ import struct
 
 import pytest
 import torch
+
 from fsdp_zpp.kernels import PayloadLayout, quantize
 
 

@@ -1,10 +1,11 @@
 """What must hold whatever the values, on the reference: the kernels equal it bit for bit (test_triton.py)."""
 
 import torch
-from fsdp_zpp.kernels import PayloadLayout, dequantize, dequantize_sum, dequantize_sum_quantize, quantize
 from hypothesis import given, settings, strategies as st
 from samples import DTYPES, normal, peers, same, spread
 from torch import Tensor
+
+from fsdp_zpp.kernels import PayloadLayout, dequantize, dequantize_sum, dequantize_sum_quantize, quantize
 
 settings.register_profile("kernels", deadline=None, max_examples=30)
 settings.load_profile("kernels")

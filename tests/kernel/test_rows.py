@@ -3,10 +3,11 @@
 import pytest
 import torch
 from backends import on_triton
-from fsdp_zpp.kernels import dequantize, dequantize_rows, quantize
 from harness.covering import over_pairs
 from samples import DTYPES
 from torch import Tensor
+
+from fsdp_zpp.kernels import dequantize, dequantize_rows, quantize
 
 SHAPES = [(8, 32, 1), (8, 256, 4096), (8, 64, 5000), (4, 32, 34), (4, 128, 8192), (4, 256, 4223)]
 

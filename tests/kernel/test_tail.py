@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from backends import on_triton
+from harness.covering import over_pairs
+from samples import normal
+from torch import Tensor
+
 from fsdp_zpp.kernels import (
     PayloadLayout,
     add_delta,
@@ -21,9 +25,6 @@ from fsdp_zpp.kernels import (
     quantize_delta,
     quantize_with_feedback,
 )
-from harness.covering import over_pairs
-from samples import normal
-from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
+
 from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.kernels.triton_backend.tiling import (
     Tiling,
@@ -17,7 +19,6 @@ from fsdp_zpp.kernels.triton_backend.tiling import (
     sum_quantize_tiling,
     sum_tiling,
 )
-from hypothesis import given, strategies as st
 
 MAX_WARPS = 32  # of a program, on any GPU
 REGISTERS = 2**16  # of a multiprocessor, likewise

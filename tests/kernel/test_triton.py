@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from backends import on_triton
-from fsdp_zpp.kernels import PayloadLayout, dequantize, dequantize_sum, dequantize_sum_quantize, quantize
 from harness.covering import over_pairs
 from samples import DTYPES, normal, peers, same, spread
 from torch import Tensor
+
+from fsdp_zpp.kernels import PayloadLayout, dequantize, dequantize_sum, dequantize_sum_quantize, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 * Inf, interpreted
 
