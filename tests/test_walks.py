@@ -1,0 +1,35 @@
+"""How long the walks of benchmarks/scale/walks.py are that a newcomer makes through the code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from harness.benchmarks import BENCHMARKS
+from harness.launch import launch
+from harness.pool import device_type
+
+MOST = {
+    "fsdp1 wrapping of a block": (90, 50),
+    "fsdp1 gather": (87, 40),
+    "fsdp1 gather that prefetches": (114, 51),
+    "fsdp1 gradient": (88, 42),
+    "fsdp2 wrapping of a block": (80, 45),
+    "fsdp2 gather": (86, 46),
+    "fsdp2 gather that prefetches": (114, 57),
+    "fsdp2 gradient": (107, 52),
+}
+"""Calls and changes of files, by walk."""
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="counted with torch 2.13")
+@pytest.mark.skipif(device_type() == "cuda", reason="its ranks are processes on the CPU")
+def test_walks_are_no_longer_than_they_were() -> None:
+    done = launch(4, BENCHMARKS / "scale" / "walks.py")
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (fsdp.*?) \| (\d+) \| (\d+) \| (\d+) \|$", done.stdout, re.MULTILINE)
+    found = {name: (int(calls), int(changes)) for name, calls, _, changes in rows}
+    assert found.keys() == MOST.keys()
+    longer = {name: walk for name, walk in found.items() if walk[0] > MOST[name][0] or walk[1] > MOST[name][1]}
+    assert not longer, f"--show them: {longer}, at most {MOST}"
