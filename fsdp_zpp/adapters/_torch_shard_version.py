@@ -7,15 +7,15 @@ what the shards hold instead, and so differs after any write.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.collectives.fingerprint import check_is_on, fingerprint
+from fsdp_zpp.collectives.fingerprint import fingerprint
 from fsdp_zpp.torch_internals import Needed, check_needed
 
 _NEEDED = (
@@ -31,6 +31,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _version_of = attrgetter("_version")
 
+CHECK = "FSDP_ZPP_CHECK"
+"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
+
 
 class ShardVersion:
     """Versions of a unit's shards: any two are equal if nothing was written, moved or replaced in between.
@@ -40,13 +43,10 @@ class ShardVersion:
     """
 
     def __init__(self) -> None:
+        self._of_contents = os.environ.get(CHECK, "") not in ("", "0")
         self._storages: list[int] = []
         self._references: list[StorageWeakRef] = []
         self._moves = 0
-
-    @cached_property
-    def _compares_contents(self) -> bool:
-        return check_is_on()
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
         """The version of what a unit's shards hold now.
@@ -55,7 +55,7 @@ class ShardVersion:
             memory: The tensors that are gathered, but for subclasses without a storage of their own.
             counted: These, and the tensors through which users and optimizers write to them.
         """
-        if self._compares_contents:
+        if self._of_contents:
             # Of what is counted, DTensors hold what is in the memory; other subclasses are not in it.
             subclasses = (
                 each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-CHECK = "FSDP_ZPP_CHECK"
-"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a value has."""
@@ -61,8 +57,3 @@ def plain_parts(tensor: Any) -> Iterator[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         yield from plain_parts(getattr(tensor, name))
-
-
-def check_is_on() -> bool:
-    """Whether the user has asked for what gathers reuse to be compared with the shards, by :data:`CHECK`."""
-    return os.environ.get(CHECK, "") not in ("", "0")
