@@ -10,10 +10,10 @@ from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.fsdp1 import Fsdp1
-from harness.pairs import Pair
 from harness.pool import Pool
 from harness.strategies import quantize
 from torch import Tensor
+from ways_to_shard import Pair
 
 from fsdp_zpp import CodecState, Int4, LoCo, Strategy, fully_shard as zeropp_shard, quantize_frozen_params
 

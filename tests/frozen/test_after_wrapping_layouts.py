@@ -10,10 +10,10 @@ import torch
 from harness import lora, models
 from harness.adapter import Precision
 from harness.fsdp1 import Fsdp1
-from harness.pairs import FLAT_WAYS, WAYS, Pair, flat_tied, replaced, tied_after, tied_before
 from harness.pool import Pool
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from ways_to_shard import FLAT_WAYS, WAYS, Pair, flat_tied, replaced, tied_after, tied_before
 
 from fsdp_zpp import Int8, quantize_frozen_params
 

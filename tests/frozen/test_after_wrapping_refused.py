@@ -13,7 +13,6 @@ from harness.adapter import STOCK, Case
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, Reply, assert_refused, attempt as attempt_refusal
-from harness.pairs import Pair, apart, flat
 from harness.pool import Pool, device_type
 from harness.strategies import CODEC, quantize
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
+from ways_to_shard import Pair, apart, flat
 
 from fsdp_zpp import Strategy, fully_shard as zeropp_shard, load_frozen_params, save_frozen_params
 from fsdp_zpp.adapters.fsdp1 import _torch_flat

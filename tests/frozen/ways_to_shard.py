@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from harness import models
+from harness.pool import device_type
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Shard
 
 from fsdp_zpp import Strategy, fully_shard as zeropp_shard
-
-from . import models
-from .pool import device_type
 
 
 class Pair(nn.Module):
