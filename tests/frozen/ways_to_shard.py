@@ -1,4 +1,4 @@
-"""A pair of frozen layers and a trainable one, and the ways to shard it, changed before or afterwards."""
+"""A net with two frozen layers and a trainable one, and the ways to shard it, changed before or afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from fsdp_zpp import Strategy, fully_shard as zeropp_shard
 
 
-class Pair(nn.Module):
+class PartlyFrozen(nn.Module):
     """Two frozen layers and a trainable one."""
 
     def __init__(self) -> None:
@@ -30,73 +30,73 @@ class Pair(nn.Module):
         return self.last(self.second(torch.relu(self.first(x))))
 
 
-def apart(pair: Pair, **arguments: Any) -> Pair:
+def apart(net: PartlyFrozen, **arguments: Any) -> PartlyFrozen:
     """Three units."""
-    for layer in (pair.first, pair.second):
+    for layer in (net.first, net.second):
         fully_shard(layer, **arguments)
-    fully_shard(pair, **arguments)
-    return pair
+    fully_shard(net, **arguments)
+    return net
 
 
-def by_group(pair: Pair) -> Pair:
+def by_group(net: PartlyFrozen) -> PartlyFrozen:
     """The frozen layers together, and the rest."""
-    fully_shard([pair.first, pair.second])
-    fully_shard(pair)
-    return pair
+    fully_shard([net.first, net.second])
+    fully_shard(net)
+    return net
 
 
-def hybrid(pair: Pair) -> Pair:
+def hybrid(net: PartlyFrozen) -> PartlyFrozen:
     """Sharded inside of nodes, replicated over them."""
-    return apart(pair, mesh=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard")))
+    return apart(net, mesh=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def along_columns(pair: Pair) -> Pair:
+def along_columns(net: PartlyFrozen) -> PartlyFrozen:
     """Sharded along the other dimension."""
-    return apart(pair, shard_placement_fn=lambda parameter: Shard(1))
+    return apart(net, shard_placement_fn=lambda parameter: Shard(1))
 
 
-def tied_before(pair: Pair) -> Pair:
+def tied_before(net: PartlyFrozen) -> PartlyFrozen:
     """Two layers that share a weight."""
-    pair.second.weight = pair.first.weight
-    fully_shard(pair)
-    return pair
+    net.second.weight = net.first.weight
+    fully_shard(net)
+    return net
 
 
-def tied_after(pair: Pair) -> Pair:
+def tied_after(net: PartlyFrozen) -> PartlyFrozen:
     """The same, tied after they were sharded."""
-    pair = apart(pair)
-    pair.second.weight = pair.first.weight
-    return pair
+    net = apart(net)
+    net.second.weight = net.first.weight
+    return net
 
 
-def replaced(pair: Pair) -> Pair:
+def replaced(net: PartlyFrozen) -> PartlyFrozen:
     """With another weight than it was sharded with."""
-    pair = apart(pair)
-    pair.second.weight = nn.Parameter(pair.second.weight.detach() * 2, requires_grad=False)
-    return pair
+    net = apart(net)
+    net.second.weight = nn.Parameter(net.second.weight.detach() * 2, requires_grad=False)
+    return net
 
 
-def prefetching(pair: Pair) -> Pair:
+def prefetching(net: PartlyFrozen) -> PartlyFrozen:
     """With units that are told to gather those of the frozen layers ahead."""
-    pair = apart(pair)
-    pair.set_modules_to_forward_prefetch([pair.first, pair.second])
-    pair.set_modules_to_backward_prefetch([pair.second, pair.first])
-    return pair
+    net = apart(net)
+    net.set_modules_to_forward_prefetch([net.first, net.second])
+    net.set_modules_to_backward_prefetch([net.second, net.first])
+    return net
 
 
-def gathered_once(pair: Pair) -> Pair:
+def gathered_once(net: PartlyFrozen) -> PartlyFrozen:
     """With a secondary shard of weights that are about to be taken."""
     strategy = Strategy("IGG", gpus_per_node=2)
-    zeropp_shard(pair, strategy=strategy)
-    pair.unshard()
-    pair.reshard()
-    return pair
+    zeropp_shard(net, strategy=strategy)
+    net.unshard()
+    net.reshard()
+    return net
 
 
-def in_part(pair: Pair) -> Pair:
+def in_part(net: PartlyFrozen) -> PartlyFrozen:
     """With one weight that FSDP ignores."""
-    fully_shard(pair, ignored_params={pair.first.weight})
-    return pair
+    fully_shard(net, ignored_params={net.first.weight})
+    return net
 
 
 def flat_once(module: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
@@ -104,32 +104,32 @@ def flat_once(module: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(module, **{"use_orig_params": True, "device_id": models.device()} | arguments)
 
 
-def flat(pair: Pair, **arguments: Any) -> FullyShardedDataParallel:
+def flat(net: PartlyFrozen, **arguments: Any) -> FullyShardedDataParallel:
     """Three units."""
-    pair.first, pair.second = (flat_once(layer, **arguments) for layer in (pair.first, pair.second))
-    return flat_once(pair, **arguments)
+    net.first, net.second = (flat_once(layer, **arguments) for layer in (net.first, net.second))
+    return flat_once(net, **arguments)
 
 
-def flat_hybrid(pair: Pair) -> FullyShardedDataParallel:
+def flat_hybrid(net: PartlyFrozen) -> FullyShardedDataParallel:
     """Sharded inside of nodes, replicated over them."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
-    return flat(pair, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    return flat(net, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
-def flat_replicated(pair: Pair) -> FullyShardedDataParallel:
+def flat_replicated(net: PartlyFrozen) -> FullyShardedDataParallel:
     """Not sharded at all."""
-    return flat(pair, sharding_strategy=ShardingStrategy.NO_SHARD)
+    return flat(net, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
-def flat_tied(pair: Pair, **arguments: Any) -> FullyShardedDataParallel:
+def flat_tied(net: PartlyFrozen, **arguments: Any) -> FullyShardedDataParallel:
     """One unit, two layers of which share a weight."""
-    pair.second.weight = pair.first.weight
-    return flat_once(pair, **arguments)
+    net.second.weight = net.first.weight
+    return flat_once(net, **arguments)
 
 
-def flat_in_part(pair: Pair) -> FullyShardedDataParallel:
+def flat_in_part(net: PartlyFrozen) -> FullyShardedDataParallel:
     """With one weight that FSDP ignores."""
-    return flat_once(pair, ignored_states=[pair.first.weight])
+    return flat_once(net, ignored_states=[net.first.weight])
 
 
 WAYS = (by_group, hybrid, along_columns, tied_before, tied_after, replaced, prefetching, gathered_once, in_part)
