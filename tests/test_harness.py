@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import pool as pool_module
-from harness.covering import over_each, over_pairs, pairwise
+from harness.covering import covering_array, over_each, over_pairs
 from harness.launch import launch
 from harness.pool import Pool, WorkerError, device_type
 
@@ -23,7 +23,7 @@ def default_of(decorator: pytest.MarkDecorator) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2), (14, 5, 4, 3, 2), (4, 4, 4, 4)], ids=str)
 def test_every_pair_of_values_is_in_some_test(sizes: tuple[int, ...]) -> None:
-    chosen = pairwise(list(itertools.product(*map(range, sizes))))
+    chosen = covering_array(list(itertools.product(*map(range, sizes))))
     for (i, one), (j, other) in itertools.combinations(enumerate(sizes), 2):
         assert {(row[i], row[j]) for row in chosen} == set(itertools.product(range(one), range(other)))
     largest = sorted(sizes)[-2:]

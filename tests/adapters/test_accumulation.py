@@ -12,9 +12,9 @@ from harness import models
 from harness.adapter import Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, over_each
 from harness.fsdp1 import Fsdp1
-from harness.heads import Heads, average, inputs
 from harness.pool import Pool
 from harness.training import logits
+from heads import Heads, average, inputs
 from torch import Tensor
 
 from fsdp_zpp import Strategy

@@ -16,9 +16,9 @@ from harness.covering import ADAPTERS, over_adapters
 from harness.impatient_pool import ImpatientPool
 from harness.launch import groups_of_this_rank
 from harness.pool import Pool, device_type, start_method
-from harness.soak import rounds, soak
-from harness.soak_training import STRATEGY
 from harness.training import logits, train
+from soak import rounds, soak
+from soak_training import STRATEGY
 from torch.multiprocessing.spawn import start_processes
 from torch.optim import optimizer as torch_optimizer
 

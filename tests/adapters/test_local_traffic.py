@@ -12,10 +12,10 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_pairs
-from harness.local_steps import LAYOUTS, sgd, strategy_of, this_node
 from harness.pool import Pool, device_type
 from harness.training import scaled_steps, train
 from harness.wiretap import sent_in
+from local_nodes import LAYOUTS, sgd, strategy_of, this_node
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_zpp import Int4, Int8, Strategy, exchange_weights

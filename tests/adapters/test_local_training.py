@@ -10,9 +10,9 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_pairs
-from harness.local_steps import LAYOUTS, sgd, strategy_of, this_node
 from harness.pool import Pool
 from harness.training import differing_tensors, train
+from local_nodes import LAYOUTS, sgd, strategy_of, this_node
 from torch import Tensor
 
 from fsdp_zpp import Int8, LocalSteps, LoCo, Strategy, exchange_weights

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import resumable
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import lora, models
@@ -21,13 +22,11 @@ from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.launch import launch
 from harness.pool import Pool
-from harness.resumable import STRATEGIES, Job
 from harness.training import train
+from resumable import STRATEGIES, Job
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_zpp import CodecState
-
-TESTS = Path(__file__).parents[1]
 
 
 def losses_of(job: Job, world: int) -> list[dict[int, set[str]]]:
@@ -47,7 +46,7 @@ def check(job: Job, world: int) -> None:
     assert len(list(job.folder.glob("killed-*"))) == job.kills
     uninterrupted = replace(job, folder=job.folder / "uninterrupted", save_every=job.steps, kills=0)
     uninterrupted.folder.mkdir()
-    ended = launch(world, "-m", *arguments(uninterrupted))
+    ended = launch(world, *arguments(uninterrupted))
     assert ended.returncode == 0, ended.stderr
     losses = losses_of(job, world)
     assert [sorted(each) for each in losses] == [list(range(job.steps))] * world
@@ -60,7 +59,7 @@ def check(job: Job, world: int) -> None:
 def arguments(job: Job) -> list[str]:
     """Its command line."""
     return [
-        "harness.resumable",
+        resumable.__file__,
         job.adapter,
         job.strategy,
         *map(str, (job.folder, job.steps, job.save_every, job.kills)),
@@ -70,7 +69,7 @@ def arguments(job: Job) -> list[str]:
 @over_each(adapter=ADAPTERS, strategy=["frozen", "LoCo and Int4Delta"])
 def test_a_training_with_a_killed_rank_equals_one_without(tmp_path: Path, adapter: Adapter, strategy: str) -> None:
     job = Job(str(adapter), strategy, tmp_path, steps=6, kills=1)
-    ended = [launch(2, "-m", *arguments(job)) for _ in range(2)]
+    ended = [launch(2, *arguments(job)) for _ in range(2)]
     assert [each.returncode for each in ended] == [-signal.SIGKILL, 0], ended[-1].stderr
     check(job, 2)
 
@@ -83,9 +82,8 @@ def test_a_training_with_ten_killed_ranks_equals_one_without(tmp_path: Path, ada
     agent = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=4", "--max-restarts=10"]
     # Or processes that are started again find in torchrun's store the addresses of those that are gone, and gloo fails.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*agent, "-m", *arguments(job)], cwd=TESTS, env=environment, capture_output=True, text=True, timeout=1800
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # where harness is
+    ended = subprocess.run([*agent, *arguments(job)], env=environment, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, ended.stderr
     check(job, 4)
 
@@ -120,10 +118,10 @@ def test_another_number_of_ranks_trains_on_from_the_same_checkpoint(
 ) -> None:
     """It says that codecs start anew, and trains on the same samples in the same order."""
     job = Job(str(adapter), strategy, tmp_path, steps=5)
-    assert launch(4, "-m", *arguments(job)).returncode == 0
+    assert launch(4, *arguments(job)).returncode == 0
     losses = losses_of(job, 4)
     [path.unlink() for path in tmp_path.glob("losses-*")]
-    ended = launch(2, "-m", *arguments(job))
+    ended = launch(2, *arguments(job))
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("errors start from zero, weights are sent whole") == (strategy != "frozen")
     assert "saved on 4 ranks as 2 nodes x 2, but this is 2 ranks as 2 nodes x 1" in ended.stderr or strategy == "frozen"

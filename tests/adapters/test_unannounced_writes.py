@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from checking import checked_weights
 from harness.adapter import Adapter, Case
-from harness.checking import checked_weights
 from harness.covering import ADAPTERS, over_each, over_pairs
 from harness.pool import Pool
 from harness.training import logits, train

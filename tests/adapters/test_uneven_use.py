@@ -13,8 +13,8 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, on_cpu
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_pairs
 from harness.fsdp2 import Fsdp2
-from harness.heads import WIDTH, Heads, average, inputs, shard_heads
 from harness.pool import Pool
+from heads import WIDTH, Heads, average, inputs, shard_heads
 from torch import Tensor, nn
 
 from fsdp_zpp import Int4, LoCo, Strategy, fully_shard

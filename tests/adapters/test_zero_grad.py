@@ -10,9 +10,9 @@ import torch
 from harness import models
 from harness.adapter import Adapter, Case, on_cpu
 from harness.covering import ADAPTERS, over_adapters, over_pairs
-from harness.heads import WIDTH, average, inputs, shard_heads
 from harness.pool import Pool
 from harness.training import logits, train
+from heads import WIDTH, average, inputs, shard_heads
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.deepspeed import HUGGING_FACE, INT4_BOTH, LOCO, QUANTIZED, ZEROPP, from_zero, refusal
+from deepspeed_configs import HUGGING_FACE, INT4_BOTH, LOCO, QUANTIZED, ZEROPP, from_zero, refusal
 
 from fsdp_zpp import Int8, LoCo, Strategy
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from harness.deepspeed import QUANTIZED, from_zero
+from deepspeed_configs import QUANTIZED, from_zero
 
 from fsdp_zpp import Int4, Int8, LoCo, Strategy
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from harness.deepspeed import QUANTIZED, from_zero, refusal
+from deepspeed_configs import QUANTIZED, from_zero, refusal
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from fsdp_zpp import Strategy

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from harness.deepspeed import LOCO, QUANTIZED, refusal
+from deepspeed_configs import LOCO, QUANTIZED, refusal
 
 
 @pytest.mark.parametrize(

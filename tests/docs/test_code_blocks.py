@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from harness.launch import ROOT
-from harness.markdown import PAGES, Block, blocks_of
 from harness.pool import Pool
-from harness.reader import RANKS, run_python
+from pages import PAGES, Block, blocks_of
+from reader import RANKS, run_python
 
 from fsdp_zpp import Strategy
 

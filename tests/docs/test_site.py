@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.launch import ROOT
-from harness.markdown import PAGES
+from pages import PAGES
 
 import fsdp_zpp
 

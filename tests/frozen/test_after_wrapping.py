@@ -10,10 +10,10 @@ from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.fsdp1 import Fsdp1
-from harness.pairs import Pair
 from harness.pool import Pool
 from harness.strategies import quantize
 from torch import Tensor
+from ways_to_shard import PartlyFrozen
 
 from fsdp_zpp import CodecState, Int4, LoCo, Strategy, fully_shard as zeropp_shard, quantize_frozen_params
 
@@ -119,15 +119,15 @@ def test_logits_of_a_peft_model_equal_the_dequantized_models(pool: Callable[[int
 
 def names_in_checkpoints(quantize_first: bool) -> list[str]:
     """In a worker: of which units errors are saved."""
-    pair, strategy = Pair(), Strategy.loco(gpus_per_node=2)
+    net, strategy = PartlyFrozen(), Strategy.loco(gpus_per_node=2)
     if quantize_first:
-        quantize(pair)
-    for module in (pair.first, pair.second, pair):
+        quantize(net)
+    for module in (net.first, net.second, net):
         zeropp_shard(module, strategy=strategy)
     if not quantize_first:
-        quantize(pair)
-    pair(torch.ones(2, 64, device=models.device())).sum().backward()
-    return list(CodecState(pair).state_dict())
+        quantize(net)
+    net(torch.ones(2, 64, device=models.device())).sum().backward()
+    return list(CodecState(net).state_dict())
 
 
 def test_codec_states_name_the_same_units(pool: Callable[[int], Pool]) -> None:

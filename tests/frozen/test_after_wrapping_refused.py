@@ -13,7 +13,6 @@ from harness.adapter import STOCK, Case
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, Reply, assert_refused, attempt as attempt_refusal
-from harness.pairs import Pair, apart, flat
 from harness.pool import Pool, device_type
 from harness.strategies import CODEC, quantize
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
+from ways_to_shard import PartlyFrozen, apart, flat
 
 from fsdp_zpp import Strategy, fully_shard as zeropp_shard, load_frozen_params, save_frozen_params
 from fsdp_zpp.adapters.fsdp1 import _torch_flat
@@ -76,19 +76,19 @@ class SelfEncoding(Tensor):
 
 def left_alone() -> tuple[list[str], list[str], list[str]]:
     """In a worker: what is chosen of models with layers that are not to be taken, by a strategy, and of a subclass."""
-    mixed = Pair()
+    mixed = PartlyFrozen()
     fully_shard(mixed.first)
     zeropp_shard(mixed, strategy=Strategy("GGG", frozen=CODEC, gpus_per_node=2))
-    replicated = Pair()
+    replicated = PartlyFrozen()
     replicate(replicated.first)
     report = quantize(replicated.second)
-    odd = Pair()
+    odd = PartlyFrozen()
     odd.first.weight = nn.Parameter(SelfEncoding(odd.first.weight.detach()), requires_grad=False)
     apart(odd)
     quantize(odd)
 
-    def frozen(pair: Pair) -> list[str]:
-        return [name for name, layer in pair.named_children() if "Frozen" in type(layer).__name__]
+    def frozen(net: PartlyFrozen) -> list[str]:
+        return [name for name, layer in net.named_children() if "Frozen" in type(layer).__name__]
 
     assert report.weights == 1
     return frozen(mixed), frozen(replicated), frozen(odd)
@@ -112,10 +112,10 @@ def tensor_parallel() -> Any:
 
 
 def flattened(part: bool, **options: Any) -> Any:
-    """In a worker: a pair of layers under FullyShardedDataParallel, or one of them alone."""
-    pair = Pair()
-    whole = flat(pair, **options)
-    return pair.first if part else whole
+    """In a worker: a net under FullyShardedDataParallel, or one of its frozen layers alone."""
+    net = PartlyFrozen()
+    whole = flat(net, **options)
+    return net.first if part else whole
 
 
 MESSAGE = "is sharded by FSDP already; call quantize_frozen_params(model, Int8(block=64)) before you wrap"

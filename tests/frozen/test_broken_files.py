@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import frozen_files as files
 from harness.messages import Reply, assert_refused, attempt as attempt_refusal
 from harness.pool import Pool
-from harness.refused_files import loading, quantizing, refused, save
+from refused_files import loading, quantizing, refused, save
 from torch import Tensor
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import frozen_files as files
-from harness.refused_files import EITHER, Make, quantizing, refused, save
+from refused_files import EITHER, Make, quantizing, refused, save
 from safetensors.torch import save_file
 from torch import nn
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import moe
 import pytest
 import torch
 import torch.distributed as dist
-from harness import llama, models, moe
+from harness import llama, models
 from harness.adapter import STOCK, Adapter
 from harness.covering import ADAPTERS, over_adapters
 from harness.llama import greedy_tokens

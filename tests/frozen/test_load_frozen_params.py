@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from harness import frozen_files as files
-from harness.refused_files import EITHER, Make, loading, refused, save
+from refused_files import EITHER, Make, loading, refused, save
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params
 

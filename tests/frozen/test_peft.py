@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from adapted_llama import CODEC, optimizer_of, oracle, sharded, steps
 from harness import llama, models
-from harness.adapted_llama import CODEC, optimizer_of, oracle, sharded, steps
 from harness.adapter import STOCK, Adapter
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.llama import greedy_tokens

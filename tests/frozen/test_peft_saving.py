@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_llama import CODEC, MIXZPP, TIED, optimizer_of, oracle, sharded, steps
 from harness import llama, models
-from harness.adapted_llama import CODEC, MIXZPP, TIED, optimizer_of, oracle, sharded, steps
 from harness.adapter import Adapter
 from harness.covering import over_adapters
 from harness.fsdp1 import Fsdp1

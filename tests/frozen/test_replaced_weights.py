@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_llama import CODEC, MIXZPP
 from harness import llama, models
-from harness.adapted_llama import CODEC, MIXZPP
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_pairs
 from harness.pool import Pool

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import moe
 import pytest
 import torch
-from harness import llama, models, moe
+from harness import llama, models
 from harness.pool import Pool
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM

@@ -40,7 +40,7 @@ def over_pairs(rest: bool = True, **factors: Factor) -> pytest.MarkDecorator:
     """
     named = [_named(factor) for factor in factors.values()]
     product = _product(named)
-    chosen = pairwise(product)
+    chosen = covering_array(product)
     return _parametrize(list(factors), named, product if rest else sorted(chosen), chosen)
 
 
@@ -64,7 +64,7 @@ def over_each(times: int = 1, rest: bool = True, **factors: Factor) -> pytest.Ma
     return _parametrize(list(factors), named, _product(named) if rest else sorted(chosen), chosen)
 
 
-def pairwise(product: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+def covering_array(product: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
     """Few rows of ``product`` in which all pairs of values of two columns are that are in any row of it.
 
     Each is one with as many pairs as any has that no earlier one has.

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import FullyShardedDataParallelPlugin
 from harness import llama
-from harness.hugging_face import choose_own_fsdp, new_job
 from harness.pool import device_type
+from hugging_face import choose_own_fsdp, new_job
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -20,9 +20,9 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from axolotl.integrations.base import BasePlugin, PluginManager
-from harness.hugging_face import choose_own_fsdp, new_job
 from harness.launch import ROOT
 from harness.pool import device_type
+from hugging_face import choose_own_fsdp, new_job
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule

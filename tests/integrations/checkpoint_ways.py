@@ -14,9 +14,9 @@ from harness import llama, models
 from harness.adapter import Case
 from harness.disk import FILE_SIZE, quantized, stored_in
 from harness.fsdp2 import Fsdp2
-from harness.hugging_face import new_job
 from harness.pool import device_type
 from harness.training import train
+from hugging_face import new_job
 from lightning_runs import Run, perform
 from lightning_ways import Way
 from torch.distributed.checkpoint.state_dict import (

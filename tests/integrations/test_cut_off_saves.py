@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from checkpoint_ways import FRAMEWORKS, IN_FILES, STRATEGIES, WAYS, InFolder
+from cut_off import copies_of
 from harness.covering import over_each
-from harness.cut_off import copies_of
 from harness.messages import collected
 from harness.pool import Pool
 

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import killed_jobs
 import pytest
 import torchtitan_on_cpu
 from checkpoint_ways import FRAMEWORKS, STRATEGIES, InFolder, SavedBase
-from harness import jobs
-from harness.jobs import End, Job, Moment
 from harness.pool import Pool, WorkerError, device_type, start_method
+from killed_jobs import End, Job, Moment
 from torch.distributed import fsdp
 from torchtitan_checkpoints import ByTorchtitan
 
@@ -119,7 +119,7 @@ class Saves:
     def _run(self, several: list[Job], saved: Path) -> list[End]:
         saved.mkdir(exist_ok=True)
         notes = saved.with_name(f"notes of {saved.name}")
-        return self._forker.submit(jobs.run, several, saved, self._way.checkpoint(saved), notes).result()
+        return self._forker.submit(killed_jobs.run, several, saved, self._way.checkpoint(saved), notes).result()
 
     def _outcome(self, several: list[Job], seed: int) -> str:
         saved = self._folder / f"{seed} of {len(several)}"

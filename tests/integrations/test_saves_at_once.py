@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import killed_jobs
 import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from harness import jobs, llama
-from harness.hugging_face import new_job
-from harness.jobs import Job, Moment
+from harness import llama
 from harness.messages import collected
 from harness.pool import Pool, device_type, start_method
+from hugging_face import new_job
+from killed_jobs import Job, Moment
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.integrations import _turns, accelerate
@@ -133,7 +134,7 @@ def test_of_jobs_whose_checkpoints_accelerate_names_one_is_refused(tmp_path: Pat
             folder = tmp_path / str(operation)
             folder.mkdir()
             both = [Job(save_named, pauses_at=Moment(0, operation)), Job(save_named)]
-            ends = forker.submit(jobs.run, both, folder, folder, tmp_path / f"notes {operation}").result()
+            ends = forker.submit(killed_jobs.run, both, folder, folder, tmp_path / f"notes {operation}").result()
             whole, refused = sorted(ends, key=lambda end: end.codes)
             assert whole.codes == [0, 0], whole.errors
             assert all("already exists" in error for error in refused.errors), (operation, refused.errors)

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from harness import llama, models
-from harness.hugging_face import new_job
 from harness.pool import Pool, device_type
+from hugging_face import new_job
 
 from fsdp_zpp import Int4, Int4Delta, LoCo, Strategy
 from fsdp_zpp.integrations.accelerate import use_strategy

@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from fuzz.optimizers import ScheduleFree
 from harness import llama
-from harness.hugging_face import choose_own_fsdp, new_job
 from harness.pool import Pool, device_type
+from hugging_face import choose_own_fsdp, new_job
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader

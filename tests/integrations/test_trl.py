@@ -10,8 +10,8 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import llama
-from harness.hugging_face import new_job
 from harness.pool import Pool, device_type
+from hugging_face import new_job
 from tokenizers import Tokenizer, models as token_models, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

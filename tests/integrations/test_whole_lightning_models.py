@@ -16,7 +16,14 @@ import torch
 from harness import llama
 from harness.covering import over_each
 from harness.pool import Pool
-from harness.whole_models import (
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_ways import ACCELERATOR, Way, environment, let_gather, make_strategy, ranks, shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from whole_models import (
     CELLS,
     KINDS,
     STRATEGIES,
@@ -27,13 +34,6 @@ from harness.whole_models import (
     make_model,
     rounded_base,
 )
-from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_ways import ACCELERATOR, Way, environment, let_gather, make_strategy, ranks, shard
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import save_adapter
 

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from harness import llama
 from harness.covering import over_each
-from harness.hugging_face import new_job
 from harness.pool import Pool, device_type
-from harness.whole_models import CELLS, STRATEGIES, check_same, check_trained, loaded, logits_of, make_model
+from hugging_face import new_job
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from whole_models import CELLS, STRATEGIES, check_same, check_trained, loaded, logits_of, make_model
 
 from fsdp_zpp.integrations import accelerate, transformers
 

@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from cut_off import copies_of
 from datasets import Dataset
-from harness.cut_off import copies_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.tokenizer import BaseTokenizer

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from file_operations import before_operations
+from harness.pool import free_port, init_process_group
 
 from fsdp_zpp.integrations import _turns
-
-from .file_operations import before_operations
-from .pool import free_port, init_process_group
 
 WORLD = 2
 PATIENCE = 100.0

@@ -18,7 +18,7 @@ from harness.benchmarks import BENCHMARKS, load
 PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
 """The pages of docs/results that show a folder's results."""
 FOLDERS = ("step", "kernels", "scale")
-"""Those whose results are one file each; of those of loss, test_benchmark_loss.py says what they have."""
+"""Those whose results are one file each; of those of loss, test_loss.py says what they have."""
 DOCS = BENCHMARKS.parent / "docs"
 RESULTS = [path for folder in FOLDERS for path in sorted((BENCHMARKS / folder / "results").glob("*.json"))]
 REQUIRED = {"date", "machine", "versions", "commit", "command"}

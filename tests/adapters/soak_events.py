@@ -9,14 +9,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import models
+from harness.fsdp2 import Fsdp2
+from harness.training import logits
+from soak_training import Training
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_zpp import CodecState, invalidate
-
-from . import models
-from .fsdp2 import Fsdp2
-from .soak_training import Training
-from .training import logits
 
 
 def evaluate(training: Training) -> None:

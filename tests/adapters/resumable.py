@@ -1,7 +1,7 @@
 """A training that may be killed at any moment and then goes on from its last checkpoint.
 
-    cd tests
-    torchrun --standalone --nproc-per-node 4 --max-restarts 10 -m harness.resumable fsdp2 LoCo FOLDER 24 3 10
+    export PYTHONPATH=tests
+    torchrun --standalone --nproc-per-node 4 --max-restarts 10 tests/adapters/resumable.py fsdp2 LoCo FOLDER 24 3 10
 
 trains 24 steps, saves a checkpoint every 3 steps, kills some rank ten times, and leaves losses and weights in the
 folder.
@@ -22,6 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import lora, models
+from harness.adapter import Adapter, Case
+from harness.covering import ADAPTERS
+from harness.pool import TIMEOUT, device_type
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -37,11 +41,6 @@ from fsdp_zpp import (
     quantize_frozen_params,
     save_frozen_params,
 )
-
-from . import lora, models
-from .adapter import Adapter, Case
-from .covering import ADAPTERS
-from .pool import TIMEOUT, device_type
 
 ZEROPP = Strategy.zeropp(weights=Int8(64), gradients=Int4(64))
 STRATEGIES = {

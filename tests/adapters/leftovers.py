@@ -8,14 +8,13 @@ import os
 
 import torch
 import torch.distributed as dist
+from soak_training import Training
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import optimizer as torch_optimizer
 
 from fsdp_zpp.runtime import method_hooks
-
-from .soak_training import Training
 
 HOOKED = (torch.optim.Optimizer, nn.Module, torch.amp.GradScaler, ShardedGradScaler)
 

@@ -11,19 +11,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from harness import llama
+from harness.adapter import Adapter
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
+from harness.pool import device_type
+from pages import Block, added_lines
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp import Strategy
-
-from . import llama
-from .adapter import Adapter
-from .fsdp1 import Fsdp1
-from .fsdp2 import Fsdp2
-from .markdown import Block, added_lines
-from .pool import device_type
 
 RANKS, GPUS_PER_NODE = 4, 2
 

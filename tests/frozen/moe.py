@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from harness import llama, lora, models
+from harness.adapter import Adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -13,9 +15,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from fsdp_zpp.codecs.base import Codec
-
-from . import llama, lora, models
-from .adapter import Adapter
 
 _SIZES: dict[str, Any] = {
     "vocab_size": llama.VOCABULARY,

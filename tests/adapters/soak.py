@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fsdp_zpp import Strategy
+from harness.adapter import Adapter
+from leftovers import left_behind
+from soak_events import OFTEN, SELDOM
+from soak_training import Training
 
-from .adapter import Adapter
-from .leftovers import left_behind
-from .soak_events import OFTEN, SELDOM
-from .soak_training import Training
+from fsdp_zpp import Strategy
 
 
 def soak(adapter: Adapter, strategy: Strategy, steps: int, every: int, seed: int = 0) -> list[dict[str, int]]:

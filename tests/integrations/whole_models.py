@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import llama
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from fsdp_zpp import NF4, Int8, Strategy
-
-from . import llama
 
 KINDS = ("full", "lora", "partly frozen")
 # Without a codec of weights, or the sharded model would compute with weights that differ from those in files.

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import llama
+from harness.adapter import Adapter
 from peft import PeftModel
 from torch import Tensor
 
 from fsdp_zpp import Int8, Strategy, quantize_frozen_params
-
-from . import llama
-from .adapter import Adapter
 
 CODEC = Int8(64)
 MIXZPP = Strategy("IGG", frozen=CODEC, gpus_per_node=2)

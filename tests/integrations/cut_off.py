@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from .file_operations import before_operations
+from file_operations import before_operations
 
 _lock = threading.Lock()
 

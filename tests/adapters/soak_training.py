@@ -6,14 +6,13 @@ import random
 from typing import Any
 
 import torch
+from harness import lora, models
+from harness.adapter import Adapter, Case
+from harness.pool import device_type
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
-
-from . import lora, models
-from .adapter import Adapter, Case
-from .pool import device_type
 
 STRATEGY = Strategy(
     "IGG",

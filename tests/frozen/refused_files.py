@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import frozen_files as files, models
 from torch import nn
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params, save_frozen_params
-
-from . import frozen_files as files, models
 
 
 def save(folder: Path, **arguments: Any) -> Path:

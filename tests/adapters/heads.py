@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import models
+from harness.adapter import Adapter
 from torch import Tensor, nn
-
-from . import models
-from .adapter import Adapter
 
 WIDTH = 6
 HEADS = {"a": 3, "b": 5, "c": 3, "d": 4}
