@@ -29,16 +29,18 @@ class ShardedInstance(Sharded):
     """What an instance has sharded of its own: its flat parameter, or nothing if it has none.
 
     Args:
-        instance: The instance. Another flat parameter may take the place of the one that it has.
+        instance: The instance.
+        name: The unit's name, once the model is known and with it the path of the instance.
 
     Attributes:
         layout: Where the original parameters lie in the flat one.
     """
 
-    name = "unit"  # until the model is known, and with it the path of the instance
+    name = "unit"
 
-    def __init__(self, instance: FullyShardedDataParallel) -> None:
+    def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
         self._instance: Any = instance
+        self.name = name
         self.layout = GradientLayout(instance)
 
     @property

@@ -138,7 +138,8 @@ def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit, sharded: Sharde
 def _readopt(module: FullyShardedDataParallel) -> None:
     """Adopt another flat parameter of an instance that may have a strategy."""
     if isinstance(unit := unit_of(module), StrategyUnit):
-        _adopt(module, unit, ShardedInstance(module))
+        # Anew, for parameters lie elsewhere in it.
+        _adopt(module, unit, ShardedInstance(module, unit.sharded.name))
 
 
 def _on_lazy_init(root: nn.Module) -> None:
@@ -205,8 +206,8 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
                 f"the QuantizedReduceState was made for the ranks {expected}, but this model is sharded over {ranks}; "
                 "make the state with process_group= the model's group"
             )
-    sharded = {_name_of(path): ShardedInstance(instance) for path, instance in instances.items()}
-    sizes = {name: shard_signature(each.shards()) for name, each in sharded.items()}
+    sharded = [ShardedInstance(instance, _name_of(path)) for path, instance in instances.items()]
+    sizes = {each.name: shard_signature(each.shards()) for each in sharded}
     facts = {"codecs": state.codecs, "gpus_per_node": state.mesh.topology.gpus_per_node}
     call = f"register_comm_hook of {model_name(model)}"
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
@@ -214,9 +215,8 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     states: dict[FullyShardedDataParallel, object] = {}
     hooked: list[HookedUnit] = []
     error_nbytes = 0
-    for instance, (name, each) in zip(instances.values(), sharded.items(), strict=True):
-        each.name = name
-        own = states[instance] = state.of_unit(name, each.layout.trained)
+    for instance, each in zip(instances.values(), sharded, strict=True):
+        own = states[instance] = state.of_unit(each.name, each.layout.trained)
         hooked.append(unit := HookedUnit(own, each))
         if unit_of(instance) is None:
             attach(instance, unit)

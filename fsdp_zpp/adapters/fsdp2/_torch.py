@@ -157,19 +157,30 @@ class StrategyGroup(GatheringGroup, Sharded):
         return [(info.module, *info.shared_modules) for info in infos]
 
 
-def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None]) -> StrategyGroup | None:
+class StockGroup(StrategyGroup):
+    """A parameter group of a strategy for which torch does everything, as it would without one."""
+
+    def weights_changed(self, by_step: bool) -> None:
+        """Leave what is unsharded as it is."""
+
+    def drop_gradients(self) -> None:
+        """Leave torch's accumulated gradients as they are."""
+
+
+def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None], stock: bool) -> StrategyGroup | None:
     """The parameter group that ``fully_shard`` just made for ``module``, ready for a strategy, if it made just one.
 
     Args:
         module: A module on which torch's ``fully_shard`` was called.
         on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
+        stock: Whether torch does everything.
     """
     state = state_of(module)
     groups: list[Any] = groups_of(state)
     if len(groups) != 1:
         return None
     (group,) = groups
-    group.__class__ = StrategyGroup
+    group.__class__ = StockGroup if stock else StrategyGroup
     group._state, group._on_lazy_init = state, on_lazy_init
     group.adopt()
     return group

@@ -109,8 +109,9 @@ def fully_shard(
     before = {parameter for each in modules for parameter in each.parameters()}
     sharded = torch_fully_shard(module, **passed_on)
     mark_sharded(modules, before, strategy)
-    parameters = _torch.adopt_group(modules[0], _on_lazy_init)
-    if layout.stock and not (unit.packed and _can_gather(unit.ranks, compared, reshard_after_forward)):
+    stock = layout.stock and not (unit.packed and _can_gather(unit.ranks, compared, reshard_after_forward))
+    parameters = _torch.adopt_group(modules[0], _on_lazy_init, stock)
+    if stock:
         for each in modules:
             attach(each, unit)
     elif parameters is not None:  # else the module has no parameters of its own
