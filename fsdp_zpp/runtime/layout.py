@@ -19,7 +19,7 @@ class Layout:
     Attributes:
         group: The ranks.
         topology: Their nodes.
-        stock: Whether torch's own FULL_SHARD does all that the strategy asks for, so that torch's FSDP is left to it.
+        stock: Whether torch's own FULL_SHARD is all that the strategy asks for, so that fully_shard leaves it to torch.
     """
 
     group: dist.ProcessGroup

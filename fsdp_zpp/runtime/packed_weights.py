@@ -4,9 +4,9 @@ bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf
 numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it is.
 
 [Note: Packed bytes]
-By our own gather, even on one node: torch's fully_shard copies shards by ``_foreach_copy_``, which on GPUs goes through
-fp32 and makes one NaN of all. About one in a thousand packed byte pairs reads as a NaN in bf16 (bitsandbytes, issue
-1945).
+Under fully_shard, units that hold packed values are gathered by our own gather even where torch's would do: torch
+copies shards by ``_foreach_copy_``, which on GPUs goes through fp32 and makes one NaN of all. About one in a thousand
+packed byte pairs reads as a NaN in bf16 (bitsandbytes, issue 1945). No copy of ours may promote them either.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ class StrategyUnit:
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         packed: Whether it holds packed values, so that no codec may touch its weights.
+        stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
@@ -148,7 +149,7 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
-        self.packed = False
+        self.packed = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
@@ -162,17 +163,20 @@ class StrategyUnit:
         # Under the optimizer scope I each node has all shards, so there is nothing to gather between nodes.
         within_node = self.scopes.optimizer == "I"
         mesh = self.mesh.own_node() if within_node else self.mesh
-        # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again, but for what torch
-        # would change, see [Note: Packed bytes].
-        does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or self.packed
-        ours_on_one_level = does_more or within_node
+        # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
+        does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
+        ours_on_one_level = does_more or self._in_place_of_torch
         if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
-    def leave_weights_uncoded(self) -> None:
-        """Gather the weights as they are, since they hold packed values. To be called before the unit is used."""
-        self.packed = True
+    def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
+        """Gather the weights as they are, since they hold packed values. To be called before the unit is used.
+
+        Args:
+            in_place_of_torch: Also where torch's own all-gather would do, see [Note: Packed bytes].
+        """
+        self.packed, self._in_place_of_torch = True, in_place_of_torch
         self.resolved = replace(self.resolved, weights=None)
         self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"

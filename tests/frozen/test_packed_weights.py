@@ -18,6 +18,7 @@ from harness.pool import Pool, device_type
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
@@ -46,7 +47,7 @@ class Packed(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.first, self.second = packed_linear(1, **options), packed_linear(2, **options)
+        self.first, self.second = packed_linear(6, **options), packed_linear(2, **options)
         self.plain = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
         self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
         nn.init.ones_(self.plain.weight)
@@ -88,8 +89,12 @@ def copy_as_a_gpu(copies: Sequence[Tensor], sources: Sequence[Tensor], *args: An
 def output(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> tuple[Tensor, Tensor]:
     """In a worker: the output of a model with packed layers, and the unsharded one's; after a step, too."""
     model, alone = make(), make()
+    assert alone.first.weight.isnan().any()
     assert alone.second.weight.isnan().any()
-    arguments: dict[str, Any] = {"use_orig_params": not flat} if adapter.torch_name != "fully_shard" else {}
+    arguments: dict[str, Any] = {"use_orig_params": not flat}
+    if adapter.torch_name == "fully_shard":  # one unit of which may store several dtypes
+        arguments = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        model.trained.float()
     if flat:  # FSDP wants all of an instance trainable or none
         for each in (model, alone):
             each.requires_grad_(False)

@@ -63,17 +63,6 @@ class GradientLayout:
         ranks, rank = (handle.world_size, handle.rank) if handle.uses_sharded_strategy else (1, 0)
         return self.whole(ranks * shard.numel()), rank * shard.numel()
 
-    def trained_names(self) -> list[str]:
-        """The FQNs of those that require a gradient or have one."""
-        handle: Any = self._instance._handle
-        if handle is None:
-            return []
-        flat_param = handle.flat_param
-        if not flat_param._params:
-            return list(flat_param._fqns) if flat_param.requires_grad or flat_param.grad is not None else []
-        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
-        return [name for name, parameter in pairs if parameter.requires_grad or parameter.grad is not None]
-
     @property
     def _flat_param(self) -> Any:
         return self._instance._handle.flat_param  # type: ignore[union-attr]

@@ -164,7 +164,7 @@ class StockGroup(StrategyGroup):
         """Leave what is unsharded as it is."""
 
     def drop_gradients(self) -> None:
-        """Leave torch's accumulated gradients as they are."""
+        """Leave torch's accumulated gradients as they are, whatever is cleared."""
 
 
 def adopt_group(module: nn.Module, on_lazy_init: Callable[[nn.Module], None], stock: bool) -> StrategyGroup | None:

@@ -52,6 +52,7 @@ class GatherPlan:
         numel: The number of values that it leaves on a rank.
         memory: The shards that are gathered, but for tensor subclasses, which may have no storage.
         counted: These and the parameters, writes to which torch counts.
+        cast_before_joining: Whether each shard is to be cast to ``dtype`` before it is joined with others.
         swaps: The parameters, if :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would do for each.
         result: What an ``AllGatherResult`` tells besides the output and its event.
     """
@@ -75,6 +76,8 @@ class GatherPlan:
         # No work to wait for, then each parameter's dtypes and numels, and all numels.
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
         self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
+        self.cast_before_joining = not encodes and any(shard.dtype != shards[0].dtype for shard in shards)
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []

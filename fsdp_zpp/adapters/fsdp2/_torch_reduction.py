@@ -296,5 +296,5 @@ class ReducingGroup(GradientGroup):
         """An exception has ended a step: drop the gradients of its micro-batches."""
         if self.reduction is not None:
             self.reduction.drop_accumulated()
-        self.drop_gradients()  # torch itself drops unsharded ones from 2.15 on only
+        ReducingGroup.drop_gradients(self)  # torch itself drops unsharded ones from 2.15 on only
         self.end_backward(synchronized=True)

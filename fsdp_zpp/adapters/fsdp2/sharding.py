@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, overload
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
@@ -75,7 +75,7 @@ def fully_shard(
             How they split into nodes is the strategy's ``gpus_per_node``.
         reshard_after_forward: As torch's, but for an int: keeping a secondary shard inside of each node is what
             the strategy's first letter ``I`` stands for. ``Strategy("GGG")`` on one node is torch's ``fully_shard``
-            itself and accepts all of its arguments.
+            itself, but for what holds packed values, and accepts all of its arguments.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
 
     Returns:
@@ -96,26 +96,27 @@ def fully_shard(
     if not dist.is_initialized():
         check_strategy(strategy)
     group, compared = _ranks(mesh)
-    own, held = _check_agreement(modules, strategy, group if compared else None, passed_on)
-    layout = agree(group if compared else None, lambda: check_arguments(own, strategy, group, passed_on))
+    layout, holds_packed = _agreed_layout(modules, strategy, group, compared, passed_on)
     unit = _unit_for(strategy, layout, passed_on)
     policy = passed_on.get("mp_policy")
     ignored = passed_on.get("ignored_params") or ()
     dtype = None if policy is None else policy.param_dtype
     for each in modules:
         unit.left_unquantized |= quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
-    if held and packed(named_own_parameters(modules, ignored)):  # what is left of them
-        unit.leave_weights_uncoded()
+    if holds_packed and packed(named_own_parameters(modules, ignored)):  # what is left of them
+        unit.leave_weights_uncoded(in_place_of_torch=not layout.stock or _can_gather(unit.ranks, compared, passed_on))
     before = {parameter for each in modules for parameter in each.parameters()}
     sharded = torch_fully_shard(module, **passed_on)
     mark_sharded(modules, before, strategy)
-    stock = layout.stock and not (unit.packed and _can_gather(unit.ranks, compared, reshard_after_forward))
-    parameters = _torch.adopt_group(modules[0], _on_lazy_init, stock)
-    if stock:
+    unit.stock = layout.stock and unit.gather is None
+    parameters = _torch.adopt_group(modules[0], _on_lazy_init, unit.stock)
+    if layout.stock or parameters is not None:  # else the module has no parameters of its own
         for each in modules:
             attach(each, unit)
-    elif parameters is not None:  # else the module has no parameters of its own
-        _apply(unit, modules, parameters)
+    if parameters is not None and not unit.stock:
+        if layout.stock:
+            unit.reduce = None  # torch reduces
+        _apply(unit, modules[0], parameters)
     return sharded
 
 
@@ -160,29 +161,32 @@ def _ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, bool]:
     return group, mesh is None or getattr(mesh, "ndim", None) == 1
 
 
-def _check_agreement(
-    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup | None, arguments: dict[str, Any]
-) -> tuple[list[tuple[str, nn.Parameter]], dict[str, Tensor]]:
-    """Raise unless all ranks of ``group``, if any, shard the same modules in the same way.
+def _agreed_layout(
+    modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup, compared: bool, arguments: dict[str, Any]
+) -> tuple[Layout, bool]:
+    """Raise on every rank unless all shard the same modules in the same way, and a strategy can do it.
 
     Returns:
-        The parameters that are to be sharded, with names, and those of them that hold packed values.
+        Where the ranks lie, and whether any parameter that is to be sharded holds packed values.
     """
+    ranks = group if compared else None
     call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
     if not all(isinstance(module, nn.Module) for module in modules):  # which other ranks may have
-        check_agreement(group, call, {})
+        check_agreement(ranks, call, {})
         list(map(check_module, modules))
     own = named_own_parameters(modules, arguments.get("ignored_params") or ())
-    facts = {} if group is None else strategy_facts(strategy, group)
+    facts = strategy_facts(strategy, group) if compared else {}
     facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
     held = packed(own)
-    check_agreement(group, call, facts | packed_facts(held) | parameter_facts(own))
-    return own, held
+    check_agreement(ranks, call, facts | packed_facts(held) | parameter_facts(own))
+    return agree(ranks, lambda: check_arguments(own, strategy, group, arguments)), bool(held)
 
 
-def _can_gather(ranks: ProcessMesh, one_mesh: bool, reshard: bool | int | None) -> bool:
-    """Whether a strategy can gather what a stock one would leave to torch; warns of packed values if it can't."""
-    if one_mesh and (reshard is None or isinstance(reshard, bool)):
+def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any]) -> bool:
+    """Whether a stock strategy can gather in place of torch; warns that torch will change packed values if not."""
+    reshard = arguments["reshard_after_forward"]
+    elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
+    if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
         return True
     if ranks.rank == 0:
         _warn_of_packed_values()
@@ -192,9 +196,9 @@ def _can_gather(ranks: ProcessMesh, one_mesh: bool, reshard: bool | int | None) 
 @cache  # for all layers of a model
 def _warn_of_packed_values() -> None:
     logger.warning(
-        "fully_shard: packed values are gathered by torch, for reshard_after_forward is a number of ranks or mesh has "
-        "several dimensions; on GPUs torch changes those that read as NaN: pack them with "
-        "bnb_4bit_quant_storage=torch.uint8, or pass a bool and a 1-D mesh"
+        "fully_shard: packed values are gathered by torch, for reshard_after_forward is a number of ranks, mesh has "
+        "several dimensions, or shard_placement_fn or dp_mesh_dims was given; on GPUs torch changes those that read as "
+        "NaN: pack them with bnb_4bit_quant_storage=torch.uint8, or pass a bool, a 1-D mesh and no more"
     )
 
 
@@ -210,31 +214,28 @@ def _unit_for(strategy: Strategy, layout: Layout, arguments: dict[str, Any]) -> 
     return unit
 
 
-def _apply(unit: StrategyUnit, modules: list[nn.Module], group: _torch.StrategyGroup) -> None:
-    """Have ``group``, of ``modules``, gathered and reduced by ``unit``."""
-    sharded = modules[0]
-    assert isinstance(sharded, FSDPModule)
+def _apply(unit: StrategyUnit, module: nn.Module, group: _torch.StrategyGroup) -> None:
+    """Have ``group``, of ``module`` and maybe others, gathered and reduced by ``unit``."""
+    assert isinstance(module, FSDPModule)
     world = unit.mesh.topology.world
     unit.sharded = group
     if unit.gather is not None:
         unit.gather.secondary.source = group
-        sharded.set_custom_all_gather(StrategyAllGather(unit.gather, group))
+        module.set_custom_all_gather(StrategyAllGather(unit.gather, group))
     if unit.keep_unsharded and unit.gather is not None:
         group.staleness_guard = unit.gather.secondary
     if unit.reduce is not None:
         group.reduction = unit.reduce
         if unit.scopes.optimizer == "N":
             group.own_all_reduce = StrategyAllReduce(unit.reduce, group, world)
-            sharded.set_all_reduce_hook(group.own_all_reduce)
+            module.set_all_reduce_hook(group.own_all_reduce)
         else:
-            sharded.set_custom_reduce_scatter(StrategyReduceScatter(unit.reduce, group, world))
+            module.set_custom_reduce_scatter(StrategyReduceScatter(unit.reduce, group, world))
             if unit.reduce.has_two_hops:
                 group.completion = _torch_reduction.FinishReduction()
     # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
     for owner in {owner for owners in group.parameter_owners() for owner in owners}:
         owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
-    for module in modules:
-        attach(module, unit)
 
 
 def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:

@@ -62,9 +62,7 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
-        if not isinstance(unit, StrategyUnit) or unit.ranks.group is None:
-            continue
-        if unit.strategy.is_plain and unit.ranks.topology.nodes == 1:
+        if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or unit.stock:
             continue  # torch does it all, and what it accepts is Lightning's to say
         ranks = dist.get_process_group_ranks(unit.ranks.group)
         if ranks != expected:
