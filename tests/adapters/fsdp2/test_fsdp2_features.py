@@ -61,10 +61,13 @@ def test_training_beside_tensor_parallelism_equals_stock(pool: Callable[[int], P
     assert max(map(models.distance, ours, stock)) <= 1e-6
 
 
-def recover() -> None:
-    """In a worker: after an exception in the forward, reset_iter_state() and the next iteration."""
+def recover(strategy: Strategy) -> None:
+    """In a worker: after an exception in the second micro-batch's forward, reset_iter_state() and the next iteration."""
     adapter, case = Fsdp2(), Case(steps=1)
-    model, other = adapter.make(case, HPZ), adapter.make(case, STOCK)
+    model, other = adapter.make(case, strategy), adapter.make(case, STOCK)
+    model.set_requires_gradient_sync(False)
+    models.loss_of(model, models.batch(1, 0)).backward()
+    model.set_requires_gradient_sync(True)
 
     def fail(module: nn.Module, args: Any) -> None:
         raise FloatingPointError
@@ -80,8 +83,9 @@ def recover() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="new in torch 2.13")
-def test_reset_iter_state_recovers_from_an_exception(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(recover)
+@pytest.mark.parametrize("strategy", [HPZ, Strategy(gpus_per_node=4), Strategy("NNN", gpus_per_node=2)], ids=str)
+def test_reset_iter_state_recovers_from_an_exception(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    pool(4).run(recover, strategy)
 
 
 def self_encoding() -> None:
