@@ -62,7 +62,7 @@ def test_training_beside_tensor_parallelism_equals_stock(pool: Callable[[int], P
 
 
 def recover(strategy: Strategy) -> None:
-    """In a worker: after an exception in the second micro-batch's forward, reset_iter_state() and the next iteration."""
+    """In a worker: after an exception in a second micro-batch, reset_iter_state() and the next iteration."""
     adapter, case = Fsdp2(), Case(steps=1)
     model, other = adapter.make(case, strategy), adapter.make(case, STOCK)
     model.set_requires_gradient_sync(False)
