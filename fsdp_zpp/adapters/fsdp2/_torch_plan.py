@@ -72,9 +72,13 @@ class GatherPlan:
         self.numel = self.shard_numel * self._world
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
-        # No work to wait for, then each parameter's dtypes and numels, and all numels.
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        self.result: dict[str, Any] = {
+            "all_gather_work": None,
+            "param_all_gather_input_dtypes": [[dtype] for dtype in dtypes],
+            "param_all_gather_input_numels": [[numel] for numel in numels],
+            "all_gather_input_split_sizes": sizes,
+        }
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []

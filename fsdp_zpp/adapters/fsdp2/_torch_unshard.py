@@ -146,7 +146,7 @@ class GatheringGroup(ReducingGroup):
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather.from_shards(out)
             event = stream.record_event()
-        return AllGatherResult(out, event, *plan.result)
+        return AllGatherResult(out, event, **plan.result)
 
     @without_functorch
     def wait_for_unshard(self) -> None:
