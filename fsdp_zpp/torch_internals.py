@@ -1,7 +1,8 @@
-"""What this package relies on in torch: supported versions, and tables of the private names that each file uses.
+"""What this package relies on in torch: supported versions, and tables of the private names that a folder uses.
 
-A file that uses torch's internals lists them in a table, one row per purpose, and checks the table when it is imported.
-Otherwise, with a torch that lacks a name, training would fail halfway or silently compute something else.
+A folder that uses torch's internals lists them in a table, ``_needed.py``, which is checked before anything else of the
+folder is imported. Otherwise, with a torch that lacks a name, training would fail halfway or silently compute something
+else.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Needed(NamedTuple):
     Attributes:
         owner: The full name of the module or class that has the names.
         names: The names, separated by spaces: attributes of ``owner``, or attributes that it sets on its instances.
-        purpose: What the names are needed for, as the error says it.
+        purpose: What the names are needed for, as the error says it to users.
         since: The first version of torch in which they are needed.
         until: The last version of torch in which they are needed.
     """

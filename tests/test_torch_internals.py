@@ -6,21 +6,21 @@ import ast
 import functools
 import importlib
 import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
 import fsdp_zpp
-from fsdp_zpp.torch_internals import Needed, check_needed, check_torch_version
+from fsdp_zpp.torch_internals import Needed, check_needed, check_torch_version, major_minor
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
-FILES = sorted(
-    str(path.relative_to(PACKAGE))
-    for path in (*PACKAGE.glob("adapters/**/_torch*.py"), PACKAGE / "frozen" / "_tensor.py")
-)
-over_files = pytest.mark.parametrize("file", FILES)
+FOLDERS = ("adapters/fsdp1", "adapters/fsdp2", "frozen")
+over_folders = pytest.mark.parametrize("folder", FOLDERS)
 
 
 class Group:
@@ -61,26 +61,76 @@ def test_a_row_may_apply_to_some_versions_only(version: str, asked: bool) -> Non
         check_needed("adapter", table, version)
 
 
-@over_files
-def test_a_missing_internal_is_an_error_at_import(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _module(file)
+@over_folders
+@pytest.mark.parametrize("end", ["first", "last"])  # of which the first is one that both adapters use
+def test_a_missing_internal_is_an_error_before_the_rest_is_imported(
+    folder: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _table(folder) if end == "first" else reversed(_table(folder))
+    # Functions and classes, which nothing declares or sets on instances.
     row, name = next(
-        (row, name) for row in module._NEEDED for name in row.names.split() if name in vars(_owner(row.owner))
+        (row, name) for row in rows for name in row.names.split() if callable(vars(_owner(row.owner)).get(name))
     )
+    package = _dotted(folder)
     monkeypatch.delattr(_owner(row.owner), name)
-    with pytest.raises(RuntimeError, match=rf"(?s){row.owner}\.{name} \(.*torch 2\.11 to 2\.15 work"):
-        importlib.reload(module)  # which ends at the check, so it changes nothing
+    for module in _imported(package):
+        monkeypatch.delitem(sys.modules, module)
+    for file in (PACKAGE / folder).glob("*.py"):
+        module = package if file.stem == "__init__" else f"{package}.{file.stem}"
+        with pytest.raises(RuntimeError, match=rf"(?s){re.escape(row.owner)}\.{name} \(.*torch 2\.11 to 2\.15 work"):
+            importlib.import_module(module)
+        assert not _imported(package)
 
 
-@over_files
-def test_a_file_lists_every_internal_that_it_uses(file: str) -> None:
-    needed = {name for row in _module(file)._NEEDED for name in (*row.names.split(), *row.owner.split("."))}
-    used = set(_private_names(ast.parse((PACKAGE / file).read_text())))
-    assert not used - needed - _own_names(), f"add a row for them to _NEEDED of {file}"
+@over_folders
+def test_a_table_lists_every_internal_that_its_folder_uses(folder: str) -> None:
+    listed = {name for row in _needed(folder) for name in (*row.names.split(), *row.owner.split("."))}
+    files = [path for path in _files(folder) if path.name.startswith(("_torch", "_tensor"))]
+    used = {name for path in files for name in _private_names(ast.parse(path.read_text()))}
+    assert not used - listed - _own_names(), f"add rows for them to {folder}/_needed.py"
 
 
-def _module(file: str) -> ModuleType:
-    return importlib.import_module("fsdp_zpp." + file.removesuffix(".py").replace("/", "."))
+@over_folders
+def test_a_folder_uses_every_internal_that_its_table_lists(folder: str) -> None:
+    used = {name for path in _files(folder) for name in _used_names(ast.parse(path.read_text()))}
+    unused = {name for row in _needed(folder) for name in row.names.split()} - used
+    assert not unused, f"remove them from {folder}/_needed.py"
+
+
+@over_folders
+def test_a_table_lists_nothing_twice(folder: str) -> None:
+    counts = Counter((_owner(row.owner), name) for row in _table(folder) for name in row.names.split())
+    assert not [each for each, count in counts.items() if count > 1]
+
+
+@over_folders
+def test_a_table_says_what_each_internal_is_needed_for(folder: str) -> None:
+    assert not [row for row in _needed(folder) if not row.purpose.strip() or row.purpose.startswith("the same")]
+
+
+def _dotted(folder: str) -> str:
+    return "fsdp_zpp." + folder.replace("/", ".")
+
+
+def _imported(package: str) -> list[str]:
+    """Return what has been imported of a package, itself included."""
+    return [module for module in sys.modules if f"{module}.".startswith(f"{package}.")]
+
+
+def _needed(folder: str) -> tuple[Needed, ...]:
+    table: tuple[Needed, ...] = importlib.import_module(f"{_dotted(folder)}._needed").NEEDED
+    return table
+
+
+def _table(folder: str) -> list[Needed]:
+    """Return the rows that this torch is checked for."""
+    return [row for row in _needed(folder) if row.since <= major_minor(torch.__version__) <= row.until]
+
+
+def _files(folder: str) -> list[Path]:
+    """Return the files that a folder's table speaks for: its own, and those that both adapters share."""
+    shared = PACKAGE.glob("adapters/_torch*.py") if folder.startswith("adapters") else ()
+    return [path for path in (*(PACKAGE / folder).glob("*.py"), *shared) if path.stem != "_needed"]
 
 
 def _owner(path: str) -> object:
@@ -89,6 +139,19 @@ def _owner(path: str) -> object:
         return importlib.import_module(path)
     except ImportError:
         return getattr(_owner(module), name)
+
+
+def _used_names(tree: ast.AST) -> Iterator[str]:
+    """Yield attributes, imports, what classes override, and strings that may name an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.alias(name=name) | ast.FunctionDef(name=name):
+                yield name
+            case ast.ClassDef(body=body):
+                targets = (each for part in body if isinstance(part, ast.Assign) for each in part.targets)
+                yield from (each.id for each in targets if isinstance(each, ast.Name))
+            case ast.Constant(value=str(name)):
+                yield name
 
 
 def _private_names(tree: ast.AST) -> list[str]:

@@ -14,20 +14,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from fsdp_zpp.collectives.fingerprint import fingerprint
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_NEEDED = (
-    Needed("torch.multiprocessing.reductions", "StorageWeakRef", "noticing that shards were moved"),
-    Needed("torch.UntypedStorage", "_cdata", "the same"),
-    Needed("torch.Tensor", "_version", "noticing writes to the shards"),
-    Needed("torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "the values of shards that encode them"),
-)
-check_needed("adapters", _NEEDED)
-
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_zpp.collectives.fingerprint import fingerprint
 
 _version_of = attrgetter("_version")
 

@@ -10,7 +10,8 @@ quantized weights are not parameters:
   decides when they are gathered.
 - How modules compute with it: ``modules.py`` replaces parameters, ``functional.py`` has linear layer and embedding,
   ``_tensor.py`` the tensor that stands for a weight, ``_hugging_face.py`` adapts PEFT and transformers,
-  ``_torch_replacing.py`` has torch refuse to compute a frozen weight from others.
+  ``_torch_replacing.py`` has torch refuse to compute a frozen weight from others. ``_needed.py`` lists the
+  private names of torch that these use.
 - Under FSDP: ``from_strategy.py`` quantizes what a strategy with ``frozen=`` wraps, ``resharding.py`` moves a base to
   the strategy's nodes, ``sharded_params.py`` takes parameters back from FSDP.
 - Calls and files: ``quantize.py``, ``saving.py``, ``loading.py`` and ``peft_saving.py`` have the public functions,
@@ -18,3 +19,5 @@ quantized weights are not parameters:
   safetensors, ``expert_stacks.py`` the experts in them. ``model_tensors.py`` names a model's tensors,
   ``full_tensors.py`` gathers them, ``completeness.py`` checks that files have them all. ``report.py`` is the log line.
 """
+
+from . import _needed  # noqa: F401  (it checks what the rest imports)

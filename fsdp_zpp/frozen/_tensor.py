@@ -15,21 +15,10 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from fsdp_zpp.torch_internals import Needed, check_needed
+from torch.utils._pytree import tree_map_only
 
 from .functional import frozen_embedding, frozen_linear
 from .weight import FrozenWeight, out_of_inference_mode
-
-_NEEDED = (
-    Needed("torch.Tensor", "_make_wrapper_subclass", "a tensor that stands for another"),
-    Needed("torch._C", "DisableTorchFunctionSubclass", "what such a tensor has in common with others"),
-    Needed("torch._ops.OpOverload", "_schema", "telling which operations write"),
-    Needed("torch.utils._pytree", "tree_map_only", "arguments of operations"),
-)
-check_needed("frozen base", _NEEDED)
-
-from torch.utils._pytree import tree_map_only
 
 
 class FrozenTensor(Tensor):

@@ -17,15 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_zpp.torch_internals import Needed, check_needed
-
 from .modules import frozen_weights_of
-
-_NEEDED = (
-    Needed("torch.nn.utils.parametrize", "register_parametrization", "refusing a parametrization of a frozen weight"),
-    Needed("torch.nn.utils.prune.BasePruningMethod", "apply", "refusing to prune one"),
-)
-check_needed("frozen base", _NEEDED)
 
 _REPLACING: tuple[tuple[str, str | None, str], ...] = (
     ("torch.nn.utils.parametrize", None, "register_parametrization"),

@@ -1,8 +1,7 @@
 """Private names of torch's FullyShardedDataParallel: those of construction.
 
 With the other ``_torch_*.py`` files of this folder, which hold those of flat parameters and of backwards, this is all
-that the adapter touches of torch's internals, and these files do nothing else. Each has a table of the names it needs,
-which is checked before they are imported.
+that the adapter touches of torch's internals, and these files do nothing else. ``_needed.py`` lists the names.
 """
 
 from __future__ import annotations
@@ -17,37 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp"
-_INSTANCE = f"{_FSDP}.fully_sharded_data_parallel.FullyShardedDataParallel"
-_NEEDED = (
-    Needed(f"{_FSDP}._init_utils", "SHARDING_STRATEGY_MAP", "a Strategy is taken for a sharding strategy"),
-    Needed(f"{_FSDP}._flat_param.HandleShardingStrategy", "FULL_SHARD NO_SHARD", "the same"),
-    Needed(f"{_FSDP}.fully_sharded_data_parallel", "_init_process_group_state", "sharding over the strategy's ranks"),
-    Needed(_INSTANCE, "process_group rank world_size _device_mesh", "the same"),
-    Needed(_INSTANCE, "_gradient_predivide_factor _gradient_postdivide_factor", "the same"),
-    Needed(f"{_FSDP}.fully_sharded_data_parallel", "sharding_strategy", "state dicts of what is not sharded"),
-    Needed(f"{_FSDP}._init_utils", "_sync_module_params_and_buffers", "broadcasting initial weights to all ranks"),
-    Needed(f"{_FSDP}._init_utils", "_init_param_handle_from_params", "keeping frozen parameters apart"),
-    Needed(
-        _INSTANCE, "_fsdp_wrapped_module _ignored_params _ignored_modules _ignored_buffer_names", "keeping them apart"
-    ),
-    Needed(f"{_FSDP}.fully_sharded_data_parallel", "_unshard_params", "summoning frozen parameters that are apart"),
-    Needed(f"{_FSDP}._runtime_utils", "_share_state_and_init_handle_attrs", "learning which instance is the root"),
-    Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_apply", "moves of a model"),
-    Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
-    Needed(_INSTANCE, "_optim_state_dict_to_load_impl", "loading optimizer states from rank 0 alone"),
-    Needed(_INSTANCE, "register_comm_hook _comm_hook_state", "communication hooks with a state for each instance"),
-    Needed(f"{_FSDP}._flat_param", "FlatParamHandle HandleTrainingState", "what the files beside this one build on"),
-    Needed(f"{_FSDP}._common_utils", "TrainingState _no_dispatch_record_stream", "the same"),
-    Needed(f"{_FSDP}._unshard_param_utils", "_writeback_to_local_shard", "the same"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
-
 from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
     _init_utils,
     _optim_utils,
     _runtime_utils as runtime_utils,

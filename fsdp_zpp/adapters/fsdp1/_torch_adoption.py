@@ -9,20 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.runtime.unit import StrategyUnit
-from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import FlatParamHandle, unshard_param_utils
 from ._torch_handle import StrategyHandle, reduction_hook
 from ._torch_layout import GradientLayout
-
-_INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
-_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
-_NEEDED = (
-    Needed(_INSTANCE, "_handle _comm_hook _comm_hook_state", "taking over the reduction"),
-    Needed("torch.distributed.fsdp._unshard_param_utils", "_writeback_to_local_shard", "writes to summoned parameters"),
-    Needed(_FLAT, "_param_infos", "which modules its parameters are of"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit, layout: GradientLayout) -> StrategyHandle | None:

@@ -11,33 +11,11 @@ from torch import Tensor, nn
 
 from fsdp_zpp.collectives.agreement import agree_on_use
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
-from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import FlatParamHandle, HandleTrainingState, TrainingState, no_dispatch_record_stream, runtime_utils
 from ._torch_handle import StrategyHandle
 
 _ORDER = "_fsdp_zpp_reduction_order"
-_RUNTIME = "torch.distributed.fsdp._runtime_utils"
-_INSTANCE = "torch.distributed.fsdp.FullyShardedDataParallel"
-_NEEDED = (
-    Needed(_RUNTIME, "_post_backward_final_callback _post_backward_hook", "reducing at the end of backwards"),
-    Needed(_RUNTIME, "_reduce_grad_no_shard", "reducing what is not sharded"),
-    Needed(_RUNTIME, "_accumulate_sharded_grad _post_reduce_grad_callback", "accumulated gradients"),
-    Needed(_RUNTIME, "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
-    Needed(_RUNTIME, "_post_backward_stream", "reducing in two streams"),
-    Needed(_INSTANCE, "_all_fsdp_states _sync_gradients _handle training_state _device_handle", "states of the units"),
-    Needed(
-        "torch.distributed.fsdp._flat_param.FlatParamHandle",
-        "_training_state _reduce_dtype _orig_param_dtype _force_full_precision reshard uses_sharded_strategy "
-        "flat_param device prepare_gradient_for_backward _use_orig_params _use_sharded_grad_views _reset_is_grad_none",
-        "the same",
-    ),
-    Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_unpadded_unsharded_size", "gradients of zero"),
-    Needed("torch.distributed.fsdp._flat_param.FlatParameter", "_saved_grad_shard", "gradients of earlier backwards"),
-    Needed(_RUNTIME, "_catch_all_reshard", "units that were run and not used"),
-    Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 def after_backward(callback: Callable[[nn.Module, bool], None]) -> None:

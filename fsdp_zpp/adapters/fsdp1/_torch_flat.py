@@ -11,38 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._init_utils import _init_param_handle_from_params as init_handle
 
 from fsdp_zpp.collectives.hops import all_gather_single
-from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import FlatParamHandle
-
-_FSDP = "torch.distributed.fsdp"
-_HANDLE = f"{_FSDP}._flat_param.FlatParamHandle"
-_NEEDED = (
-    Needed(f"{_FSDP}._init_utils", "_init_param_handle_from_params params mixed_precision", "flattening what is left"),
-    Needed(
-        f"{_FSDP}.FullyShardedDataParallel",
-        "_handle _is_root _fully_sharded_module_to_handle compute_device",
-        "taking a unit apart",
-    ),
-    Needed(_HANDLE, "_fully_sharded_module _fsdp_extension flat_param process_group world_size", "the same"),
-    Needed(
-        _HANDLE,
-        "_writeback_orig_params _skip_writeback_check _offload_params uses_sharded_strategy",
-        "values that parameters were given",
-    ),
-    Needed(_HANDLE, "_get_unflat_views", "the original parameters"),
-    Needed(
-        f"{_FSDP}._flat_param.FlatParameter",
-        "_params _param_infos _shared_param_infos _shapes _numels_with_padding",
-        "the original parameters",
-    ),
-    Needed("torch.nn.Module", "_parameters", "where they are registered"),
-)
-check_needed("quantizing of what FullyShardedDataParallel has sharded", _NEEDED)
-
-from torch.distributed.fsdp._init_utils import _init_param_handle_from_params as init_handle
 
 OnChange = Callable[[FullyShardedDataParallel], None]
 

@@ -19,35 +19,10 @@ from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
-from fsdp_zpp.torch_internals import Needed, check_needed
 
 from ._torch import HandleTrainingState, no_dispatch_record_stream, runtime_utils
 from ._torch_layout import GradientLayout
 from ._torch_views import ViewingHandle
-
-_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
-_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
-_NEEDED = (
-    Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
-    Needed(_HANDLE, "_use_low_precision_shard", "encoding the full-precision shard"),
-    Needed(_HANDLE, "_free_low_precision_sharded_param", "the same"),
-    Needed(_HANDLE, "_training_state _force_full_precision _uses_param_mixed_precision", "full precision"),
-    Needed(
-        _HANDLE,
-        "reshard _use_sharded_flat_param _free_unsharded_flat_param _prefetched",
-        "keeping and dropping what was gathered",
-    ),
-    Needed(_HANDLE, "uses_sharded_strategy", "gradients of several micro-batches"),
-    Needed(_HANDLE, "flat_param_to _fully_sharded_module _reset_flat_param_grad_info_if_needed", "moves of a model"),
-    Needed(_HANDLE, "_orig_param_dtype _reduce_dtype", "the dtype of gradients"),
-    Needed(_HANDLE, "_use_orig_params _use_sharded_views _writeback_orig_params _skip_writeback_check", "writebacks"),
-    Needed(_HANDLE, "_offload_params _device_handle device", "shards on the CPU"),
-    Needed(_HANDLE, "rank world_size flat_param", "the rank of a shard"),
-    Needed(_FLAT, "_local_shard _full_param_padded _saved_grad_shard _params _shared_params", "what a unit has"),
-    Needed("torch.distributed.fsdp._runtime_utils", "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
-    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 class StrategyHandle(ViewingHandle):

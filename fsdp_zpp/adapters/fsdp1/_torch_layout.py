@@ -9,17 +9,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
-_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
-_NEEDED = (
-    Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the layout of a flat gradient"),
-    Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
-    Needed(_HANDLE, "flat_param rank world_size uses_sharded_strategy", "the same"),
-    Needed(_FLAT, "_fqns _params _shapes _numels_with_padding _is_padding_mask", "the same"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 class GradientLayout:

@@ -11,16 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
-_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
-_NEEDED = (
-    Needed(_HANDLE, "flat_param uses_sharded_strategy _get_unflat_views", "copying parameters that were replaced"),
-    Needed(_FLAT, "_local_shard _params _param_infos", "the same"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
-
 
 def copy_replaced(handle: Any) -> None:
     """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on."""

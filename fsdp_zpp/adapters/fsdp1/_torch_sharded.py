@@ -8,17 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.runtime.sharded import Sharded
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
-_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
-_NEEDED = (
-    Needed("torch.distributed.fsdp._flat_param", "FlatParameter", "the parameters of an instance"),
-    Needed("torch.distributed.fsdp.FullyShardedDataParallel", "_handle", "the same"),
-    Needed(_HANDLE, "flat_param", "the same"),
-    Needed(_FLAT, "_local_shard _fqns _params _shapes", "the same"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 from ._torch_handle import StrategyHandle
 from ._torch_layout import GradientLayout

@@ -17,25 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from fsdp_zpp.torch_internals import Needed, check_needed
-
 from ._torch import FlatParamHandle, HandleTrainingState, no_dispatch_record_stream
-
-_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
-_FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
-_NEEDED = (
-    Needed("torch.distributed.fsdp._flat_param", "FlatParamHandle", "showing views in place of parameters"),
-    Needed(_HANDLE, "_setattr_tensor _setattr_param flat_param _training_state", "the same"),
-    Needed(_HANDLE, "_use_sharded_views _use_unsharded_views _unsharded_flat_param_for_skipped_views", "the same"),
-    Needed(_HANDLE, "_use_orig_params _skip_writeback_check _fsdp_extension uses_sharded_strategy", "the same"),
-    Needed(_HANDLE, "_writeback_orig_params", "noticing parameters that were given other values"),
-    Needed(_HANDLE, "_alloc_padded_unsharded_flat_param _free_unsharded_flat_param", "the memory of what is gathered"),
-    Needed(_HANDLE, "_get_padded_unsharded_flat_param _device_handle", "the same"),
-    Needed(_FLAT, "_param_infos _shared_param_infos _params _tensors", "what a unit's modules show"),
-    Needed("torch.nn.Module", "_parameters", "the same"),
-    Needed("torch.nn.modules.module", "_global_parameter_registration_hooks", "the same"),
-)
-check_needed("adapter for FullyShardedDataParallel", _NEEDED)
 
 
 class ViewingHandle(FlatParamHandle):

@@ -1,6 +1,6 @@
-"""Private names of torch's fully_shard: how a group gathers its weights, and what the other _torch files build on.
+"""Private names of torch's fully_shard: states, parameter groups, and how a strategy adopts a group.
 
-Each of these files has a table of the names it needs, which is checked before they are imported.
+The other ``_torch_*.py`` files of this folder build on it; ``_needed.py`` lists the names that all of them use.
 """
 
 from __future__ import annotations
@@ -12,42 +12,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-
-from fsdp_zpp.collectives.exact_places import sent_exactly
-from fsdp_zpp.runtime.sharded import Sharded
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
-_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
-_STATE = f"{_FSDP}._fsdp_state.FSDPState"
-_NEEDED = (
-    Needed(f"{_FSDP}._fsdp_api", "AllGather ReduceScatter", "a strategy's own communication"),
-    Needed(f"{_FSDP}._fully_shard.fully_shard", "state", "the state of a module"),
-    Needed("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "the same"),
-    Needed(_STATE, "_fsdp_param_group", "the groups of a module", until=(2, 11)),
-    Needed(_STATE, "_fsdp_param_groups", "the groups of a module", since=(2, 12)),
-    Needed(_GROUP, "modules fsdp_params _module_fqn", "what a group consists of"),
-    Needed(_GROUP, "lazy_init", "learning which module is the root"),
-    Needed(_STATE, "_state_ctx _modules", "the same"),
-    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the same"),
-    Needed(_GROUP, "reduce_grads _reduce_scatter_process_group", "taking over the reduction"),
-    Needed("torch.distributed.fsdp.FSDPModule", "set_all_reduce_hook", "the same"),
-    Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what gradients are divided by"),
-    Needed(_PARAM, "sharded_param _sharded_param_data _param_fqn _module_info _orig_size", "the shards"),
-    Needed(
-        f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules", "the modules that hold a parameter"
-    ),
-    Needed("torch.distributed.fsdp.FSDPModule", "_apply", "moves of a model"),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
+from fsdp_zpp.collectives.exact_places import sent_exactly
+from fsdp_zpp.runtime.sharded import Sharded
 
 from ._torch_gradients import divided_by
 from ._torch_trained import shows_trained
@@ -68,6 +39,8 @@ __all__ = [
     "state_of",
     "strategy_group_of",
 ]
+
+state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
 
 
 class StrategyGroup(GatheringGroup, Sharded):

@@ -7,25 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_STATE = f"{_FSDP}._fsdp_state.FSDPState"
-_NEEDED = (
-    Needed(_STATE, "_state_ctx _root_post_backward_final_callback", "the end of a backward"),
-    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the same"),
-    Needed(_STATE, "_pre_backward", "the beginning of a backward"),
-    Needed(_STATE, "finalize_backward", "the end of a step by a user's call", since=(2, 15)),
-    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "manual_backward_finalization_active", "the same", since=(2, 15)),
-    Needed(_STATE, "_reset_iter_state", "recovery from an exception", since=(2, 13)),
-    Needed(f"{_FSDP}._fsdp_common.TrainingState", "POST_BACKWARD", "dropping what a user kept unsharded"),
-    Needed(f"{_FSDP}._fsdp_param_group.FSDPParamGroup", "reduce_grads use_training_state", "the same"),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ._torch import FSDPParamGroup, FSDPState, StrategyGroup, groups_of, state_of
 from ._torch_reduction import ReducingGroup

@@ -6,31 +6,6 @@ import functools
 
 import torch
 from torch import Tensor
-
-from fsdp_zpp.collectives.exact_places import sent_exactly
-from fsdp_zpp.collectives.flat_layout import NO_PARAMETERS, FlatLayout, Piece
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
-_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
-_NEEDED = (
-    Needed(f"{_FSDP}._fsdp_collectives", "foreach_reduce_scatter_copy_in", "the layout of a group's gradient"),
-    Needed(f"{_FSDP}._fsdp_common", "_get_dim0_padded_size", "the same"),
-    Needed(_GROUP, "_reduce_scatter_process_group _reduce_dtype device", "the same, and its dtype"),
-    Needed(_PARAM, "fsdp_placement _get_grad_inner_tensor", "the same"),
-    Needed(f"{_FSDP}._fsdp_collectives", "_get_gradient_divide_factors", "what gradients have been divided by"),
-    Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "the same"),
-    Needed(_GROUP, "fsdp_params", "the layout of a group's gradient"),
-    Needed(_PARAM, "_sharded_param_data _param_fqn _orig_size", "the same"),
-    Needed(_PARAM, "_unsharded_param", "gradients that are not sharded yet"),
-    Needed(_PARAM, "unsharded_param unsharded_grad_data", "the same"),
-    Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
-    Needed(_PARAM, "unsharded_accumulated_grad_data", "the same", until=(2, 14)),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
     foreach_reduce_scatter_copy_in,
@@ -38,6 +13,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_zpp.collectives.exact_places import sent_exactly
+from fsdp_zpp.collectives.flat_layout import NO_PARAMETERS, FlatLayout, Piece
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 
 from ._torch_trained import is_trained
 

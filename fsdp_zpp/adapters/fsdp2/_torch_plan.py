@@ -8,28 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
-_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
-_NEEDED = (
-    Needed(_GROUP, "fsdp_params _all_gather_process_group", "the sizes of a gather"),
-    Needed(_PARAM, "param_dtype _sharded_param_data _sharded_local_tensor _param_fqn", "the same, and its dtype"),
-    Needed(_PARAM, "all_gather_outputs _unsharded_param sharded_param fsdp_placement is_dtensor", "unsharding"),
-    Needed(_PARAM, "sharded_state _module_info _setattr_on_modules free_unsharded_param", "resharding"),
-    Needed(_PARAM, "keep_unsharded_storage", "the same", since=(2, 15)),
-    Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name shared_modules shared_param_names", "the same"),
-    Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
-    Needed("torch.nn.Module", "_parameters", "the same"),
-    Needed("torch", "_foreach_copy_", "parameters of several dtypes"),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 
 from ._torch_gradients import small_parameters
 
@@ -73,9 +55,13 @@ class GatherPlan:
         self.numel = self.shard_numel * self._world
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
-        # No work to wait for, then each parameter's dtypes and numels, and all numels.
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self.result: tuple[Any, ...] = (None, [[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        self.result: dict[str, Any] = {
+            "all_gather_work": None,
+            "param_all_gather_input_dtypes": [[dtype] for dtype in dtypes],
+            "param_all_gather_input_numels": [[numel] for numel in numels],
+            "all_gather_input_split_sizes": sizes,
+        }
         # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
         self.cast_before_joining = not encodes and any(shard.dtype != shards[0].dtype for shard in shards)
         self._numels, self._dtypes = numels, dtypes

@@ -7,37 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.collectives.hops import PendingReduction
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
-_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
-_NEEDED = (
-    Needed(_GROUP, "post_backward reduce_grads all_reduce_grads", "reducing in every micro-batch"),
-    Needed(_GROUP, "is_unsharded wait_for_unshard _to_sharded _all_gather_result", "which groups a micro-batch uses"),
-    Needed(_GROUP, "comm_ctx device_handle", "where to reduce"),
-    Needed(_GROUP, "_all_reduce_hook _module_fqn", "taking over the reduction"),
-    Needed(_GROUP, "_orig_dtype _init_mp_dtypes", "the dtypes of what is trained by now"),
-    Needed(_GROUP, "_training_state", "telling a repeated end of a backward"),
-    Needed(f"{_FSDP}._fsdp_common.TrainingState", "IDLE", "the same"),
-    Needed(f"{_FSDP}._fsdp_param_group.FSDPCommContext", "reduce_scatter_stream all_reduce_stream", "where to reduce"),
-    Needed(_PARAM, "sharded_param _param_fqn", "the parameters of a group"),
-    Needed(_PARAM, "unsharded_param _unsharded_param", "gradients that are not sharded yet"),
-    Needed(_PARAM, "unsharded_accumulated_grad", "the same"),
-    Needed(_PARAM, "accumulate_unsharded_grad_if_needed", "the same", until=(2, 14)),
-    Needed(_GROUP, "_set_separate_reduce_scatter_group", "refusing it", since=(2, 13)),
-    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
-    Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ._torch_gradients import GradientGroup, flatten_gradients, has_gradient, take_gradient, with_gradient
 from ._torch_transforms import without_dynamo

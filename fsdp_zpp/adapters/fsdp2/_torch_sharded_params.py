@@ -10,24 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.torch_internals import Needed, check_needed
-
 from ._torch import FSDPParam, FSDPParamGroup, FSDPState, groups_of, state_of
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_NEEDED = (
-    Needed(f"{_FSDP}._fsdp_param.FSDPParam", "mp_policy is_dtensor _module_info", "what a parameter is"),
-    Needed(f"{_FSDP}._fsdp_param.FSDPParam", "_post_load_hook_handle", "taking it from its group"),
-    Needed(f"{_FSDP}._fsdp_param.ParamModuleInfo", "module param_name", "where it is registered"),
-    Needed("torch.nn.Module", "_parameters", "the same"),
-    Needed(f"{_FSDP}._fsdp_param_group.FSDPParamGroup", "modules fsdp_params device", "the parameters of a group"),
-    Needed(f"{_FSDP}._fsdp_param_group.FSDPParamGroup", "is_sharded _all_gather_result", "whether it was used"),
-    Needed(f"{_FSDP}._fsdp_state.FSDPState", "_is_root", "the same"),
-    Needed(f"{_FSDP}._fsdp_state.FSDPState", "_fsdp_param_group", "the groups of a module", until=(2, 11)),
-    Needed(f"{_FSDP}._fsdp_state.FSDPState", "_fsdp_param_groups", "the groups of a module", since=(2, 12)),
-    Needed("torch.distributed.tensor.DTensor", "_local_tensor", "the class of a shard"),
-)
-check_needed("quantizing of what fully_shard has sharded", _NEEDED)
 
 OnRelease = Callable[[tuple[nn.Module, ...], bool], None]
 

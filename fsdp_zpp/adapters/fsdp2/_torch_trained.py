@@ -3,18 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_NEEDED = (
-    Needed(
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-        "sharded_param _unsharded_param _module_info to_unsharded",
-        "telling what is trained",
-    ),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 

@@ -6,17 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_NEEDED = (
-    Needed(f"{_FSDP}._fsdp_common", "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
-    Needed(f"{_FSDP}._fsdp_common", "_dynamo_disable", "hooks that are not compiled", since=(2, 13)),
-    Needed("torch", "_disable_dynamo", "the same"),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 # torch steps out of functorch's transforms to communicate from 2.13 on.

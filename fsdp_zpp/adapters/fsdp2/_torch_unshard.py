@@ -16,49 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
-
-from fsdp_zpp.collectives.flat_layout import FlatLayout
-from fsdp_zpp.collectives.hops import profiled
-from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
-from fsdp_zpp.torch_internals import Needed, check_needed
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
-_NEEDED = (
-    Needed(f"{_FSDP}._fsdp_api", "AllGather", "a strategy's own communication"),
-    Needed(_GROUP, "unshard wait_for_unshard unshard_in_backward is_unsharded _all_gather_result", "gathering weights"),
-    Needed(_GROUP, "_all_gather_process_group _all_gather_comm comm_ctx device device_handle _with_fqn", "the same"),
-    Needed(f"{_FSDP}._fsdp_param_group", "AllGatherState", "the same"),
-    Needed(
-        f"{_FSDP}._fsdp_param_group.FSDPCommContext",
-        "get_all_gather_streams all_gather_copy_in_stream all_gather_stream all_gather_state",
-        "the streams to gather in",
-    ),
-    Needed(
-        f"{_FSDP}._fsdp_collectives.AllGatherResult",
-        "_replace all_gather_output all_gather_event all_gather_work param_all_gather_input_dtypes "
-        "param_all_gather_input_numels all_gather_input_split_sizes",
-        "handing over what was gathered",
-    ),
-    Needed(f"{_FSDP}._fsdp_common.TrainingState", "FORWARD IDLE PRE_BACKWARD", "who asks for weights"),
-    Needed(_GROUP, "reshard _to_sharded _to_unsharded is_sharded _training_state", "keeping what was gathered"),
-    Needed(_GROUP, "_sharded_state _reshard_after_forward", "the same"),
-    Needed(_GROUP, "pre_backward", "unsharding in a backward"),
-    Needed(f"{_FSDP}._fsdp_param", "ShardedState", "the same"),
-    Needed(_GROUP, "fsdp_params", "the shards"),
-    Needed(f"{_FSDP}._fsdp_param.FSDPParam", "sharded_param _sharded_param_data", "the same"),
-    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
-)
-check_needed("adapter for fully_shard", _NEEDED)
-
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
+from torch.profiler import record_function
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
+from fsdp_zpp.collectives.flat_layout import FlatLayout
+from fsdp_zpp.collectives.hops import profiled
+from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
 
 from ._torch_plan import GatherPlan, free_unsharded, show_shards
 from ._torch_reduction import ReducingGroup
@@ -146,7 +114,7 @@ class GatheringGroup(ReducingGroup):
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather.from_shards(out)
             event = stream.record_event()
-        return AllGatherResult(out, event, *plan.result)
+        return AllGatherResult(out, event, **plan.result)
 
     @without_functorch
     def wait_for_unshard(self) -> None:

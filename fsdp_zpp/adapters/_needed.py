@@ -1,0 +1,12 @@
+"""The private names of torch that both adapters use. The table of each adapter begins with them."""
+
+from fsdp_zpp.torch_internals import Needed
+
+SHARED = (
+    Needed("torch.Tensor", "_version", "noticing writes to shards"),
+    Needed("torch.multiprocessing.reductions", "StorageWeakRef", "noticing that a shard was moved to other memory"),
+    Needed("torch.UntypedStorage", "_cdata", "telling which memory a shard is in"),
+    Needed("torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "fingerprints of shards that are encoded"),
+    Needed("torch.nn.Module", "_parameters", "registering parameters on their modules"),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
+)

@@ -1,0 +1,16 @@
+"""The table of the private names of torch that a frozen base uses.
+
+``__init__.py`` imports this module first, and so nothing else of the folder is imported if torch lacks a name.
+"""
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+NEEDED = (
+    Needed("torch.Tensor", "_make_wrapper_subclass", "a tensor that stands for a quantized weight"),
+    Needed("torch._C", "DisableTorchFunctionSubclass", "calling functions of torch with a quantized weight"),
+    Needed("torch._ops.OpOverload", "_schema", "refusing operations that write to a quantized weight"),
+    Needed("torch.utils._pytree", "tree_map_only", "dequantizing the arguments of an operation"),
+    Needed("torch.nn.utils.parametrize", "register_parametrization", "refusing to parametrize a quantized weight"),
+    Needed("torch.nn.utils.prune.BasePruningMethod", "apply", "refusing to prune a quantized weight"),
+)
+check_needed("frozen base", NEEDED)
