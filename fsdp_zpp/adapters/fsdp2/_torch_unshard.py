@@ -238,12 +238,13 @@ class GatheringGroup(ReducingGroup):
 
     def read(self) -> ShardValues:
         """The flat, padded shards of all parameters, in the order in which the group gathers them."""
+        plan = self.plan
         shards = [param._sharded_param_data for param in self.fsdp_params]
         if shards[0].device != self.device:
             shards = [shard.to(self.device, non_blocking=True) for shard in shards]
-        if self.plan.cast_before_joining:
-            shards = [shard.to(self.plan.dtype) for shard in shards]
-        return ShardValues(shards, self.plan.shard_numel, self.shard_version(), self.is_trained())
+        if plan.cast_before_joining:
+            shards = [shard.to(plan.dtype) for shard in shards]
+        return ShardValues(shards, plan.shard_numel, self.shard_version(), self.is_trained())
 
     def layout(self, numel: int) -> FlatLayout:
         """Where parameters lie in each rank's part of what is gathered."""
