@@ -26,7 +26,7 @@ class ImpatientPool(Pool):
         self.patience = patience
         self._fresh = True
 
-    def _replies(self) -> dict[int, tuple[bool, Any]]:
+    def _replies(self, deadline: float) -> dict[int, tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
         busy, computed, patience = time.monotonic(), 0.0, STARTING if self._fresh else self.patience
         while len(replies) < self.world and time.monotonic() < busy + patience:

@@ -107,9 +107,9 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
         task = pipe.recv()
         if task is None:
             break
-        module, name, args = task
+        module, name, args, deadline = task
         # A rank that hangs says where, with the test's captured output, before the pool ends it.
-        faulthandler.dump_traceback_later(TIMEOUT.total_seconds() - GRACE)
+        faulthandler.dump_traceback_later(max(deadline - GRACE - time.monotonic(), 1.0))
         try:
             result = getattr(importlib.import_module(module), name)(*args)
             pipe.send((True, result))
@@ -138,9 +138,10 @@ class Pool:
         """
         if not self._processes:
             self._start()
+        deadline = time.monotonic() + TIMEOUT.total_seconds()  # which processes that are still starting share
         for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args))
-        replies = self._replies()
+            pipe.send((function.__module__, function.__qualname__, args, deadline))
+        replies = self._replies(deadline)
         failed = {rank: text for rank, (ok, text) in replies.items() if not ok}
         if failed:
             # The others may hang in a collective that the failed ranks never entered.
@@ -149,9 +150,8 @@ class Pool:
             raise WorkerError(f"failed on ranks {sorted(failed)} of {self.world}, first on rank {first}:\n{text}")
         return [result for _, (_, result) in sorted(replies.items())]
 
-    def _replies(self) -> dict[int, tuple[bool, Any]]:
+    def _replies(self, deadline: float) -> dict[int, tuple[bool, Any]]:
         """What ranks answered, in the order in which they did: a rank that failed comes before those that it left."""
-        deadline = time.monotonic() + TIMEOUT.total_seconds()
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         replies: dict[int, tuple[bool, Any]] = {}
         while waiting and (answered := wait(waiting, max(deadline - time.monotonic(), 0))):
