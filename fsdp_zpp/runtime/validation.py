@@ -78,8 +78,8 @@ def check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[st
         NotImplementedError: It names the parameter.
     """
     # Under G the shards are those of torch's own FSDP, which composes with other parallelisms.
-    for name, parameter in parameters if strategy.levels[2] != "G" else ():
-        if isinstance(parameter, DTensor):
+    for name, parameter in parameters:
+        if isinstance(parameter, DTensor) and strategy.optimizer != "G":
             raise NotImplementedError(
                 f"{strategy.levels!r} shards over a part of the data-parallel ranks, which can't be combined with "
                 f"another parallelism, but {name} is sharded already; use optimizer scope G, such as 'IGG'"
