@@ -11,6 +11,7 @@ walk itself, indented by depth.
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import os
 import sys
@@ -161,10 +162,12 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    gc.disable()
     prepare_kernels_only()
     rows = ["| Walk | calls | files | file changes |", "|---|---|---|---|"]
     for name in names if arguments.show is None else [arguments.show]:
         adapter, _, which = name.partition(" ")
+        gc.collect()  # models of earlier walks, which would be visited whenever Python happens to collect them
         walk = WALKS[which](adapter)
         rows.append(f"| {name} | {len(walk)} | {walk.files} | {walk.file_changes} |")
     if dist.get_rank() == 0:

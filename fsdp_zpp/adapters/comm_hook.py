@@ -20,7 +20,7 @@ from fsdp_zpp.config.error_feedback import LoCo, check_error_feedback
 from fsdp_zpp.config.resolve import finer_inside
 from fsdp_zpp.config.strategy import check_gpus_per_node
 from fsdp_zpp.runtime.checkpoint import RankState
-from fsdp_zpp.runtime.layout import launched_node_size
+from fsdp_zpp.runtime.rank_layout import launched_node_size
 
 
 class QuantizedReduceState:

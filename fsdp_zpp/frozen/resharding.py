@@ -18,7 +18,7 @@ from fsdp_zpp.collectives.devices import for_collectives
 from fsdp_zpp.collectives.hops import Traffic, hop_over
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.layout import launched_node_size
+from fsdp_zpp.runtime.rank_layout import launched_node_size
 from fsdp_zpp.runtime.unit import unit_of
 
 from .base import UngroupedPayload

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.config.strategy import Strategy
 
-from .layout import launched_node_size, node_size
+from .rank_layout import launched_node_size, node_size
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

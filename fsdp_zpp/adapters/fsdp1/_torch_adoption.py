@@ -11,11 +11,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import FlatParamHandle, unshard_param_utils
+from ._torch_flat_layout import FlatParameterLayout
 from ._torch_handle import StrategyHandle, reduction_hook
-from ._torch_layout import GradientLayout
 
 
-def adopt_handle(module: FullyShardedDataParallel, unit: StrategyUnit, layout: GradientLayout) -> StrategyHandle | None:
+def adopt_handle(
+    module: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
+) -> StrategyHandle | None:
     """Have the flat parameter of ``module``, if it has one, gathered and its gradient reduced by ``unit``.
 
     Args:

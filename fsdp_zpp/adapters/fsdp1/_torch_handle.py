@@ -21,7 +21,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import HandleTrainingState, no_dispatch_record_stream, runtime_utils
-from ._torch_layout import GradientLayout
+from ._torch_flat_layout import FlatParameterLayout
 from ._torch_views import ViewingHandle
 
 
@@ -57,20 +57,29 @@ class StrategyHandle(ViewingHandle):
     _was_gathered: bool
     _holds_decoded_weights: bool
     _version: ShardVersion
-    parameter_layout: GradientLayout
+    parameter_layout: FlatParameterLayout
     _version_at_summon: Hashable
 
-    def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit, layout: GradientLayout) -> None:
+    def adopt(self, state: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout) -> None:
         """Initialize the attributes of this class, for ``unit`` to gather and reduce."""
+        self.parameter_layout = layout
+        self._zero_padding()
         self.state, self.mesh, self.reduction, self.order = state, unit.mesh, unit.reduce, None
         self.written_back = unit.invalidate
         self._gather, self._keep_unsharded = unit.gather, unit.keep_unsharded
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
-        self._version, self.parameter_layout = ShardVersion(), layout
+        self._version = ShardVersion()
         self.unreduced, self.took_part, self.used_in_step, self._was_gathered = False, False, False, False
-        self.parameter_layout.zero_padding()
         self.prepare_views()
+
+    def _zero_padding(self) -> None:
+        # FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in.
+        shard = self.flat_param.data
+        layout, first = self.parameter_layout.around(shard)
+        for start, stop in layout.gaps:
+            if stop > first:
+                shard[max(start - first, 0) : stop - first].zero_()
 
     def _wants_full_precision(self) -> bool:
         summoned = self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS

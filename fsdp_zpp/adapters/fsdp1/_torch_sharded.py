@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.runtime.sharded import Sharded
 
+from ._torch_flat_layout import FlatParameterLayout
 from ._torch_handle import StrategyHandle
-from ._torch_layout import GradientLayout
 from ._torch_replaced import copy_replaced
 
 
@@ -19,18 +19,25 @@ class ShardedInstance(Sharded):
 
     Args:
         instance: The instance.
-        name: The unit's name, once the model is known and with it the path of the instance.
+        name: The unit's name.
 
     Attributes:
         layout: Where the original parameters lie in the flat one.
     """
 
-    name = "unit"
-
     def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
         self._instance: Any = instance
-        self.name = name
-        self.layout = GradientLayout(instance)
+        self._name = name
+        self.layout = FlatParameterLayout(instance)
+
+    @property
+    def name(self) -> str:
+        """The unit's name in profiles, errors and log lines."""
+        return self._name
+
+    def rename(self, name: str) -> None:
+        """Set the name, once the model is known and with it the path of the instance."""
+        self._name = name
 
     @property
     def _flat_param(self) -> Any:

@@ -15,8 +15,8 @@ from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_fac
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.layout import Layout
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
+from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
@@ -27,7 +27,7 @@ from fsdp_zpp.runtime.validation import (
 )
 
 
-def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> Layout:
+def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> RankLayout:
     """Raise for what a strategy can't do. Collective over ``group``.
 
     Args:
@@ -54,8 +54,8 @@ def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments
 
 def _check_what_is_sharded(
     strategy: Strategy, group: dist.ProcessGroup, own: list[tuple[str, nn.Parameter]], offload: CPUOffload | None
-) -> Layout:
-    layout = Layout.of(strategy, group)
+) -> RankLayout:
+    layout = RankLayout.of(strategy, group)
     check_dtypes(own, "pass others in ignored_states")
     check_no_other_parallelism(strategy, own)
     _check_offload(offload)

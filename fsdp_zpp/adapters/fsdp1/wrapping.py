@@ -149,7 +149,7 @@ def _on_lazy_init(root: nn.Module) -> None:
         if isinstance(module, FullyShardedDataParallel):
             if isinstance(unit := unit_of(module), StrategyUnit):
                 assert isinstance(unit.sharded, ShardedInstance)
-                unit.sharded.name = _name_of(path)
+                unit.sharded.rename(_name_of(path))
                 found.append(unit)
             else:
                 others.append(ShardedInstance(module).numel())

@@ -18,9 +18,9 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.layout import Layout
 from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
+from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
@@ -163,7 +163,7 @@ def _ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, bool]:
 
 def _agreed_layout(
     modules: list[nn.Module], strategy: Strategy, group: dist.ProcessGroup, compared: bool, arguments: dict[str, Any]
-) -> tuple[Layout, bool]:
+) -> tuple[RankLayout, bool]:
     """Raise on every rank unless all shard the same modules in the same way, and a strategy can do it.
 
     Returns:
@@ -202,7 +202,7 @@ def _warn_of_packed_values() -> None:
     )
 
 
-def _unit_for(strategy: Strategy, layout: Layout, arguments: dict[str, Any]) -> StrategyUnit:
+def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any]) -> StrategyUnit:
     """A unit on the ranks of ``layout``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
     mesh = arguments["mesh"]
     unit = StrategyUnit(strategy, layout.mesh())

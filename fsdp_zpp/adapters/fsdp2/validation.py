@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.runtime.layout import Layout
+from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_other_parallelism
 
 _SHARDED = "_fsdp_zpp_sharded"
@@ -23,7 +23,7 @@ _SHARDED = "_fsdp_zpp_sharded"
 
 def check_arguments(
     own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
-) -> Layout:
+) -> RankLayout:
     """Raise for what a strategy can't do; wraps the ``shard_placement_fn`` in ``arguments`` to check its results.
 
     Args:
@@ -40,7 +40,7 @@ def check_arguments(
     """
     check_strategy(strategy)
     _check_order(own)
-    layout = Layout.of(strategy, group)
+    layout = RankLayout.of(strategy, group)
     if layout.stock:
         return layout
     _check_reshard(strategy, arguments["reshard_after_forward"])

@@ -13,7 +13,7 @@ from fsdp_zpp.config.topology import Topology
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """The ranks that a call shards over, and what a strategy comes to on them.
 
     Attributes:
@@ -27,7 +27,7 @@ class Layout:
     stock: bool
 
     @classmethod
-    def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> Layout:
+    def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
         """The layout of ``group`` under ``strategy``, without communication. Raises what :func:`topology_of` raises."""
         topology = topology_of(group, node_size(strategy, group))
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)

@@ -11,7 +11,7 @@ from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 
 
-class GradientLayout:
+class FlatParameterLayout:
     """Where the parameters of an instance lie in its flat gradient.
 
     Args:
@@ -37,14 +37,6 @@ class GradientLayout:
         if found is None:
             found = self._found[numel, flags] = _layout(self._flat_param, numel, flags)
         return found
-
-    def zero_padding(self) -> None:
-        """FSDP fills the gaps that align parameters with 42s, which would ruin the scale of the blocks they are in."""
-        shard = self._flat_param.data
-        layout, first = self.around(shard)
-        for start, stop in layout.gaps:
-            if stop > first:
-                shard[max(start - first, 0) : stop - first].zero_()
 
     def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
         """The layout of all parameters, and where this rank's shard begins in it."""
