@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from fsdp_zpp.config.topology import Topology
 
+from ._torch_group_names import named_by, next_number
+
 
 @dataclass(frozen=True)
 class ProcessMesh:
@@ -91,7 +93,8 @@ def own_rank() -> dist.ProcessGroup:
     assert world is not None
     if world not in _own_ranks:
         # By its one member alone: a job has as many of these groups as ranks, and need not agree on each of them.
-        _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        with named_by(next_number(None)):
+            _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _own_ranks[world]
 
 
@@ -161,26 +164,40 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
     if len(partition) == 1:
         return _Whole()
     # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
-    # (data parallel beside tensor parallel) can't have the others call that. If NCCL is bound to devices, the group
-    # can be split. Otherwise its members make it among themselves; torch then derives its name from the number of
-    # groups that each of them has been in, which must be the same.
-    everyone = dist.get_world_size(group) == dist.get_world_size()
-    timeout = _timeout_of(group)
-    if not everyone and getattr(group, "bound_device_id", None) is not None:
-        return dist.split_group(parent_pg=group, split_ranks=partition, timeout=timeout)
-    backend = None if group is dist.group.WORLD else dist.get_backend(group)
-    rank = dist.get_rank(group)
-    own = None
+    # (data parallel beside tensor parallel) can't have the others call that, so its ranks make it among themselves.
+    if dist.get_world_size(group) == dist.get_world_size():
+        return _made_by_all(group, partition)
+    with named_by(next_number(group)):
+        return _made_by_members(group, partition)
+
+
+def _made_by_all(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup:
+    timeout, backend = _timeout_of(group), _backend_of(group)
+    own: dist.ProcessGroup | None = None
     for part in partition:
-        if everyone or rank in part:
-            made = dist.new_group(
-                [dist.get_global_rank(group, member) for member in part],
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=not everyone,
-            )
-            own = made if rank in part else own
+        made = dist.new_group(_global_ranks(group, part), timeout=timeout, backend=backend)
+        own = made if dist.get_rank(group) in part else own
+    assert own is not None
     return own
+
+
+def _made_by_members(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup:
+    timeout = _timeout_of(group)
+    if getattr(group, "bound_device_id", None) is not None:  # NCCL that is bound to devices can split
+        part = dist.split_group(parent_pg=group, split_ranks=partition, timeout=timeout)
+    else:
+        ranks = next(_global_ranks(group, part) for part in partition if dist.get_rank(group) in part)
+        part = dist.new_group(ranks, timeout=timeout, backend=_backend_of(group), use_local_synchronization=True)
+    assert isinstance(part, dist.ProcessGroup)  # None for ranks outside of all parts
+    return part
+
+
+def _global_ranks(group: dist.ProcessGroup, ranks: list[int]) -> list[int]:
+    return [dist.get_global_rank(group, rank) for rank in ranks]
+
+
+def _backend_of(group: dist.ProcessGroup) -> str | None:
+    return None if group is dist.group.WORLD else dist.get_backend(group)
 
 
 def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:

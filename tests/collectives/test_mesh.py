@@ -19,7 +19,7 @@ from harness.pool import Pool
 from fsdp_zpp.collectives.devices import accelerator, compute_device
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.mesh import own_rank, process_mesh
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
 
@@ -88,6 +88,33 @@ def gather_in_a_part_of_the_job() -> bool:
 
 def test_a_mesh_may_span_a_part_of_the_job(pool: Callable[[int], Pool]) -> None:
     assert all(pool(8).run(gather_in_a_part_of_the_job))
+
+
+def meshes_of_a_part_of_the_job(rounds: int) -> list[float]:
+    """In a worker: sums over the hops of meshes on halves of the ranks, made again and again beside other groups."""
+    half = dist.get_rank() // 4
+    pair, sums = dist.new_group([0, 4]), []
+    for _ in range(rounds):
+        halves = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))]
+        for gpus_per_node in (2, 1) if half else (2,):  # so that halves have made different numbers of groups
+            mesh = process_mesh(halves[half], gpus_per_node)
+            for hop in filter(None, (mesh.intra, mesh.inter)):
+                dist.all_reduce(total := torch.ones(1, device=models.device()), group=hop)
+                sums.append(total.item())
+        if half:
+            own_rank()
+        dist.destroy_process_group(halves[half])
+        dist.all_reduce(total := torch.ones(1, device=models.device()), group=(everyone := dist.new_group()))
+        sums.append(total.item())
+        dist.destroy_process_group(everyone)
+    if dist.get_rank() in (0, 4):
+        dist.destroy_process_group(pair)
+    return sums
+
+
+def test_ranks_that_have_made_different_groups_make_a_mesh_together(pool: Callable[[int], Pool]) -> None:
+    first, second = [2.0, 2.0, 8.0], [2.0, 2.0, 4.0, 8.0]
+    assert pool(8).run(meshes_of_a_part_of_the_job, 3) == [first * 3] * 4 + [second * 3] * 4
 
 
 def groups_after_rounds() -> list[int]:

@@ -1,0 +1,9 @@
+"""The table of the private names of torch that collectives use.
+
+``__init__.py`` imports this module first, and so nothing else of the folder is imported if torch lacks a name.
+"""
+
+from fsdp_zpp.torch_internals import Needed, check_needed
+
+NEEDED = (Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),)
+check_needed("collectives", NEEDED)
