@@ -25,7 +25,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
+from . import _torch, _torch_backward, _torch_mesh, _torch_reduction, _torch_sharded_params
 from .clipping import explain_clipping_errors
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
 from .validation import check_arguments, check_strategy, mark_sharded, named_own_parameters
@@ -209,8 +209,11 @@ def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any])
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
         sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert sharded_over is not None
-        device_type = default_device_type() if mesh is None else mesh.device_type
-        arguments["mesh"] = DeviceMesh.from_group(sharded_over, device_type)
+        if mesh is not None and _torch_mesh.is_part(mesh):
+            arguments["mesh"] = _torch_mesh.mesh_of_parts(mesh, sharded_over)
+        else:
+            device_type = default_device_type() if mesh is None else mesh.device_type
+            arguments["mesh"] = DeviceMesh.from_group(sharded_over, device_type)
     return unit
 
 

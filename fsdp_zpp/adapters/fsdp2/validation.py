@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
-from fsdp_zpp.runtime.validation import check_dtypes, check_instance, check_no_other_parallelism
+from fsdp_zpp.runtime.validation import check_dtypes, check_instance
 
 _SHARDED = "_fsdp_zpp_sharded"
 
@@ -53,7 +53,6 @@ def check_arguments(
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
     check_dtypes(own, "pass others in ignored_params")
-    check_no_other_parallelism(strategy, own)
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
     return layout

@@ -1,0 +1,43 @@
+"""Private names of torch's device meshes: the parts of a mesh that a strategy shards over."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
+    """Return the 1-D mesh over some dimensions of ``mesh``. Collective over its root at the first call for them."""
+    part = mesh if dims == mesh.mesh_dim_names else mesh[dims]
+    return part if part.ndim == 1 else part._flatten()
+
+
+def is_part(mesh: DeviceMesh) -> bool:
+    """Return whether ``mesh`` is a part of a larger one, along which other parallelisms may have sharded parameters."""
+    return mesh._get_root_mesh() is not mesh
+
+
+@cache  # of which a model asks for each of its units
+def mesh_of_parts(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
+    """Return the mesh over a part of a 1-D mesh, as a dimension of the same larger mesh.
+
+    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one.
+
+    Args:
+        mesh: A 1-D mesh, which is a part of a larger one.
+        group: Consecutive ranks of it, by as many of which it is divisible; this rank is one of them.
+    """
+    size = dist.get_world_size(group)
+    # Without the groups of its dimension, of which torch would make new ones over all ranks of the larger mesh: a stage
+    # of a pipeline can't have other stages take part in that.
+    bare: Any = copy.copy(mesh)
+    del bare._dim_group_names
+    (name,) = mesh.mesh_dim_names or ()
+    parts = bare._unflatten(0, (mesh.size() // size, size), (f"{name}_parts", f"{name}_part"))
+    parts._dim_group_names = [mesh.get_group().group_name, group.group_name]
+    part: DeviceMesh = parts[f"{name}_part"]
+    return part
