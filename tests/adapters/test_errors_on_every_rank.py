@@ -17,7 +17,6 @@ from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, WorkerError, device_type
 from harness.training import train
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_zpp import Strategy, invalidate, traffic
 
@@ -28,10 +27,6 @@ def _integers() -> nn.Module:
     net = models.make_net()
     net.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
     return net
-
-
-def _mesh() -> Any:
-    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
 
 
 def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
@@ -46,11 +41,6 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
         "a method": (sharded(Strategy.zeropp), TypeError, "did you mean Strategy.zeropp()?"),
         "integers": (sharded(Strategy(**TWO), _integers), TypeError, "codes is torch.int8"),
         "doubles": (sharded(Strategy(**TWO), lambda: models.make_net().double()), TypeError, "is torch.float64"),
-        "2-D mesh": (
-            lambda: adapter.apply(models.make_net(), Strategy(**TWO), **{adapter.mesh_argument: _mesh()}),
-            ValueError,
-            f"1-D {adapter.mesh_argument}",
-        ),
         "traffic of what": (lambda: traffic(models.make_net()), ValueError, "no part of this Net"),
         "invalidate what": (lambda: invalidate(models.make_net()), ValueError, "no part of this Net"),
     }

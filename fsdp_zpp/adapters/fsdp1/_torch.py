@@ -28,6 +28,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy, HandleTrainingState
 
+from fsdp_zpp.adapters._torch_mesh import is_part, mesh_of_parts
+
 __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
@@ -86,7 +88,10 @@ def sharding_over(
     users_mesh = module._device_mesh
     if users_mesh is not None and group is not users_group:
         # Only now: the constructor takes a mesh other than its argument for a part of a larger one.
-        module._device_mesh = DeviceMesh.from_group(group, users_mesh.device_type)
+        if is_part(users_mesh):
+            module._device_mesh = mesh_of_parts(users_mesh, group)
+        else:
+            module._device_mesh = DeviceMesh.from_group(group, users_mesh.device_type)
     if not sharded:
         module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
 

@@ -22,7 +22,6 @@ from fsdp_zpp.runtime.validation import (
     check_dtypes,
     check_instance,
     check_module,
-    check_no_other_parallelism,
     strategy_facts,
 )
 
@@ -57,7 +56,6 @@ def _check_what_is_sharded(
 ) -> RankLayout:
     layout = RankLayout.of(strategy, group)
     check_dtypes(own, "pass others in ignored_states")
-    check_no_other_parallelism(strategy, own)
     _check_offload(offload)
     return layout
 
@@ -71,8 +69,8 @@ def _check_group(arguments: dict[str, Any]) -> None:
         )
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         raise ValueError(
-            f"a Strategy takes a 1-D device_mesh of all ranks to shard over, got {mesh.ndim} dimensions "
-            f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node"
+            "a Strategy takes a 1-D device_mesh of all ranks to shard over, or a 2-D one of nodes x ranks of a node "
+            f"with names, got {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}"
         )
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
+from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -69,6 +71,11 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
     if strategy is None or isinstance(strategy, ShardingStrategy):
         construct()
         return
+    mesh = arguments["device_mesh"]
+    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.mesh_dim_names:
+        first, second = mesh.mesh_dim_names
+        strategy, arguments["device_mesh"] = read_hsdp_mesh(strategy, mesh, (first,), (second,))
+        arguments["sharding_strategy"] = strategy
     group = group_of(arguments)
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error

@@ -13,7 +13,6 @@ _COMMON = f"{_FSDP}._fsdp_common"
 _GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
 _CONTEXT = f"{_FSDP}._fsdp_param_group.FSDPCommContext"
 _PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
-_MESH = "torch.distributed.device_mesh.DeviceMesh"
 _STATE = f"{_FSDP}._fsdp_state.FSDPState"
 
 NEEDED = (
@@ -30,10 +29,6 @@ NEEDED = (
     Needed(_GROUP, "_training_state", "telling which phase a group is in"),
     Needed(f"{_COMMON}.TrainingState", "IDLE FORWARD PRE_BACKWARD POST_BACKWARD", "the phases of a group in training"),
     Needed(_GROUP, "device device_handle comm_ctx", "the device and the streams of a group"),
-    # ---- meshes
-    Needed(_MESH, "_get_root_mesh", "telling whether a mesh is a part of a larger one"),
-    Needed(_MESH, "_flatten", "sharding over several dimensions of a mesh"),
-    Needed(_MESH, "_unflatten _dim_group_names", "sharding over a part of the data-parallel ranks of a mesh"),
     # ---- parameters and their shards
     Needed(_PARAM, "sharded_param _sharded_param_data _sharded_local_tensor", "the shard of a parameter"),
     Needed(_PARAM, "_param_fqn _orig_size fsdp_placement", "the name and the shape of a parameter"),

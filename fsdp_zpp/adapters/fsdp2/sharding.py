@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from typing import Any, overload
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
+from fsdp_zpp.adapters._torch_mesh import is_part, mesh_of_parts
+from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
 from fsdp_zpp.collectives.agreement import agree, agree_on_use, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
@@ -25,7 +28,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_backward, _torch_mesh, _torch_reduction, _torch_sharded_params
+from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
 from .clipping import explain_clipping_errors
 from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
 from .validation import check_arguments, check_strategy, mark_sharded, named_own_parameters
@@ -95,6 +98,7 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not dist.is_initialized():
         check_strategy(strategy)
+    strategy, mesh = _data_parallel_part(strategy, passed_on)
     group, compared = _ranks(mesh)
     layout, holds_packed = _agreed_layout(modules, strategy, group, compared, passed_on)
     unit = _unit_for(strategy, layout, passed_on)
@@ -147,6 +151,27 @@ def install() -> None:
 
 # torch's function has its state under this name, and torch's users look it up there.
 fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
+
+
+def _data_parallel_part(strategy: Strategy, arguments: dict[str, Any]) -> tuple[Strategy, DeviceMesh | None]:
+    """Return the strategy, with the size of nodes if a mesh of several dimensions says it, and the mesh to shard over.
+
+    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. What is
+    no strategy, and one that may leave a mesh to torch, stay as they are.
+    """
+    mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
+    if not isinstance(mesh, DeviceMesh) or not isinstance(strategy, Strategy) or strategy.is_plain:
+        return strategy, mesh
+    if dims is not None:
+        strategy, ranks = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
+        data_parallel = {*dims.replicate_names, *dims.shard_names}
+        names = tuple(name for name in mesh.mesh_dim_names or () if name in data_parallel)
+        arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
+        return strategy, ranks
+    if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
+        first, second = mesh.mesh_dim_names
+        strategy, arguments["mesh"] = read_hsdp_mesh(strategy, mesh, (first,), (second,))
+    return strategy, arguments["mesh"]
 
 
 def _ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, bool]:
@@ -209,8 +234,8 @@ def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any])
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
         sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert sharded_over is not None
-        if mesh is not None and _torch_mesh.is_part(mesh):
-            arguments["mesh"] = _torch_mesh.mesh_of_parts(mesh, sharded_over)
+        if mesh is not None and is_part(mesh):
+            arguments["mesh"] = mesh_of_parts(mesh, sharded_over)
         else:
             device_type = default_device_type() if mesh is None else mesh.device_type
             arguments["mesh"] = DeviceMesh.from_group(sharded_over, device_type)

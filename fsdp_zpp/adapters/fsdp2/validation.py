@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
+from fsdp_zpp.adapters.hsdp_mesh import check_shards_part
 from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
@@ -44,12 +45,13 @@ def check_arguments(
     if layout.stock:
         return layout
     _check_reshard(strategy, arguments["reshard_after_forward"])
-    if arguments.get("dp_mesh_dims") is not None:
+    if arguments.get("dp_mesh_dims") is None:
+        _check_mesh(strategy, arguments["mesh"])
+    elif strategy.optimizer != "G":
         raise NotImplementedError(
-            "dp_mesh_dims is not supported with a Strategy; pass mesh= the 1-D data-parallel dimension of your mesh, "
-            'as in mesh=mesh["dp"]'
+            f"dp_mesh_dims can't be combined with {strategy.levels!r}, which shards over a part of the data-parallel "
+            "ranks; use optimizer scope G, such as 'IGG', or pass mesh= the data-parallel dimensions alone"
         )
-    _check_mesh(arguments["mesh"])
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
     check_dtypes(own, "pass others in ignored_params")
@@ -107,13 +109,17 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
     )
 
 
-def _check_mesh(mesh: Any) -> None:
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(
-            f"a Strategy takes the 1-D mesh of the ranks to shard over, got {mesh.ndim} dimensions "
-            f"{mesh.mesh_dim_names or tuple(mesh.shape)}; the split into nodes is gpus_per_node, and of a mesh with "
-            'other parallelisms pass the data-parallel dimension, as in mesh["dp"]'
-        )
+def _check_mesh(strategy: Strategy, mesh: Any) -> None:
+    if mesh is None or mesh.ndim == 1:
+        return
+    if mesh.ndim == 2:
+        check_shards_part(strategy, mesh)
+    names = mesh.mesh_dim_names or tuple(mesh.shape)
+    raise ValueError(
+        "a Strategy takes the 1-D mesh of the ranks to shard over, or a 2-D one of nodes x ranks of a node with names, "
+        f"got {mesh.ndim} dimensions {names}; of a mesh with other parallelisms pass the data-parallel dimensions, as "
+        'in mesh["dp"], or name them in dp_mesh_dims='
+    )
 
 
 def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
