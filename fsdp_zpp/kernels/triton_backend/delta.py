@@ -16,8 +16,8 @@ _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 @triton.jit
 def _delta_tile(
     values_ptr,
-    base_ptr,
     out_ptr,
+    base_ptr,
     numel,
     base_row_units,
     row_units,
@@ -40,8 +40,8 @@ def _delta_tile(
 @triton.jit(do_not_specialize=["numel_units", "base_row_units", "row_units", "base_zero"])
 def quantize_delta_kernel(
     values_ptr,
-    base_ptr,
     out_ptr,
+    base_ptr,
     numel_units,
     base_row_units,
     row_units,
@@ -58,8 +58,8 @@ def quantize_delta_kernel(
     if (tile_index() + 1) * TILE <= numel:
         _delta_tile(
             values_ptr,
-            base_ptr,
             out_ptr,
+            base_ptr,
             numel,
             base_row_units,
             row_units,
@@ -74,8 +74,8 @@ def quantize_delta_kernel(
     else:
         _delta_tile(
             values_ptr,
-            base_ptr,
             out_ptr,
+            base_ptr,
             numel,
             base_row_units,
             row_units,
@@ -92,8 +92,8 @@ def quantize_delta_kernel(
 @triton.jit
 def _add_tile(
     base_ptr,
-    delta_ptr,
     out_ptr,
+    delta_ptr,
     numel,
     base_row_units,
     row_units,
@@ -118,8 +118,8 @@ def _add_tile(
 @triton.jit(do_not_specialize=["numel", "base_row_units", "row_units", "base_zero", "zero"])
 def add_delta_kernel(
     base_ptr,
-    delta_ptr,
     out_ptr,
+    delta_ptr,
     numel,
     base_row_units,
     row_units,
@@ -136,8 +136,8 @@ def add_delta_kernel(
     if (tile_index() + 1) * TILE <= numel:
         _add_tile(
             base_ptr,
-            delta_ptr,
             out_ptr,
+            delta_ptr,
             numel,
             base_row_units,
             row_units,
@@ -153,8 +153,8 @@ def add_delta_kernel(
     else:
         _add_tile(
             base_ptr,
-            delta_ptr,
             out_ptr,
+            delta_ptr,
             numel,
             base_row_units,
             row_units,
