@@ -50,40 +50,19 @@ class ExactPlaces:
             values, some are there twice, or another one is as well.
 
     Attributes:
+        indices: As given.
+        flat: The same, one row after the other: int64 [rows * tail].
         tail: Length of a tail.
-        device: Of the tensors that have the values.
     """
 
     def __init__(self, indices: Tensor) -> None:
-        self._indices, self._flat = indices, indices.view(-1)
-        self.tail, self.device = indices.shape[1], indices.device
+        self.indices, self.flat = indices, indices.view(-1)
+        self.tail = indices.shape[1]
 
     @cached_property
     def key(self) -> Hashable:
-        """What places have in common that are the same."""
-        return tuple(self._flat.tolist())
-
-    def take(self, values: Tensor) -> Tensor:
-        """Take the values out of a flat tensor, which has zeros there afterwards: [rows, tail]."""
-        taken = values[self._indices]
-        values.index_fill_(0, self._flat, 0)
-        return taken
-
-    def take_from_rows(self, values: Tensor, rows: int) -> Tensor:
-        """As :meth:`take`, for one row's places, which are those of each of ``rows`` equal parts of ``values``."""
-        parts = values.view(rows, -1)
-        taken = parts[:, self._flat]
-        parts.index_fill_(1, self._flat, 0)
-        return taken
-
-    def put(self, tails: Tensor, values: Tensor) -> None:
-        """Put tails [rows, tail] in their places in a flat tensor."""
-        values.index_put_((self._indices,), tails if tails.dtype == values.dtype else tails.to(values.dtype))
-
-    def put_sum(self, tails: Tensor, scale: float, values: Tensor) -> None:
-        """Put ``scale`` times the sums of the tails of several peers [peers, rows, tail] in their places."""
-        sums = tails.sum(0)
-        self.put(torch.mul(sums, scale, out=values.new_empty(sums.shape)), values)
+        """A value that places which are the same have in common."""
+        return tuple(self.flat.tolist())
 
 
 class PlacesInChunks:

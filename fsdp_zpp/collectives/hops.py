@@ -183,7 +183,8 @@ def encode(
     with labelled("encode", label):
         taken = None
         if exact is not None and not codec.is_lossless:
-            taken, codec = exact.take(values), exact_tail(codec, exact.tail)
+            taken, codec = values[exact.indices], exact_tail(codec, exact.tail)
+            values.index_fill_(0, exact.flat, 0)
         if errors is None:
             payload = codec.encode(values, rows, cols)
         else:
@@ -202,7 +203,8 @@ def decode(
             codec.decode(payload, out, rows, cols)
             return
         exact_tail(codec, exact.tail).decode(payload, out, rows, cols)
-        exact.put(payload.view(torch.float32)[:, -exact.tail :], out)
+        tails = payload.view(torch.float32)[:, -exact.tail :]
+        out.index_put_((exact.indices,), tails if out.dtype == tails.dtype else tails.to(out.dtype))
 
 
 def decode_sum(
@@ -220,7 +222,8 @@ def decode_sum(
             codec.decode_sum(received, out, 1, cols, scale)
             return
         exact_tail(codec, exact.tail).decode_sum(received, out, 1, cols, scale)
-        exact.put_sum(received.view(torch.float32)[..., -exact.tail :], scale, out)
+        sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
+        out.index_put_((exact.indices,), torch.mul(sums, scale, out=out.new_empty(sums.shape)))
 
 
 def decode_sum_encode(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, FullPrecision
 from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.codecs.exact_tail import ExactTail, exact_tail, without_tail
+from fsdp_zpp.codecs.exact_tail import exact_tail
 
 from .checkpointed_shard import NOTHING, CheckpointedShard
 from .exact_places import ExactPlaces
@@ -108,10 +108,12 @@ class SecondaryShard:
         source: Where the weights can be read; None if they can't. FSDP may replace it.
         side_stream: The stream in which it is made, if not in the one that reads it.
         find_exact: Returns the places of small values in this rank's shard, given its size and device.
-        exact: These places, once the weights were sent; None if there are none.
-        next_codec: What will encode the weights for the next gather, if that is known by now.
-        stale: Whether the weights have changed since they were encoded.
-        unread: Whether it has not been read since it was made.
+        exact: These places; None if there are none, or before :meth:`sent_as` has looked for them.
+        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
+        next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
+        encoded_by: The codec that encoded what it holds; None if it holds nothing, or the weights have changed since.
+        stale: True if the weights have changed since they were encoded.
+        unread: True if it has not been read since it was made.
     """
 
     def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
@@ -128,8 +130,11 @@ class SecondaryShard:
         self.checkpointed: CheckpointedShard | None = None
         self.find_exact: Callable[[int, torch.device], ExactPlaces | None] = lambda numel, device: None
         self.exact: ExactPlaces | None = None
-        self._last_codec: Codec | None = None
+        self.nbytes = 0
+        self._sent_for: tuple[Codec, int, torch.device] | None = None
+        self._sent_as: Codec | None = None
         self.next_codec = codec
+        self.encoded_by: Codec | None = None
         self._version: Hashable = None
         self._ready: Any = None
 
@@ -143,52 +148,53 @@ class SecondaryShard:
         """Whether changes of the weights go between nodes by themselves."""
         return isinstance(self.codec, Int4Delta) and self.keep
 
-    def is_fresh(self, codec: Codec) -> bool:
-        """Whether it holds the weights as ``codec`` encodes them."""
-        same_codec = self._last_codec is codec or self._last_codec == codec
-        return same_codec and not self.stale and self._payload is not None
-
     # ---- from stale to fresh
 
     def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
-        """``codec``, with room for the small values of this rank's ``numel``, which it leaves as they are."""
-        if codec.is_lossless or (
-            isinstance(codec, ExactTail) and self.exact is not None and self.exact.device == device
-        ):
-            return codec
-        self.exact = self.find_exact(numel, device)
-        return codec if self.exact is None else exact_tail(without_tail(codec)[0], self.exact.tail)
+        """Return ``codec`` with room for the small values of this rank's ``numel``, which it leaves as they are.
 
-    def take_base(self) -> Tensor | None:
-        """Give away the older secondary shard that a delta is to be sent against, if there is one, for its last use."""
+        Returns the same instance until an argument changes; sets ``exact`` and ``nbytes``.
+        """
+        if self._sent_as is None or self._sent_for != (codec, numel, device):
+            self._sent_for = codec, numel, device
+            self.exact = None if codec.is_lossless else self.find_exact(numel, device)
+            self._sent_as = codec if self.exact is None else exact_tail(codec, self.exact.tail)
+            self.nbytes = self._sent_as.nbytes(numel)
+        return self._sent_as
+
+    def take_base(self) -> Tensor:
+        """Give away the base, which there is, for its last use."""
         base, self.base = self.base, None
-        if base is not None and base.is_cuda:
+        assert base is not None
+        if base.is_cuda:
             keep_until_read(base)  # it was made in the stream of an earlier gather
         return base
 
     def keep_base_apart(self) -> None:
         """Keep the base, if there is one, for longer than those that were made with it, in memory of its own."""
         if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
-            base = self.take_base()
-            assert base is not None
-            self.base = base.clone()
+            self.base = self.take_base().clone()
 
-    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> None:
+    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
         """Go on from what was loaded from a checkpoint, if that is of these values on all ranks. Collective.
 
         Args:
             values: This rank's full-precision values, flat.
-            codec: What encodes them.
+            codec: Encodes them.
             version: Their version.
+
+        Returns:
+            True if it is fresh now, and nothing is to be sent.
         """
         checkpointed, self.checkpointed = self.checkpointed, None
         if checkpointed is None or self.hop is None or not self.sends_deltas:
-            return
+            return False
         base = checkpointed.all_gather_if_matching(self.hop, values, codec.nbytes(values.numel()), self.label)
         if base is not None and checkpointed.fresh:
             self.hold(base, codec, version, record_event(base))
-        else:
-            self.base = base
+            return True
+        self.base = base
+        return False
 
     def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: Any) -> None:
         """Become fresh.
@@ -199,10 +205,11 @@ class SecondaryShard:
             version: The version of the weights that it holds.
             ready: An event in the stream that makes ``payload``; None on a CPU.
         """
-        # Parameters of several dtypes go as bytes, which are not to be had from the full-precision shard.
-        bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
-        self.next_codec = None if bytes_only else codec
-        self._payload, self._last_codec, self._version = payload, codec, version
+        if self.codec is None:
+            # Parameters of several dtypes go as bytes, which are not to be had from the full-precision shard.
+            bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
+            self.next_codec = None if bytes_only else codec
+        self._payload, self.encoded_by, self._version = payload, codec, version
         self.stale, self.unread = False, True
         self._ready = ready
 
@@ -216,7 +223,7 @@ class SecondaryShard:
             wait_for(self._ready, payload.device)
             self.side_stream.read_by_current()
         if not self.keep:
-            self._payload = None
+            self._payload = self.encoded_by = None
             if payload.is_cuda:
                 keep_until_read(payload)
         return payload
@@ -249,7 +256,7 @@ class SecondaryShard:
             self.base = None
         elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
             self.base = self._payload
-        self._payload, self.stale = None, True
+        self._payload, self.encoded_by, self.stale = None, None, True
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s: secondary shard stale", self.label)
 

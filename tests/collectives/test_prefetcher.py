@@ -14,9 +14,8 @@ from harness.wiretap import wiretap
 from fsdp_zpp import Int4Delta, Int8
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.inter_node_gather import in_chunks
 from fsdp_zpp.collectives.mesh import process_mesh
-from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
+from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher, in_chunks
 from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
