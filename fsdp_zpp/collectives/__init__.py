@@ -1,1 +1,1 @@
-"""The two-hop collectives, what they keep from step to step, and what ranks must agree on; without modules or FSDP."""
+"""Two-hop collectives, what they keep from step to step, and what ranks must agree on; without modules or FSDP."""

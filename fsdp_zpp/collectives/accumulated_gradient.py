@@ -1,4 +1,4 @@
-"""The sums of a step's earlier micro-batches, which the last one takes along."""
+"""Accumulated gradients: the sums of a step's earlier micro-batches, which the last one takes along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .streams import keep_until_read
 
 
 class AccumulatedGradient:
-    """The accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
+    """Accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
 
     It belongs to parameters, of which the next micro-batch may use others; see [Note: Identity] in flat_layout.py.
 

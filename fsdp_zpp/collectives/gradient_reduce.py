@@ -1,4 +1,4 @@
-"""The reduction of one unit's gradients, over the micro-batches of a step.
+"""Reduction of one unit's gradients, over the micro-batches of a step.
 
     unsharded gradient      [world * numel], in its own dtype, of one micro-batch
         | intra-node hop    encode, all-to-all among the ranks of this node, decode and sum in fp32, times 1 / world
@@ -42,8 +42,8 @@ class GradientReduce:
 
     Args:
         mesh: The ranks.
-        intra_codec: Encodes the gradients for the hop inside a node; None sends them in their own dtype.
-        inter_codec: Encodes the partial sums for the hop between nodes; None sends them in the gradients' dtype.
+        intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
+        inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
         traffic: Where bytes are counted.
         label: Names the unit in profiles and errors.
         gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
@@ -95,7 +95,7 @@ class GradientReduce:
 
     @property
     def label(self) -> str:
-        """The unit's name in profiles and errors."""
+        """Return the unit's name in profiles and errors."""
         return self._two_hop.label
 
     @label.setter
@@ -103,7 +103,7 @@ class GradientReduce:
         self._two_hop.label = label
 
     def error_nbytes(self, numel: int) -> int:
-        """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
+        """Return the bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
 
     def accumulate(self, gradient: Tensor, layout: FlatLayout | None = None) -> PendingReduction:
@@ -187,7 +187,7 @@ class GradientReduce:
 
 @dataclass(slots=True)
 class _PendingAccumulation(PendingReduction):
-    """Of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
+    """Reduction of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
 
     accumulated: AccumulatedGradient
     reduction: PendingReduction
@@ -202,7 +202,7 @@ class _PendingAccumulation(PendingReduction):
 
 @dataclass(slots=True)
 class _PendingWithAccumulated(PendingReduction):
-    """Of the last micro-batch, where earlier ones have reduced over all ranks: writes the fp32 sum of all."""
+    """Reduction of the last micro-batch, where earlier ones reduced over all ranks: writes the fp32 sum of all."""
 
     reduction: PendingReduction
     last: Tensor

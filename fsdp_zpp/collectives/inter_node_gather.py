@@ -1,4 +1,4 @@
-"""The inter-node hop of weights, for several units at once.
+"""Inter-node hop of weights, for several units at once.
 
     shards of k units of one size   what the optimizer holds, full precision
         | concatenate, encode       one launch for all of them; with Int4Delta, the change against their bases

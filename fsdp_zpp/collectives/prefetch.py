@@ -3,21 +3,20 @@
 A forward after a step asks for one unit after the other, but the slow network need not wait for that: secondary shards
 are kept anyway, so all of them can be sent when the first is needed. They are made in a stream of their own, beside the
 intra-node hops and the computation of earlier units; the computation waits for a secondary shard only when it reaches
-its unit.
+next_codec unit.
 
 This starts with the first gather after a change, not with the change: what is written between a step and the forward
 (averages, clipped weights) must be in them, and a step that another one follows, of a second optimizer, must not send
 weights twice. Starting at the change would gain nothing on a GPU, whose host is already ahead of it.
 
 Ranks agree, for gathers and changes come in the same order on all of them. A unit whose secondary shard was prefetched
-and not read before its weights changed again is not prefetched any more.
+and not read before next_codec weights changed again is not prefetched any more.
 
 [Note: Chunks]
 To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
 can be used only when all that was sent with it has arrived. So what a forward needs is sent in a few chunks, the next
 one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others: a chunk of
-several units must not be larger than what is worth that.
-inter_node_gather.py has how the units of a chunk are encoded and sent together.
+several units must not be larger than what is worth that. inter_node_gather.py encodes and sends the units of a chunk.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ LEAST_NBYTES = 2**20
 """A rank that sends less than a MiB takes about as long as the network's latency, so that is not worth cutting."""
 
 MOST_NBYTES = 2**24
-"""The most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it
-is encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
+"""Most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it is
+encoded, next_codec full-precision values take four to eight times that, divided by the number of other nodes."""
 
 
 class SecondaryShardPrefetcher:
@@ -63,7 +62,7 @@ class SecondaryShardPrefetcher:
 
         Args:
             needed: The secondary shard of the unit that is gathered now.
-            codec: Encodes its values.
+            codec: Encodes next_codec values.
             values: Its values.
         """
         stale = [shard for shard in self._shards if shard.stale and shard is not needed]
@@ -74,9 +73,9 @@ class SecondaryShardPrefetcher:
             for shard in stale
             if id(shard) not in self._excluded and shard.next_codec and shard.source and shard.source.can_be_read()
         ]
-        sources = {shard: source for shard, _, source, _ in ahead}
-        device = values.tensors[0].device
-        codecs = {needed: codec} | {shard: shard.sent_as(its, numel, device) for shard, its, _, numel in ahead}
+        codecs, sources, device = {needed: codec}, {}, values.tensors[0].device
+        for shard, next_codec, source, numel in ahead:
+            codecs[shard], sources[shard] = shard.sent_as(next_codec, numel, device), source
         with self._stream.after_current(device):
             for shard in stale:
                 if id(shard) in self._excluded:

@@ -1,4 +1,4 @@
-"""The order in which the units of a model reduce gradients before the last micro-batch of a step.
+"""Order in which the units of a model reduce gradients before the last micro-batch of a step.
 
 [Note: The order of reductions]
 All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all

@@ -1,10 +1,9 @@
-"""The secondary shard of a unit's weights: what the inter-node hop leaves on a rank.
+"""Secondary shard of a unit's weights: what the inter-node hop leaves on a rank.
 
-Weights are encoded once, from the full-precision shard, and gathered between nodes among ranks of the same local index;
-what that leaves on a rank, uint8 [nodes, nbytes], is the *secondary shard*. The intra-node hop gathers it inside the
-node. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop and send
-nothing between nodes. All ranks, the owner too, decode the same bytes, so they compute with the same weights bit for
-bit.
+Weights are encoded once, from the full-precision shard, and the inter-node hop gathers them among ranks of the same
+local index; what that leaves on a rank, uint8 [nodes, nbytes], is the *secondary shard*, which the intra-node hop
+gathers. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks,
+the owner too, decode the same bytes, so they compute with the same weights bit for bit.
 
     empty --hold()--> fresh, at a version of the weights --mark_stale()--> stale, perhaps with a base for a delta
                         ^                                                    |
@@ -45,11 +44,11 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class StaleSecondaryError(RuntimeError):
-    """The weights were written to in a way that no event announced."""
+    """Raised if weights were written to in a way that no event announced."""
 
 
 class ShardValues(NamedTuple):
-    """What a unit's shard holds on this rank.
+    """Values that a unit's shard holds on this rank.
 
     Attributes:
         tensors: The full-precision values, flat tensors on the device to gather on.
@@ -65,33 +64,33 @@ class ShardValues(NamedTuple):
 
 
 class ShardSource(Protocol):
-    """Where a unit's weights can be read before FSDP asks for their gather; FSDP's own record of a unit."""
+    """Source from which a unit's weights are read before FSDP asks for their gather; FSDP's record of a unit."""
 
     def can_be_read(self) -> bool:
-        """Whether they can be read now, and will not change before their gather."""
+        """Return whether they can be read now, and will not change before their gather."""
 
     def prepare_read(self) -> int:
-        """Have the shard contain what its parameters were replaced by, in the stream that gathers.
+        """Copy what parameters were replaced by into the shard, in the stream that gathers.
 
         Returns:
             This rank's number of values.
         """
 
     def read(self) -> ShardValues:
-        """This rank's values."""
+        """Return this rank's values."""
 
     def shard_version(self) -> Hashable:
-        """A value that changes with every write to the shard that torch counts, and when it is moved or replaced."""
+        """Return a value that changes with each write to the shard that torch counts, and when it moves."""
 
     def is_trained(self) -> bool:
-        """Whether steps change the weights."""
+        """Return whether steps change the weights."""
 
     def layout(self, numel: int) -> FlatLayout:
-        """Where parameters lie in what is gathered, given its number of values."""
+        """Return where parameters lie in what is gathered, given its number of values."""
 
 
 class SecondaryShard:
-    """What the inter-node hop of one unit leaves on this rank. See the top of this file.
+    """Secondary shard of one unit on this rank. See the top of this file.
 
     Args:
         hop: The inter-node hop; None on one node, where this rank's payload is all there is.
@@ -140,12 +139,12 @@ class SecondaryShard:
 
     @cached_property
     def peers(self) -> int:
-        """The number of ranks of the hop, without this one."""
+        """Return the number of ranks of the hop, without this one."""
         return 0 if self.hop is None else self.hop.size - 1
 
     @property
     def sends_deltas(self) -> bool:
-        """Whether changes of the weights go between nodes by themselves."""
+        """Return whether the inter-node hop may send changes of the weights alone."""
         return isinstance(self.codec, Int4Delta) and self.keep
 
     # ---- from stale to fresh
@@ -216,7 +215,7 @@ class SecondaryShard:
     # ---- while it is fresh
 
     def read(self) -> Tensor:
-        """The shards of all ranks with this local index, encoded: uint8 [nodes, nbytes], for the current stream."""
+        """Return the encoded shards of all ranks with this local index to the current stream: uint8 [nodes, nbytes]."""
         payload, self.unread = self._payload, False
         assert payload is not None
         if self._ready is not None and self.side_stream is not None:
@@ -268,7 +267,7 @@ class SecondaryShard:
         self.mark_stale()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's row of what deltas are against, and a fingerprint of the weights as they are now; on the CPU."""
+        """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
         if self.checkpointed is not None:
             return self.checkpointed.state_dict()
         held = self._payload if self._payload is not None else self.base

@@ -1,6 +1,6 @@
-"""The hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
+"""Hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
 
-quantize -> all-to-all inside the node -> decode, sum -> quantize -> all-to-all between nodes -> decode, sum.
+quantize -> intra-node all-to-all -> decode, sum -> quantize -> inter-node all-to-all -> decode, sum.
 A value is rounded once a hop however many ranks there are, where a ring would round it at every rank; and the
 slow network carries each partial sum once, all GPUs of a node using it in parallel (ZeRO++, arXiv 2306.10209,
 section 3.3). A level with one rank has no hop, and its codec is not applied.
@@ -48,11 +48,11 @@ DONE = _Done()
 
 
 class TwoHopReduce(ABC):
-    """What the two ways to reduce have in common.
+    """Base of the two ways to reduce.
 
     Args:
         mesh: The ranks.
-        hops: The hop inside a node and the one between nodes; None for a level that has one rank.
+        hops: The intra-node and the inter-node hop; None for a level that has one rank.
         codecs: Of both; None sends the dtype of the gradient.
         errors: Fed back to what is encoded, if any.
         label: Names the unit in profiles and errors.
@@ -105,7 +105,7 @@ class TwoHopReduce(ABC):
         """
 
     def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
-        """The fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
+        """Return the fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
         mean = 1.0 / self._world
         if self._intra is None:
             return gradient.float() * mean
@@ -116,7 +116,7 @@ class TwoHopReduce(ABC):
         return sums
 
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
-        """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, chunks, nbytes]."""
+        """Make the intra-node hop; return the codec, and what all its ranks sent: uint8 [gpus, chunks, nbytes]."""
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
@@ -130,14 +130,14 @@ class TwoHopReduce(ABC):
 
     @abstractmethod
     def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        """The places of small values in a gradient, of ``numel`` values a chunk."""
+        """Return the places of small values in a gradient, of ``numel`` values a chunk."""
 
     @abstractmethod
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
-        """The places of small values in the ``part`` values of this local index."""
+        """Return the places of small values in the ``part`` values of this local index."""
 
     def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
-        """The errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
+        """Return the errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
         if self._errors is None or buffer is None:
             return None
@@ -145,7 +145,7 @@ class TwoHopReduce(ABC):
 
 
 class TwoHopReduceScatter(TwoHopReduce):
-    """To a chunk on each rank: optimizer scope ``G``."""
+    """Reduces to a chunk on each rank: optimizer scope ``G``."""
 
     _spared_layout: FlatLayout | None = None
     _spared_of: tuple[int, torch.device] | None = None
@@ -179,7 +179,7 @@ class TwoHopReduceScatter(TwoHopReduce):
         return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
 
     def _spared(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
-        """The places of small values in the chunks of all ranks, in those that go between nodes, in this rank's."""
+        """Return the places of small values in the chunks of all ranks, of the inter-node hop, and of this rank."""
         layout, places = self.layout, self._places
         if self._spared_layout is not layout or self._spared_of != (numel, device):
             asked = (places.of_all_ranks, places.of_own_local_index, places.of_own_rank)
@@ -224,7 +224,7 @@ class TwoHopReduceScatter(TwoHopReduce):
 
 
 class TwoHopAllReduce(TwoHopReduce):
-    """To replicas: optimizer scopes ``I``, where ranks of one local index hold the same, and ``N``, where all do."""
+    """Reduces to replicas: optimizer scope ``I``, where ranks of a local index are alike, or ``N``, where all are."""
 
     def start(
         self,
@@ -241,10 +241,10 @@ class TwoHopAllReduce(TwoHopReduce):
         return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
 
     def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
-        """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
+        """Sum over nodes what each has summed, and give every replica of ``out`` all of it."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
-        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
+        codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
         of_all = self._optimizer_scope == "N" and self._intra is not None
         if of_all and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
@@ -259,8 +259,10 @@ class TwoHopAllReduce(TwoHopReduce):
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
         return self._places.of_own_part(self.layout, part, device)
 
-    def _sum_between(self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
-        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes].
+    def _sum_inter_node(
+        self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float
+    ) -> tuple[Codec, Tensor]:
+        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes].
 
         Args:
             sums: Those of this local index's part of the gradient, padded.

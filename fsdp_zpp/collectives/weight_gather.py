@@ -1,4 +1,4 @@
-"""The two-hop all-gather of weights.
+"""Two-hop all-gather of weights.
 
     optimizer's shard       full precision, 1 / world of the unit, on this rank
         | encode            once; with Int4Delta, after a step, the change against what the receivers hold
@@ -34,7 +34,7 @@ from .secondary_shard import SecondaryShard, ShardValues
 
 
 class _Settled(NamedTuple):
-    """What gathers into outputs of one shape, dtype and device have in common.
+    """Facts that gathers into outputs of one shape, dtype and device have in common.
 
     Attributes:
         of: These three.
@@ -86,7 +86,7 @@ class WeightGather:
 
     @property
     def label(self) -> str:
-        """The unit's name in profiles and errors."""
+        """Return the unit's name in profiles and errors."""
         return self.secondary.label
 
     @label.setter

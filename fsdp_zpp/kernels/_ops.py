@@ -1,4 +1,4 @@
-"""The operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
+"""Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
 
 Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` makes of it the
 operation that its docstring describes, which does this once for calls that differ in values and factors alone. All
@@ -117,7 +117,7 @@ def dequantize_sum_quantize(
     scale: float,
     tail: int = 0,
 ) -> Callable[[Tensor, float], Tensor]:
-    """``dequantize_sum`` into fp32 followed by ``quantize``, fused so that the sums never go through memory.
+    """Do ``dequantize_sum`` into fp32, then ``quantize``, fused so that the sums never go through memory.
 
     Args:
         payload: uint8 ``[peers, rows * cols, nbytes]``, as for ``dequantize_sum``.
@@ -156,7 +156,7 @@ def quantize_with_feedback(
     beta: float,
     tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """``quantize`` with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
+    """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
 
     Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
     2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors.
@@ -201,7 +201,7 @@ def dequantize_sum_quantize_with_feedback(
     beta: float,
     tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """``dequantize_sum_quantize`` in the same order, with the error feedback of ``quantize_with_feedback`` on the sums.
+    """Do ``dequantize_sum_quantize`` in the same order, with error feedback as in ``quantize_with_feedback``.
 
     Args:
         payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.

@@ -1,4 +1,4 @@
-"""The operations in Triton: one launch each, transposition and padding included, without temporaries.
+"""Operations in Triton: one launch each, transposition and padding included, without temporaries.
 
 The functions rely on the checks of ``_ops.py`` and prepare a call. Each has a twin of the same name and signature in
 ``reference.py`` and equals its results bit for bit.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of deltas: one encodes values less what a payload decodes to, one adds a payload to another.
+"""Kernels of deltas: one encodes values less what a payload decodes to, one adds a payload to another.
 
 Each is a single pass: the decoded base is as large as the weights in fp32 and never goes through memory.
 """
@@ -53,7 +53,7 @@ def quantize_delta_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The grid is (tiles of a chunk, chunks, 1)."""
+    """Take a grid (tiles of a chunk, chunks, 1)."""
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
         _delta_tile(
@@ -131,7 +131,7 @@ def add_delta_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The grid is (tiles of a chunk, chunks, 1)."""
+    """Take a grid (tiles of a chunk, chunks, 1)."""
     numel = tl.cast(numel, tl.int64)
     if (tile_index() + 1) * TILE <= numel:
         _add_tile(

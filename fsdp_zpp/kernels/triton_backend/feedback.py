@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels that quantize with error feedback: those of ``quantize_sum.py`` with one more load and store.
+"""Triton kernels that quantize with error feedback: those of ``quantize_sum.py`` with one more load and store.
 
 Errors can be updated in place because every thread reads its part of a block before any thread writes to that block:
 all that is written depends, through the block's maximum, on all values that were read.
@@ -24,7 +24,7 @@ def _load_errors(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The tile of the errors, fp32 [TILE // BLOCK, BLOCK]. Errors are in the order of the payload's rows."""
+    """Load the tile of the errors, fp32 [TILE // BLOCK, BLOCK]. Errors are in the order of the payload's rows."""
     if ERROR_BLOCK == 0:
         start = tile_index() * TILE
         offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

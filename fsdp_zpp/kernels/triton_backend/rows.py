@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernel that decodes rows of a payload that lie apart."""
+"""Kernel that decodes rows of a payload that lie apart."""
 
 import triton
 import triton.language as tl
@@ -39,7 +39,7 @@ def rows_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The grid is (tiles of a chunk, 1, chunks); rows start ``stride_units`` times 16 bytes (4 words) apart."""
+    """Take a grid (tiles of a chunk, 1, chunks); rows start ``stride_units`` times 16 bytes (4 words) apart."""
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     words_ptr += source_chunk() * (tl.cast(stride_units, tl.int64) * 4)
     if (tile_index() + 1) * TILE <= numel:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The parts of the Triton kernels that handle one tile: decode it and sum it over peers, or quantize and store it.
+"""Parts of the Triton kernels that handle one tile: decode it and sum it over peers, or quantize and store it.
 
 The grid is (tiles of a chunk, cols, rows), so that no program divides to find its place. A program reads chunk (r, c)
 in row-major order and writes to its place in the transposed grid. Offsets are 64-bit up to the tile, since a tensor may
@@ -30,37 +30,37 @@ _ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def source_chunk():
-    """The index of the chunk or payload row that this program reads."""
+    """Return the index of the chunk or payload row that this program reads."""
     return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
 
 
 @triton.jit
 def target_chunk():
-    """The index of the chunk or payload row that this program writes."""
+    """Return the index of the chunk or payload row that this program writes."""
     return (tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
 
 
 @triton.jit
 def tile_index():
-    """The index in its chunk of this program's tile."""
+    """Return the index in its chunk of this program's tile."""
     return tl.program_id(0).to(tl.int64)
 
 
 @triton.jit
 def _codes_words(numel, BITS: tl.constexpr):
-    """``PayloadLayout.scales_offset`` in words. It ends in ``* 4`` so that Triton sees the 16-byte alignment."""
+    """Return ``PayloadLayout.scales_offset`` in words. It ends in ``* 4``, which shows Triton the 16-byte alignment."""
     return (numel * BITS + 127) // 128 * 4
 
 
 @triton.jit
 def _row_words(row_units):
-    """The length in words of a payload's row, tail included; ``row_units``, an argument of kernels, is in 16 bytes."""
+    """Return the length in words of a payload's row, tail included; ``row_units`` is in 16 bytes."""
     return tl.cast(row_units, tl.int64) * 4  # in this form, Triton sees the alignment
 
 
 @triton.jit
 def _word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """The offsets of a tile's words: [TILE // GROUP, words a group, 1]."""
+    """Return the offsets of a tile's words: [TILE // GROUP, words a group, 1]."""
     # The last axis is for the codes of a word: every code is cut out of its word by broadcasting.
     WORDS: tl.constexpr = GROUP * BITS // 32
     return tl.arange(0, TILE // GROUP)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, :, None]
@@ -68,7 +68,7 @@ def _word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Pointers to a tile's words.
+    """Return pointers to a tile's words.
 
     Without the hint, Triton would access more than a group at once and exchange the surplus through shared memory.
     """
@@ -126,7 +126,7 @@ def _load_codes(
 
 @triton.jit
 def _tile_ptrs(row_ptr, numel, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Pointers to the first word and the first scale of this program's tile of the payload row at ``row_ptr``."""
+    """Return pointers to the first word and scale of this program's tile of the payload row at ``row_ptr``."""
     scales_ptr = row_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + _codes_words(numel, BITS)
     return row_ptr + tile_index() * (TILE * BITS // 32), scales_ptr + tile_index() * (TILE // BLOCK)
 
@@ -162,7 +162,7 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """``values``, this program's tile in any shape, plus ``sign`` (1 or -1) times what row ``row`` decodes to.
+    """Add ``sign`` (1 or -1) times what row ``row`` decodes to to ``values``, this program's tile in any shape.
 
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].
@@ -229,7 +229,7 @@ def _larger(a, b):
 
 @triton.jit
 def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """The bits of the largest magnitude in each block, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one.
+    """Return the bits of each block's largest magnitude, int32 [TILE // BLOCK]: of a NaN or an Inf if it holds one.
 
     A thread compares its own values as floats, at one instruction per value. Threads compare theirs as integers, at one
     instruction per warp. Magnitudes have the same order either way, with NaN above Inf.
