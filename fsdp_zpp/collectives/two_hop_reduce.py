@@ -9,9 +9,7 @@ The optimizer scope says which part of the sums a rank needs: its chunk of all r
 index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
 same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
 
-A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`, which an
-adapter runs in streams of their own: while the slow network is busy with one unit's sums, the fast one can sum up the
-next unit's.
+A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`.
 
 The result is the mean over all ranks. The one division is made on the fp32 sums of the intra-node hop, before they
 are encoded again: in fp16 a sum may overflow where the mean does not.
@@ -76,7 +74,8 @@ class TwoHopReduce(ABC):
         self.label = label
         self._errors = errors
         topology, self._rank = mesh.topology, mesh.rank
-        self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
+        self._nodes, self._gpus = topology.nodes, topology.gpus_per_node
+        self._mean = 1.0 / topology.world  # the factor that makes a mean of a sum over all ranks
         # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
         self._chunks = self._nodes if optimizer_scope == "G" else 1
         self._intra, self._inter = hops
@@ -106,13 +105,14 @@ class TwoHopReduce(ABC):
 
     def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
         """Return the fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
-        mean = 1.0 / self._world
         if self._intra is None:
-            return gradient.float() * mean
+            return gradient.float() * self._mean
         codec, received = self._exchange_intra_node(gradient, wire_dtype)
         part = gradient.numel() // self._gpus
         sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
-        decode_sum(codec, received, sums, received.shape[1], mean, self.label, self._exact_in_sums(part, sums.device))
+        decode_sum(
+            codec, received, sums, received.shape[1], self._mean, self.label, self._exact_in_sums(part, sums.device)
+        )
         return sums
 
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
@@ -147,9 +147,8 @@ class TwoHopReduce(ABC):
 class TwoHopReduceScatter(TwoHopReduce):
     """Reduces to a chunk on each rank: optimizer scope ``G``."""
 
-    _spared_layout: FlatLayout | None = None
-    _spared_of: tuple[int, torch.device] | None = None
-    _found: tuple[ExactPlaces | None, ...] = (None, None, None)
+    _settled_for: tuple[FlatLayout | None, int, torch.device] | None = None
+    _settled: tuple[ExactPlaces | None, ...] = (None, None, None)
 
     def start(
         self,
@@ -159,36 +158,35 @@ class TwoHopReduceScatter(TwoHopReduce):
         factor: float,
         wire_dtype: torch.dtype | None = None,
     ) -> PendingReduction:
-        mean = 1.0 / self._world
         if self._inter is None:
-            self._reduce_single_level(gradient, wire_dtype, out, factor)
+            self._reduce_one_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
             return DONE
         codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
         errors = None if self._errors is None else self._inter_errors(out)
-        _, exact, own = self._spared(numel, out.device)
+        _, exact, own = self._exact_of_hops(numel, out.device)
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
             payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
         elif self._intra is None:
             payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
-            factor *= mean  # there was no intra-node sum to apply the mean to
+            factor *= self._mean  # there was no intra-node sum to apply the mean to
         else:
             intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            payload = decode_sum_encode(intra_codec, received, numel, codec, mean, self.label, errors, exact)
+            payload = decode_sum_encode(intra_codec, received, numel, codec, self._mean, self.label, errors, exact)
         return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
 
-    def _spared(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
+    def _exact_of_hops(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
         """Return the places of small values in the chunks of all ranks, of the inter-node hop, and of this rank."""
-        layout, places = self.layout, self._places
-        if self._spared_layout is not layout or self._spared_of != (numel, device):
-            asked = (places.of_all_ranks, places.of_own_local_index, places.of_own_rank)
-            self._found = tuple(of(layout, numel, device) for of in asked)
-            self._spared_layout, self._spared_of = layout, (numel, device)
-        return self._found
+        layout, settled = self.layout, self._settled_for
+        if settled is None or settled[0] is not layout or settled[1:] != (numel, device):
+            self._settled_for = layout, numel, device
+            places = (self._places.of_all_ranks, self._places.of_own_local_index, self._places.of_own_rank)
+            self._settled = tuple(of(layout, numel, device) for of in places)
+        return self._settled
 
     def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._spared(numel, device)[0]
+        return self._exact_of_hops(numel, device)[0]
 
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
         return self._places.of_own_local_index(self.layout, part // self._nodes, device)
@@ -198,18 +196,15 @@ class TwoHopReduceScatter(TwoHopReduce):
         starts = [(node * self._gpus + local) * numel for node in range(self._nodes)]
         return self._errors_of("inter", starts, numel, out.device)
 
-    def _reduce_single_level(
-        self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float
-    ) -> None:
-        mean = 1.0 / self._world
+    def _reduce_one_level(self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float) -> None:
         if self._intra is None:
             torch.mul(gradient, factor, out=out)
         elif self._native:
-            self._reduce_natively(gradient, out, mean * factor)
+            self._reduce_natively(gradient, out, self._mean * factor)
         else:
             codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            own = self._spared(out.numel(), out.device)[2]
-            decode_sum(codec, received, out, 1, mean * factor, self.label, own)
+            own = self._exact_of_hops(out.numel(), out.device)[2]
+            decode_sum(codec, received, out, 1, self._mean * factor, self.label, own)
 
     def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
         assert self._intra is not None

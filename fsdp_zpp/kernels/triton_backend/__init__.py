@@ -4,7 +4,8 @@ The functions rely on the checks of ``_ops.py`` and prepare a call. Each has a t
 ``reference.py`` and equals its results bit for bit.
 
 ``quantize_sum.py``, ``feedback.py``, ``delta.py`` and ``rows.py`` hold one family of kernels each, built from the parts
-in ``tiles.py``; ``tiling.py`` cuts the work into programs and ``launch.py`` launches them.
+in ``tiles.py``, ``decoding.py``, ``encoding.py`` and ``error_tiles.py``; ``tiling.py`` cuts the work into programs and
+``launch.py`` launches them.
 """
 
 from collections.abc import Callable

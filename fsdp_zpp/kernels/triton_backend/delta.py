@@ -7,8 +7,10 @@ Each is a single pass: the decoded base is as large as the weights in fp32 and n
 import triton
 import triton.language as tl
 
+from .decoding import add_row, decode_sum
+from .encoding import encode
 from .quantize_sum import load_blocks
-from .tiles import add_row, decode_sum, encode, source_chunk, tile_index
+from .tiles import source_chunk, tile_index
 
 _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 

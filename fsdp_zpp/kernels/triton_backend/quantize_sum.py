@@ -10,7 +10,9 @@ multiplied.
 import triton
 import triton.language as tl
 
-from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
+from .decoding import decode_sum
+from .encoding import encode
+from .tiles import source_chunk, target_chunk, tile_index
 
 
 @triton.jit

@@ -4,8 +4,9 @@
 import triton
 import triton.language as tl
 
+from .decoding import load_row
 from .quantize_sum import store_groups
-from .tiles import load_row, source_chunk, tile_index
+from .tiles import source_chunk, tile_index
 
 
 @triton.jit

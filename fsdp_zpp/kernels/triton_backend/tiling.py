@@ -98,7 +98,7 @@ def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
 
 
 def zero(bits: int) -> int:
-    """Return the bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``tiles.decode_sum``."""
+    """Return the bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``decode_sum``."""
     return 0x4B000000 + (1 << (bits - 1))
 
 
