@@ -17,7 +17,7 @@ from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import process_mesh
 from fsdp_zpp.config.error_feedback import LoCo, check_error_feedback
-from fsdp_zpp.config.resolve import finer_inside
+from fsdp_zpp.config.resolve import intra_node_codec
 from fsdp_zpp.config.strategy import check_gpus_per_node
 from fsdp_zpp.runtime.checkpoint import RankState
 from fsdp_zpp.runtime.rank_layout import launched_node_size
@@ -148,7 +148,7 @@ def _checked(
     gpus_per_node: int | None,
 ) -> Codec | None:
     """The codec of the intra-node hop, once all arguments are checked."""
-    intra = finer_inside(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
+    intra = intra_node_codec(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
     for name, value in (("codec", codec), ("intra_codec", intra)):
         check_codec(name, value, such_as="Int4(128)")
         check_hop_codec(name, value)

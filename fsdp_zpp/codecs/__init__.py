@@ -1,1 +1,1 @@
-"""How values become bytes for a hop, and values again. Each codec is one class and knows nothing about ranks."""
+"""Codecs make bytes of values for a hop, and values again. Each codec is one class and knows nothing about ranks."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Codec(ABC):
-    """How values are encoded. Subclass it to add a codec; instances are immutable and hashable.
+    """Encodes values as bytes. Subclass it to add a codec; instances are immutable and hashable.
 
     Attributes:
         for_frozen_only: Whether the codec is for weights that are quantized once, not for what each step sends.
@@ -33,7 +33,7 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of the payload of a chunk of ``numel`` values. They depend on nothing else, so ranks know all sizes."""
+        """Return the bytes of a chunk of ``numel`` values. They depend on nothing else, so ranks know all sizes."""
 
     @abstractmethod
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
@@ -87,7 +87,7 @@ class Codec(ABC):
         return codec.encode(self.sums(payload, numel, scale), 1, chunks)
 
     def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
-        """The fp32 sums of ``decode_sum``, in the same order, flat: [chunks * numel]."""
+        """Return the fp32 sums of ``decode_sum``, in the same order, flat: [chunks * numel]."""
         chunks = payload.shape[1]
         sums = torch.empty(chunks * numel, dtype=torch.float32, device=payload.device)
         self.decode_sum(payload, sums, 1, chunks, scale)
@@ -116,7 +116,7 @@ def check_block(codec: Codec, block: object) -> None:
 
 @dataclass(frozen=True)
 class FullPrecision(Codec):
-    """No codec: values are sent as they are, in ``dtype``. A strategy writes it as ``None``."""
+    """Sends values as they are, in ``dtype``: no codec. A strategy writes it as ``None``."""
 
     is_lossless: ClassVar[bool] = True
 
@@ -157,4 +157,4 @@ class FullPrecision(Codec):
 
 
 full_precision = functools.cache(FullPrecision)
-"""The same instance for each dtype, since every gather and reduction without a codec asks for one."""
+"""Return the same instance for each dtype, since every gather and reduction without a codec asks for one."""

@@ -43,14 +43,14 @@ class Blockwise(Codec):
 
     @cached_property
     def layout(self) -> PayloadLayout:
-        """Where codes and scales lie in a payload."""
+        """Return where codes and scales lie in a payload."""
         return PayloadLayout(self.bits, self.block)
 
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
 
     def scales(self, payload: Tensor, numel: int) -> Tensor:
-        """A view of the scales in a payload [chunks, nbytes(numel)]: fp32 [chunks, blocks]."""
+        """Return a view of the scales in a payload [chunks, nbytes(numel)]: fp32 [chunks, blocks]."""
         return self.layout.scales(payload, numel)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights sent between nodes as deltas: the change since the last gather, in 4 bits.
+"""Weights sent in the inter-node hop as deltas: the change since the last gather, in 4 bits.
 
 A step changes weights only slightly. So the delta ``W - R`` from the base R, which the receivers hold, takes far fewer
 bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their base,
@@ -24,14 +24,14 @@ from .blockwise import Int4, Int8
 
 @dataclass(frozen=True)
 class Int4Delta(Codec):
-    """Codec of weights that sends changes between nodes in 4 bits: half the bytes of ``Int8`` at nearly its error.
+    """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.
 
     For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``): a change is
     encoded against what the other nodes hold already, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
 
     Args:
         block: Number of deltas that share a scale, a power of two from 32 to 4096.
-        whole: Codec of whole weights, of the secondary shard, and of the hop inside a node.
+        whole: Codec of whole weights, of the secondary shard, and of the intra-node hop.
 
     Raises:
         ValueError: If ``block`` is not a power of two in that range.
@@ -51,7 +51,7 @@ class Int4Delta(Codec):
 
     @cached_property
     def changes(self) -> Int4:
-        """Codec of the deltas."""
+        """Return the codec of the deltas."""
         return Int4(self.block)
 
     def nbytes(self, numel: int) -> int:

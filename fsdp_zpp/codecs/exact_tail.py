@@ -58,12 +58,12 @@ class ExactTail(Codec):
 
     @cached_property
     def blockwise(self) -> Blockwise | None:
-        """The codec whose kernels encode values; None if ``codec`` has none."""
+        """Return the codec whose kernels encode values; None if ``codec`` has none."""
         codec = self.codec.whole if isinstance(self.codec, Int4Delta) else self.codec
         return codec if isinstance(codec, Blockwise) else None
 
     def tails(self, payload: Tensor) -> Tensor:
-        """A view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
+        """Return a view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
         return tails_of(payload, self.tail)
 
     def nbytes(self, numel: int) -> int:
@@ -109,7 +109,7 @@ class ExactTail(Codec):
         return dequantize_sum_quantize(payload, numel, 1, chunks, *layouts, scale, self.tail)
 
     def _coded(self, payload: Tensor, numel: int) -> Tensor:
-        """What precedes the tails, as ``codec`` takes it."""
+        """Return what precedes the tails, as ``codec`` takes it."""
         coded = payload[..., : self.codec.nbytes(numel)]
         return coded if isinstance(self.codec, FullPrecision) else coded.contiguous()  # only ours need no copy
 
@@ -122,7 +122,7 @@ class ExactTail(Codec):
 
     @cached_property
     def changes(self) -> ExactTail:
-        """Codec of the deltas, with the same tail."""
+        """Return the codec of the deltas, with the same tail."""
         return exact_tail(self._delta.changes, self.tail)
 
     def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
@@ -142,16 +142,16 @@ def tails_of(payload: Tensor, tail: int) -> Tensor:
 
 
 exact_tail = functools.cache(ExactTail)
-"""The same instance for each codec and tail: one is asked for at every hop, and comparing it costs nothing."""
+"""Return the same instance for each codec and tail: one is asked for at every hop, and comparing it costs nothing."""
 
 
 def without_tail(codec: Codec) -> tuple[Codec, int]:
-    """The codec of what precedes a row's tail, and the length of the tail: ``codec`` and 0 if it has none."""
+    """Return the codec of what precedes a row's tail, and the length of the tail: ``codec`` and 0 if it has none."""
     return (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
 
 
 def sends_deltas(codec: Codec | None) -> TypeGuard[Int4Delta | ExactTail]:
-    """Whether a codec has ``encode_delta``, ``apply_delta`` and ``changes``."""
+    """Return whether a codec has ``encode_delta``, ``apply_delta`` and ``changes``."""
     return isinstance(codec.codec if isinstance(codec, ExactTail) else codec, Int4Delta)
 
 

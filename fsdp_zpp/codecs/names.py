@@ -19,7 +19,7 @@ CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4
 
 
 def codec_from_name(value: object) -> Codec | None:
-    """The codec that a configuration names.
+    """Return the codec that a configuration names.
 
     Args:
         value: ``none`` or None; a name, with a block (``int8:256``) or without; a mapping; or a codec itself.
@@ -45,7 +45,7 @@ def codec_from_name(value: object) -> Codec | None:
 
 
 def name_of_codec(codec: Codec) -> str | dict[str, Any]:
-    """What :func:`codec_from_name` reads as ``codec``.
+    """Return what :func:`codec_from_name` reads as ``codec``.
 
     Raises:
         TypeError: If it is not one of the library's codecs.

@@ -20,7 +20,7 @@ from fsdp_zpp.kernels import PayloadLayout
 from .base import Codec, check_block
 
 MIN_BLOCK = 64
-"""The smallest block for which bitsandbytes has kernels on all devices."""
+"""Smallest block for which bitsandbytes has kernels on all devices."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class NF4(Codec):
 
     @cached_property
     def layout(self) -> PayloadLayout:
-        """Where codes and scales lie in a payload of whole blocks."""
+        """Return where codes and scales lie in a payload of whole blocks."""
         return PayloadLayout(4, self.block)
 
     def nbytes(self, numel: int) -> int:
@@ -76,7 +76,7 @@ class NF4(Codec):
         return payload
 
     def _quantize(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of whole blocks; the scale of a block that is not finite is NaN."""
+        """Return codes and scales of whole blocks; the scale of a block that is not finite is NaN."""
         # bitsandbytes quantizes in CUDA's default stream, whichever stream is current. So that stream waits for the
         # values, and the current one for the result.
         current = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
@@ -108,7 +108,7 @@ class NF4(Codec):
         return values[:, :numel]
 
     def _padded(self, numel: int) -> int:
-        """``numel`` rounded up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""
+        """Round ``numel`` up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""
         return -(-numel // self.block) * self.block
 
 

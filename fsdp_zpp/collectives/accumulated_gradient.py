@@ -1,4 +1,4 @@
-"""The sums of a step's earlier micro-batches, which the last one takes along."""
+"""Accumulated gradients: the sums of a step's earlier micro-batches, which the last one takes along."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from .streams import keep_until_read
 
 
 class AccumulatedGradient:
-    """The accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
+    """Accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
 
     It belongs to parameters, of which the next micro-batch may use others; see [Note: Identity] in flat_layout.py.
 
     Attributes:
         sums: The sums, flat; None if nothing has been accumulated.
+        names: The FQNs of the parameters that are accumulated, as far as layouts were given.
     """
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
+        self.names: frozenset[str] = frozenset()
         self._layout: FlatLayout | None = None
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The FQNs of its parameters, as far as layouts were given."""
-        return frozenset() if self.sums is None or self._layout is None else self._layout.names
+    def drop(self) -> None:
+        """Drop the sums."""
+        self._set(None, None)
+
+    def _set(self, sums: Tensor | None, layout: FlatLayout | None) -> None:
+        self.sums, self._layout = sums, layout
+        self.names = frozenset() if layout is None else layout.names
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
         """Add a micro-batch's part, fp32, of whole chunks of ``layout``; it may be kept and written to.
@@ -34,23 +39,23 @@ class AccumulatedGradient:
         if layout is not None and layout.is_fixed:
             layout = None
         if self.sums is None:
-            self.sums, self._layout = part, layout
+            self._set(part, layout)
             return
         sums = keep_until_read(self.sums)
         if layout is None or self._layout is None or layout == self._layout:
             sums.add_(part)
             return
         both = self._layout | layout
-        self.sums = self._layout.translate(sums, both).add_(layout.translate(part, both))
-        self._layout = both
+        self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
         """Give away the sums in ``layout``, which has all of their parameters, divided; None if there are none."""
-        sums, self.sums = self.sums, None
+        sums, accumulated_layout = self.sums, self._layout
+        self.drop()
         if sums is None:
             return None
         keep_until_read(sums)
-        if layout is not None and self._layout is not None:
-            assert self._layout.names <= layout.names, "gradients of earlier micro-batches would be lost"
-            sums = self._layout.translate(sums, layout)
+        if layout is not None and accumulated_layout is not None:
+            assert accumulated_layout.names <= layout.names, "gradients of earlier micro-batches would be lost"
+            sums = accumulated_layout.translate(sums, layout)
         return sums if divided_by == 1.0 else sums.div_(divided_by)

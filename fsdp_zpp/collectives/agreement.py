@@ -1,4 +1,4 @@
-"""What ranks must agree on: their arguments, that none has failed, which parameters any of them has used.
+"""Agreement of ranks: their arguments, that none has failed, which parameters any of them has used.
 
 [Note: Agreement]
 Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
@@ -67,7 +67,7 @@ def check_agreement(
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What must be the same on all ranks about each parameter, by name; its device need not be."""
+    """Return what must be the same on all ranks about each parameter, by name; its device need not be."""
     return {
         f"parameter {name}": f"{parameter.dtype} {list(parameter.shape)}{' frozen' * (not parameter.requires_grad)}"
         for name, parameter in parameters
@@ -75,7 +75,7 @@ def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def shard_signature(shards: Iterable[Tensor]) -> str:
-    """The dtypes and sizes of padded shards as text; equal shardings give equal texts on all ranks."""
+    """Return the dtypes and sizes of padded shards as text; equal shardings give equal texts on all ranks."""
     sizes: dict[torch.dtype, list[int]] = {}
     for shard in shards:
         sizes.setdefault(shard.dtype, []).append(shard.numel())
@@ -83,7 +83,7 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
 
 
 def _difference(by_rank: Mapping[int, tuple[str, dict[str, str]]]) -> str:
-    """The error's text, given each rank's call and arguments."""
+    """Return the error's text, given each rank's call and arguments."""
     calls = {rank: call for rank, (call, _) in by_rank.items()}
     if len(set(calls.values())) > 1:
         return (
@@ -113,7 +113,7 @@ def _ranks_by_value(values: Mapping[int, str]) -> str:
 
 
 def named_ranks(ranks: list[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 6``."""
+    """Return ``rank 3``, or ``ranks 0-3, 6``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
     listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {listed}"
@@ -170,7 +170,7 @@ def agree(
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """What the first rank of ``group`` has, on all of its ranks. Collective.
+    """Return on all ranks of ``group`` what its first rank has. Collective.
 
     Args:
         value: What this rank has; any object that can be pickled. Only the first rank's matters.
@@ -178,13 +178,13 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
     """
     if not dist.is_initialized():
         return value
-    said = [value]
-    dist.broadcast_object_list(said, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
-    return said[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    return values[0]
 
 
 def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | None = None) -> list[T]:
-    """What each rank of ``group`` has, in their order. Collective.
+    """Return what each rank of ``group`` has, in their order. Collective.
 
     Args:
         value: What this rank has; any object that can be pickled.
@@ -192,10 +192,10 @@ def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | No
         device: As of :func:`check_agreement`.
     """
     where = collective_device(group, device)
-    said = [value] * dist.get_world_size(group)
+    values = [value] * dist.get_world_size(group)
     with nullcontext() if where.index is None else torch.accelerator.device_index(where.index):
-        dist.all_gather_object(said, value, group=group)
-    return said
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def run_on_first_rank(act: Callable[[], None]) -> None:
@@ -215,7 +215,7 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
 
 
 def on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether something is so on any rank of ``group``; None means this process alone. Collective."""
+    """Return whether something is so on any rank of ``group``; None means this process alone. Collective."""
     if group is None or dist.get_world_size(group) == 1:
         return here
     flag = torch.tensor(here, dtype=torch.uint8, device=collective_device(group))
@@ -224,12 +224,12 @@ def on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
 
 
 def agree_on_use(
-    asked: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
+    usage: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:
     """Exchange which parameters each rank has used. Collective, once a mesh.
 
     Args:
-        asked: Units, their ranks, and for each of their parameters whether this rank has used it; the same units on
+        usage: Units, their ranks, and for each of their parameters whether this rank has used it; the same units on
             all ranks.
 
     Returns:
@@ -237,8 +237,8 @@ def agree_on_use(
         has used it. A caller that has used all of them knows the answer and need not call it.
     """
     answers: list[tuple[U, Callable[[], list[bool]]]] = []
-    for mesh in dict.fromkeys(mesh for _, mesh, _ in asked):
-        members = [(unit, used) for unit, its_mesh, used in asked if its_mesh == mesh]
+    for mesh in dict.fromkeys(mesh for _, mesh, _ in usage):
+        members = [(unit, used) for unit, its_mesh, used in usage if its_mesh == mesh]
         of_all = functools.cache(_used_by_any([flag for _, used in members for flag in used], mesh))
         start = 0
         for unit, used in members:

@@ -36,25 +36,27 @@ class CheckpointedShard:
 
     @classmethod
     def from_payload(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
-        """What is to be saved of a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
+        """Make what is saved of a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
         return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
 
     def state_dict(self) -> dict[str, Any]:
-        """As a dict, of which :meth:`from_state_dict` makes it again."""
+        """Return it as a dict, of which :meth:`from_state_dict` makes it again."""
         return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> CheckpointedShard | None:
-        """What :meth:`state_dict` gave; None if there was nothing."""
+        """Make what :meth:`state_dict` was called on; None if there was nothing."""
         row = state["row"]
         return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
 
     def is_of(self, shard: Tensor, nbytes: int) -> bool:
-        """Whether it was saved with these weights, by a codec whose payload has ``nbytes``. Waits for the device."""
+        """Return whether it was saved with these weights, by a codec of ``nbytes`` a row. Waits for the device."""
         return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
 
     def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:
-        """The rows of all ranks of ``hop``, uint8 [ranks, nbytes], if each is of its rank's weights. Collective.
+        """Gather the rows of all ranks of ``hop``, uint8 [ranks, nbytes]; None unless each is of its rank's weights.
+
+        Collective.
 
         Args:
             hop: The inter-node hop.
@@ -68,4 +70,4 @@ class CheckpointedShard:
 
 
 NOTHING: dict[str, Any] = {"row": None, "fresh": False, "fingerprint": None}
-"""The state dict where there is nothing to be saved."""
+"""State dict where there is nothing to be saved."""

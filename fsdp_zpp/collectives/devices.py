@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that this machine has; None if it computes on the CPU.
+    """Return the kind of accelerator that this machine has; None if it computes on the CPU.
 
     A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless told to look.
     """
@@ -16,34 +16,34 @@ def accelerator() -> torch.device | None:
 
 
 def collective_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
-    """The device on which collectives of ``group`` take small tensors."""
-    found = accelerator()
-    if found is None or "gloo" in dist.get_backend(group):
+    """Return the device on which collectives of ``group`` take small tensors."""
+    kind = accelerator()
+    if kind is None or "gloo" in dist.get_backend(group):
         return torch.device("cpu")
-    if device is not None and device.type == found.type:
+    if device is not None and device.type == kind.type:
         return device
-    return getattr(group, "bound_device_id", None) or torch.device(found.type, torch.accelerator.current_device_index())
+    return getattr(group, "bound_device_id", None) or torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``tensor`` on a device from which collectives of ``group`` take it."""
-    found = accelerator()
-    return tensor if found is None or "gloo" in dist.get_backend(group) else tensor.to(found)
+    """Return ``tensor`` on a device from which collectives of ``group`` take it."""
+    kind = accelerator()
+    return tensor if kind is None or "gloo" in dist.get_backend(group) else tensor.to(kind)
 
 
 def default_device_type() -> str:
-    """The device of the mesh that torch's FSDP makes if it is given none."""
-    found = accelerator()
-    return "cpu" if found is None else found.type
+    """Return the device type of the mesh that torch's FSDP makes if it is given none."""
+    kind = accelerator()
+    return "cpu" if kind is None else kind.type
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Where the codes of a frozen base are kept if a user says ``device``; None is where its weights are."""
-    found = accelerator()
+    """Return where codes of a frozen base are kept if a user says ``device``; None is where its weights are."""
+    kind = accelerator()
     if isinstance(device, int):
-        return torch.device("cpu" if found is None else found.type, device)
+        return torch.device("cpu" if kind is None else kind.type, device)
     if device is not None:
         return torch.device(device)
-    if found is None or group is None or dist.get_backend(group) == "gloo":
+    if kind is None or group is None or dist.get_backend(group) == "gloo":
         return None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(kind.type, torch.accelerator.current_device_index())

@@ -1,4 +1,4 @@
-"""The errors of one hop: what its compression has left out so far.
+"""Errors of one hop: what its compression has left out so far.
 
 [Note: Error feedback]
 The sender adds to what it is about to send what its compression has left out before: ``h = g + e`` is sent, as
@@ -40,17 +40,17 @@ class ErrorBuffer:
 
     @property
     def state(self) -> Tensor:
-        """The errors, in the order of the payload's rows: fp32 [chunks * numel], or uint8 [chunks, nbytes]."""
+        """Return the errors in the order of the payload's rows: fp32 [chunks * numel], or uint8 [chunks, nbytes]."""
         assert self._held is not None
         return self._held.state
 
     @property
     def block(self) -> int:
-        """Errors that share a scale; 0 if they are fp32."""
+        """Return the number of errors that share a scale; 0 if they are fp32."""
         return 0 if self._codec is None else self._codec.block
 
     def prepare(self, extent: Extent, device: torch.device) -> ErrorBuffer:
-        """Have errors for what ``extent`` says; parameters without any start from zero."""
+        """Make errors for ``extent``, of those there are; parameters without any start from zero. Return the buffer."""
         held = self._held
         if held is None:
             self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
@@ -61,7 +61,7 @@ class ErrorBuffer:
     # ---- for codecs without kernels of their own
 
     def read(self) -> Tensor:
-        """The errors in fp32, flat."""
+        """Return the errors in fp32, flat."""
         assert self._held is not None
         return self._held.values()
 
@@ -90,7 +90,7 @@ class ErrorBuffer:
         self.commit()
 
     def rollback_if(self, condition: Tensor) -> None:
-        """As :meth:`rollback` if ``condition``, a number on a device, is not 0. The host does not wait for it."""
+        """Roll back if ``condition``, a number on a device, is not 0; the host does not wait for it."""
         held, kept = self._held, self._kept
         if held is not None and (kept is not None or self._is_new):
             if kept is not None and kept.extent != held.extent:
@@ -112,7 +112,7 @@ class ErrorBuffer:
     # ---- in checkpoints
 
     def state_dict(self, scale: Tensor | None) -> dict[str, Any] | None:
-        """The errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
+        """Return the errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
         if self._held is None:
             return None
         held = self._held.copy()
@@ -167,7 +167,7 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
 def decode_sum_encode_with_feedback(
     codec: Codec, payload: Tensor, numel: int, next_codec: Codec, scale: float, errors: ErrorBuffer
 ) -> Tensor:
-    """:meth:`Codec.decode_sum_encode` with error feedback on what it encodes, as in :func:`encode_with_feedback`."""
+    """Do what :meth:`Codec.decode_sum_encode` does, encoding as :func:`encode_with_feedback` does."""
     (source, tail), (target, next_tail) = without_tail(codec), without_tail(next_codec)
     if not isinstance(source, Blockwise) or not isinstance(target, Blockwise) or tail != next_tail:
         return encode_with_feedback(next_codec, codec.sums(payload, numel, scale), 1, payload.shape[1], errors)

@@ -1,4 +1,4 @@
-"""The error state of one unit: its errors, and when they are committed, rolled back, rescaled and reset.
+"""Error state of one unit: its errors, and when they are committed, rolled back, rescaled and reset.
 
 [Note: The lifetime of errors]
 Errors change with the optimizer's steps: a reduction updates them, the step that follows commits the update, and
@@ -29,7 +29,7 @@ from .error_buffer import ErrorBuffer
 
 
 class ErrorFeedbackState:
-    """The errors of one unit's hops.
+    """Errors of one unit's hops.
 
     Args:
         config: How errors are fed back.
@@ -52,11 +52,11 @@ class ErrorFeedbackState:
         self._next_scale: Tensor | None = None  # the loss scale of uncommitted errors
 
     def buffer(self, hop: str) -> ErrorBuffer | None:
-        """The errors of a hop; None if there is no feedback on it."""
+        """Return the errors of a hop; None if there is no feedback on it."""
         return self._buffers.get(hop)
 
     def begin(self, device: torch.device) -> None:
-        """A reduction is about to use the errors."""
+        """Note that a reduction is about to use the errors."""
         if not self._steps_announced and self.has_uncommitted:
             self._count_step()
         if self.has_uncommitted:
@@ -78,7 +78,7 @@ class ErrorFeedbackState:
                 buffer.rescale(now / before)
 
     def step_made(self, skipped: Tensor | None = None) -> None:
-        """An optimizer has made a step, whether or not it used this unit's gradients.
+        """Note that an optimizer has made a step, whether or not it used this unit's gradients.
 
         Args:
             skipped: For optimizers that skip steps on the device: nonzero if this step was skipped. It counts towards
@@ -113,12 +113,12 @@ class ErrorFeedbackState:
     # ---- under a gradient scaler
 
     def loss_scaled(self, scaler: GradScaler) -> None:
-        """A scaler has scaled a loss, perhaps this model's."""
+        """Note that a scaler has scaled a loss, perhaps this model's."""
         if not self._last_step_unscaled and (self._scaler_of_step is None or self._scaler_of_step() is scaler):
             self._scaler_of_loss = weakref.ref(scaler)
 
     def scaler_stepped(self, scaler: GradScaler) -> None:
-        """A gradient scaler has called the optimizer's step, or skipped it."""
+        """Note that a gradient scaler has called the optimizer's step, or skipped it."""
         self._scaler_of_step, self._last_step_unscaled, self._steps_announced = weakref.ref(scaler), False, True
         self._scaler_of_loss = None
         if self.has_uncommitted:
@@ -139,7 +139,7 @@ class ErrorFeedbackState:
         self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors, in units of an unscaled loss, and their time, with tensors on the CPU."""
+        """Return the errors, in units of an unscaled loss, and their time, with tensors on the CPU."""
         scale = self._next_scale if self.has_uncommitted else self._scale
         return {
             "steps": self._steps,

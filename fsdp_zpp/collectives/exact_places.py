@@ -27,7 +27,7 @@ _MULTIPLE = 4  # of which a tail's length must be one, so that rows stay aligned
 
 
 def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
-    """Which of a unit's parameters codecs leave as they are. See [Note: Small parameters].
+    """Tell for each of a unit's parameters whether codecs leave it as it is. See [Note: Small parameters].
 
     Args:
         shapes: Those of all parameters of the unit, sharded or not by anything else than FSDP.
@@ -43,51 +43,30 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
 
 
 class ExactPlaces:
-    """Where the values lie that travel in the tails of some rows.
+    """Places of the values that travel in the tails of some rows.
 
     Args:
         indices: Of the values of each row's tail in a flat tensor, int64 [rows, tail]. Where a chunk has fewer small
             values, some are there twice, or another one is as well.
 
     Attributes:
+        indices: As given.
+        flat: The same, one row after the other: int64 [rows * tail].
         tail: Length of a tail.
-        device: Of the tensors that have the values.
     """
 
     def __init__(self, indices: Tensor) -> None:
-        self._indices, self._flat = indices, indices.view(-1)
-        self.tail, self.device = indices.shape[1], indices.device
+        self.indices, self.flat = indices, indices.view(-1)
+        self.tail = indices.shape[1]
 
     @cached_property
     def key(self) -> Hashable:
-        """What places have in common that are the same."""
-        return tuple(self._flat.tolist())
-
-    def take(self, values: Tensor) -> Tensor:
-        """Take the values out of a flat tensor, which has zeros there afterwards: [rows, tail]."""
-        taken = values[self._indices]
-        values.index_fill_(0, self._flat, 0)
-        return taken
-
-    def take_from_rows(self, values: Tensor, rows: int) -> Tensor:
-        """As :meth:`take`, for one row's places, which are those of each of ``rows`` equal parts of ``values``."""
-        parts = values.view(rows, -1)
-        taken = parts[:, self._flat]
-        parts.index_fill_(1, self._flat, 0)
-        return taken
-
-    def put(self, tails: Tensor, values: Tensor) -> None:
-        """Put tails [rows, tail] in their places in a flat tensor."""
-        values.index_put_((self._indices,), tails if tails.dtype == values.dtype else tails.to(values.dtype))
-
-    def put_sum(self, tails: Tensor, scale: float, values: Tensor) -> None:
-        """Put ``scale`` times the sums of the tails of several peers [peers, rows, tail] in their places."""
-        sums = tails.sum(0)
-        self.put(torch.mul(sums, scale, out=values.new_empty(sums.shape)), values)
+        """Return a value that equal places have in common."""
+        return tuple(self.flat.tolist())
 
 
 class PlacesInChunks:
-    """The places of small values in chunks that a hop encodes; computed once for each layout.
+    """Computes the places of small values in chunks that a hop encodes, once for each layout.
 
     Args:
         mesh: The ranks.
@@ -96,7 +75,7 @@ class PlacesInChunks:
     def __init__(self, mesh: ProcessMesh) -> None:
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._found: dict[tuple[str, int, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
+        self._computed: dict[tuple[str, int, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
 
     def _cached(
         self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
@@ -104,16 +83,16 @@ class PlacesInChunks:
         if layout is None or not layout.exact or not numel:
             return None
         key = (which, numel, id(layout))
-        found = self._found.get(key)
-        if found is None or found[1] != device:
+        entry = self._computed.get(key)
+        if entry is None or entry[1] != device:
             # With the layout, so that its id stays its own.
-            found = self._found[key] = layout, device, _places(layout, numel, rows(), device)
-        return found[2]
+            entry = self._computed[key] = layout, device, _places(layout, numel, rows(), device)
+        return entry[2]
 
     # ---- of tensors that have a chunk for each rank
 
     def of_all_ranks(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        """In the chunks of all ranks, by local index, then node: the order in which hops exchange them."""
+        """Return the places in all ranks' chunks, by local index, then node: the order in which hops exchange them."""
 
         def rows() -> _Rows:
             order = [node * self._gpus + local for local in range(self._gpus) for node in range(self._nodes)]
@@ -122,7 +101,7 @@ class PlacesInChunks:
         return self._cached(layout, numel, "all", device, rows)
 
     def of_own_local_index(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        """In the chunks of the ranks of all nodes with this local index."""
+        """Return the places in the chunks of the ranks of all nodes with this local index."""
 
         def rows() -> _Rows:
             order = [node * self._gpus + self._local for node in range(self._nodes)]
@@ -131,7 +110,7 @@ class PlacesInChunks:
         return self._cached(layout, numel, "own index", device, rows)
 
     def of_own_rank(self, layout: FlatLayout | None, numel: int, device: torch.device) -> ExactPlaces | None:
-        """In this rank's chunk alone."""
+        """Return the places in this rank's chunk alone."""
         rank = self._node * self._gpus + self._local
         return self._cached(layout, numel, "own", device, lambda: self._ranks(numel, [rank], [0]))
 
@@ -142,25 +121,25 @@ class PlacesInChunks:
     # ---- of tensors that replicas share: a part for each local index, and in it a chunk for each node
 
     def of_parts(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
-        """In the parts of all local indices."""
+        """Return the places in the parts of all local indices."""
         return self._cached(layout, part, "parts", device, lambda: self._parts(layout, part, range(self._gpus)))
 
     def of_own_part(self, layout: FlatLayout | None, part: int, device: torch.device) -> ExactPlaces | None:
-        """In this local index's part alone."""
+        """Return the places in this local index's part alone."""
         return self._cached(layout, part, "own part", device, lambda: self._parts(layout, part, [self._local]))
 
     def _parts(self, layout: FlatLayout | None, part: int, locals_: Sequence[int]) -> _Rows:
         return _Rows(self.part_starts(layout, part), locals_, [row * part for row in range(len(locals_))])
 
     def part_starts(self, layout: FlatLayout | None, part: int) -> list[int]:
-        """Where the part of each local index begins in the layout, of which it may be one chunk of several."""
+        """Return where each local index's part begins in the layout, of which it may be one chunk of several."""
         step = 0 if layout is None or layout.numel == part else part
         return [local * step for local in range(self._gpus)]
 
     def of_nodes(
         self, layout: FlatLayout | None, part: int, chunk: int, which: str, device: torch.device
     ) -> ExactPlaces | None:
-        """In the chunks of nodes.
+        """Return the places in the chunks of nodes.
 
         Args:
             layout: That of the gradient.

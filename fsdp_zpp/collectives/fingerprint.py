@@ -14,22 +14,22 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(shard: Tensor) -> str:
-    """A hash of the values, in which -0 and 0 are equal. Waits for the device."""
+    """Return a hash of the values, in which -0 and 0 are equal. Waits for the device."""
     # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
     values = (shard.detach() + 0.0).cpu().contiguous().view(torch.uint8)
     return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"
 
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
-    """The dtype of each shard, and a sum over the bits of its values, in which -0 and 0 are equal.
+    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal.
 
     Computed where the shards are, with memory for a few million values; the same on every device. Waits for the device
     once.
     """
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
-    found = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
-    return {name: (str(shard.dtype), each) for (name, shard), each in zip(shards.items(), found, strict=True)}
+    totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
+    return {name: (str(shard.dtype), each) for (name, shard), each in zip(shards.items(), totals, strict=True)}
 
 
 def _checksum(shard: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def _checksum(shard: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with values of their own that a tensor subclass consists of; a plain tensor is its only part."""
+    """Yield the tensors with values of their own in a tensor subclass; a plain tensor is its only part."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

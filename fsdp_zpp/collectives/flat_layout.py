@@ -1,4 +1,4 @@
-"""Where the parameters of a unit lie in a flat tensor.
+"""Layouts: where the parameters of a unit lie in a flat tensor.
 
 [Note: Identity]
 What outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to positions in a
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The parameters that each chunk of a flat tensor consists of. See [Note: Identity].
+    """Layout of the parameters in each chunk of a flat tensor. See [Note: Identity].
 
     fully_shard puts a part of every parameter into each rank's chunk, so that all chunks have one layout. In a flat
     parameter of FullyShardedDataParallel, parameters follow one another and ranks cut it anywhere: it is one chunk.
@@ -55,7 +55,7 @@ class FlatLayout:
 
     @classmethod
     def dense(cls, pieces: Iterable[Piece], exact: Collection[str] = ()) -> FlatLayout:
-        """The layout of ``pieces`` that lie one after the other, those of the FQNs ``exact`` being small."""
+        """Make the layout of ``pieces`` that lie one after the other, those of the FQNs ``exact`` being small."""
         pieces = tuple(pieces)
         bounds = (0, *accumulate(piece.numel for piece in pieces))
         small = tuple(bound for piece, bound in zip(pieces, pairwise(bounds), strict=True) if piece.name in exact)
@@ -63,27 +63,27 @@ class FlatLayout:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The parameters' FQNs."""
+        """Return the parameters' FQNs."""
         return frozenset(piece.name for piece in self.pieces)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Where the values between the pieces begin and end in a chunk."""
+        """Return where the values between the pieces begin and end in a chunk."""
         ends = (0, *(start + piece.numel for piece, start in zip(self.pieces, self.starts, strict=True)))
         bounds = zip(ends, (*self.starts, self.numel), strict=True)
         return tuple((end, start) for end, start in bounds if start > end)
 
     def __or__(self, other: FlatLayout) -> FlatLayout:
-        """The dense layout of all parameters of both."""
+        """Return the dense layout of all parameters of both."""
         return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
 
     def split(self, flat: Tensor) -> dict[Piece, Tensor]:
-        """Views of a flat tensor of whole chunks: of each parameter [chunks, numel]."""
+        """Return views of a flat tensor of whole chunks: of each parameter [chunks, numel]."""
         chunks = flat.view(-1, self.numel)
         return {p: chunks[:, start : start + p.numel] for p, start in zip(self.pieces, self.starts, strict=True)}
 
     def join(self, parts: Mapping[Piece, Tensor], chunks: int, like: Tensor) -> Tensor:
-        """The flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
+        """Make the flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
 
         Args:
             parts: Of each parameter [chunks, numel].
@@ -97,7 +97,7 @@ class FlatLayout:
         return flat
 
     def translate(self, flat: Tensor, to: FlatLayout) -> Tensor:
-        """A tensor of this layout in another one, with zeros for what this one lacks, and without what that one lacks.
+        """Translate a tensor of this layout to another one, with zeros for what this one lacks and without the rest.
 
         Args:
             flat: A flat tensor of whole chunks.
@@ -107,4 +107,4 @@ class FlatLayout:
 
 
 NO_PARAMETERS = FlatLayout.dense(())
-"""The layout of nothing."""
+"""Layout of nothing."""

@@ -1,4 +1,4 @@
-"""The reduction of one unit's gradients, over the micro-batches of a step.
+"""Reduction of one unit's gradients, over the micro-batches of a step.
 
     unsharded gradient      [world * numel], in its own dtype, of one micro-batch
         | intra-node hop    encode, all-to-all among the ranks of this node, decode and sum in fp32, times 1 / world
@@ -42,8 +42,8 @@ class GradientReduce:
 
     Args:
         mesh: The ranks.
-        intra_codec: Encodes the gradients for the hop inside a node; None sends them in their own dtype.
-        inter_codec: Encodes the partial sums for the hop between nodes; None sends them in the gradients' dtype.
+        intra_codec: Encodes the gradients for the intra-node hop; None sends them in their own dtype.
+        inter_codec: Encodes the partial sums for the inter-node hop; None sends them in the gradients' dtype.
         traffic: Where bytes are counted.
         label: Names the unit in profiles and errors.
         gradient_scope: How far micro-batches reduce before the last one; see [Note: What a micro-batch reduces].
@@ -53,9 +53,11 @@ class GradientReduce:
             there is one hop and it has no codec.
 
     Attributes:
+        accumulated: The gradients of earlier micro-batches.
         errors: The errors that are fed back, if any.
-        has_two_hops: Whether gradients go both inside and between nodes, which take two networks.
-        defers_hops: Whether a micro-batch that is not the last leaves hops to be made by the last one.
+        has_two_hops: True if gradients make an intra-node and an inter-node hop, which take two networks.
+        communicates_early: True if a micro-batch that is not the last makes hops.
+        defers_hops: True if a micro-batch that is not the last leaves hops to be made by the last one.
     """
 
     def __init__(
@@ -85,41 +87,23 @@ class GradientReduce:
         kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
         native = native and inter is None and intra_codec is None and gradient_scope == "G"
         self._two_hop = kind(mesh, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
-        self._accumulated = AccumulatedGradient()
+        self.accumulated = AccumulatedGradient()
         self.has_two_hops = intra is not None and inter is not None
+        self.communicates_early = gradient_scope != "N"
         left = {"N": (intra, inter), "I": (inter,), "G": ()}[gradient_scope]
         self.defers_hops = any(hop is not None for hop in left)
 
     @property
     def label(self) -> str:
-        """The unit's name in profiles and errors."""
+        """Return the unit's name in profiles and errors."""
         return self._two_hop.label
 
     @label.setter
     def label(self, label: str) -> None:
         self._two_hop.label = label
 
-    @property
-    def communicates_early(self) -> bool:
-        """Whether a micro-batch that is not the last makes hops."""
-        return self._gradient_scope != "N"
-
-    @property
-    def has_accumulated(self) -> bool:
-        """Whether there are accumulated gradients of earlier micro-batches."""
-        return self._accumulated.sums is not None
-
-    @property
-    def accumulated_names(self) -> frozenset[str]:
-        """The FQNs of the parameters that have some, as far as layouts were given."""
-        return self._accumulated.names
-
-    def drop_accumulated(self) -> None:
-        """Forget the gradients of earlier micro-batches."""
-        self._accumulated.sums = None
-
     def error_nbytes(self, numel: int) -> int:
-        """Bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
+        """Return the bytes of the errors of a gradient of which a rank keeps ``numel`` values."""
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
 
     def accumulate(self, gradient: Tensor, layout: FlatLayout | None = None) -> PendingReduction:
@@ -129,7 +113,7 @@ class GradientReduce:
             gradient: As in :meth:`start`.
             layout: As in :meth:`start`.
         """
-        accumulated, self._two_hop.layout = self._accumulated, layout
+        accumulated, self._two_hop.layout = self.accumulated, layout
         if self._gradient_scope == "N":
             # The gradient is the caller's, who may write to it.
             accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
@@ -176,7 +160,7 @@ class GradientReduce:
         self._two_hop.layout = layout
         if self.errors is not None:
             self.errors.begin(gradient.device)
-        accumulated = None if self._accumulated.sums is None else self._accumulated.take(layout, divided_by)
+        accumulated = None if self.accumulated.sums is None else self.accumulated.take(layout, divided_by)
         if self._gradient_scope == "G" and accumulated is not None:
             last = torch.empty_like(accumulated)
             return _PendingWithAccumulated(
@@ -203,7 +187,7 @@ class GradientReduce:
 
 @dataclass(slots=True)
 class _PendingAccumulation(PendingReduction):
-    """Of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
+    """Reduction of a micro-batch that is not the last: adds its sums over all ranks to those of earlier ones."""
 
     accumulated: AccumulatedGradient
     reduction: PendingReduction
@@ -218,7 +202,7 @@ class _PendingAccumulation(PendingReduction):
 
 @dataclass(slots=True)
 class _PendingWithAccumulated(PendingReduction):
-    """Of the last micro-batch, where earlier ones have reduced over all ranks: writes the fp32 sum of all."""
+    """Reduction of the last micro-batch, where earlier ones reduced over all ranks: writes the fp32 sum of all."""
 
     reduction: PendingReduction
     last: Tensor

@@ -1,4 +1,4 @@
-"""The errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next."""
+"""Errors of one hop as a tensor, which follows its parameters from one layout of the gradient to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .flat_layout import FlatLayout, Piece
 
 @dataclass(frozen=True)
 class Extent:
-    """Which values of a flat gradient a hop encodes on this rank.
+    """Values of a flat gradient that a hop encodes on this rank.
 
     Args:
         numel: Number of values in a chunk that is encoded.
@@ -29,16 +29,16 @@ class Extent:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return len(self.starts)
 
     @property
     def is_whole(self) -> bool:
-        """Whether each chunk consists of parts of all parameters of the layout."""
+        """Return whether each chunk consists of parts of all parameters of the layout."""
         return self.layout is not None and self.numel == self.layout.numel
 
     def embed(self, values: Tensor) -> Tensor:
-        """Its values in whole chunks of the layout, with zeros around them."""
+        """Put its values in whole chunks of the layout, with zeros around them."""
         if self.is_whole or self.layout is None:
             return values
         flat = values.new_zeros(self.layout.numel)
@@ -48,7 +48,7 @@ class Extent:
         return flat
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Its values of whole chunks of the layout, with zeros where it goes beyond."""
+        """Cut its values out of whole chunks of the layout, with zeros where it goes beyond."""
         if self.is_whole:
             return flat
         values = flat.new_zeros(self.chunks, self.numel)
@@ -78,14 +78,14 @@ class HeldErrors:
 
     @classmethod
     def zeros(cls, extent: Extent, codec: Int8 | None, device: torch.device) -> HeldErrors:
-        """No errors yet."""
+        """Make errors that are all zero."""
         chunks, numel = extent.chunks, extent.numel
         shape = (chunks * numel,) if codec is None else (chunks, codec.nbytes(numel))
         dtype = torch.float32 if codec is None else torch.uint8
         return cls(torch.zeros(shape, dtype=dtype, device=device), extent, {}, codec)
 
     def values(self) -> Tensor:
-        """The errors in fp32, flat."""
+        """Return the errors in fp32, flat."""
         return self._decoded(self.state, self.extent.chunks, self.extent.numel)
 
     def _decoded(self, state: Tensor, chunks: int, numel: int) -> Tensor:
@@ -99,7 +99,7 @@ class HeldErrors:
         return values if self.codec is None else self.codec.encode(values.contiguous().view(-1), 1, chunks)
 
     def in_extent(self, extent: Extent) -> HeldErrors:
-        """The same errors, for another gradient: those of parameters that it lacks are parked until one has them.
+        """Return the errors for another gradient; those of parameters that it lacks are parked until one has them.
 
         Where chunks cut the layout anywhere, a value that comes to another rank starts from zero there.
         """
@@ -122,18 +122,18 @@ class HeldErrors:
         return HeldErrors(self._encoded(values, extent.chunks), extent, parked, self.codec)
 
     def copy(self) -> HeldErrors:
-        """A copy, of which the state may be changed in place."""
+        """Return a copy, of which the state may be changed in place."""
         return replace(self, state=self.state.clone())
 
     def to(self, device: torch.device) -> HeldErrors:
-        """The same on ``device``."""
+        """Return the same on ``device``."""
         if self.state.device == device:
             return self
         parked = {piece: state.to(device) for piece, state in self.parked.items()}
         return replace(self, state=self.state.to(device), parked=parked)
 
     def rescaled(self, factor: Tensor) -> HeldErrors:
-        """The errors times ``factor``, a number on their device; the state is changed in place."""
+        """Return the errors times ``factor``, a number on their device; the state is changed in place."""
         if self.codec is None:
             self.state.mul_(factor)
             return replace(self, parked={piece: state * factor for piece, state in self.parked.items()})
@@ -146,7 +146,7 @@ class HeldErrors:
     # ---- in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors on the CPU, and what they are of."""
+        """Return tensors on the CPU, and what they are of."""
         extent = self.extent
         return {
             "state": self.state.cpu(),
@@ -158,7 +158,7 @@ class HeldErrors:
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any], codec: Int8 | None) -> HeldErrors:
-        """What :meth:`state_dict` gave."""
+        """Make what :meth:`state_dict` was called on."""
         layout = None if saved["layout"] is None else _loaded(*saved["layout"])
         extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
         parked = {Piece(*piece): state.clone() for *piece, state in saved["parked"]}

@@ -52,12 +52,12 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """The collectives of one kind over one process group.
+    """Collectives of one kind over one process group.
 
     Args:
         group: Ranks of this hop, in the order of the chunks.
         kind: ``"gather"`` for weights, ``"reduce"`` for gradients.
-        level: ``"inter"`` between nodes or ``"intra"`` inside one.
+        level: ``"inter"`` or ``"intra"``: the inter-node or the intra-node network.
         traffic: Where the bytes are counted.
     """
 
@@ -68,7 +68,7 @@ class Hop:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return int(self.group.size())
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ class Hop:
         self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
 
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
-        """As :meth:`all_gather`, of what several units send together and count each for itself."""
+        """Gather as :meth:`all_gather` does what several units send together and count each for itself."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         with labelled("all_gather", label, self.level):
             all_gather_single()(gathered, payload, group=self.group)
@@ -96,7 +96,7 @@ class Hop:
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
-        """torch's own reduce-scatter into ``out``; not counted, as the bytes of torch's collectives never are."""
+        """Reduce by torch's own reduce-scatter into ``out``; not counted, as torch's collectives never are."""
         with labelled("reduce_scatter", label, self.level):
             _reduce_scatter_single()(out, values, group=self.group)
 
@@ -112,7 +112,7 @@ class PendingReduction(ABC):
 
 @dataclass(slots=True)
 class PendingHop(PendingReduction):
-    """The last hop of a reduction to a chunk on each rank.
+    """Last hop of a reduction to a chunk on each rank.
 
     Args:
         hop: The hop.
@@ -147,19 +147,19 @@ def log_launched(label: str) -> None:
 
 
 def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic: Traffic) -> Hop | None:
-    """The hop over ``group``, or None for a level that has one rank only and so nothing to send."""
+    """Make the hop over ``group``; None for a level that has one rank only and so nothing to send."""
     return None if group is None else Hop(group, kind, level, traffic)
 
 
 def all_gather_single() -> Callable[..., Any]:
-    """torch's collective of this kind, ``f(out, in, group=...)``."""
+    """Return torch's all-gather into one tensor, ``f(out, in, group=...)``."""
     # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
     # tools that wrap torch.distributed's functions see ours too.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _reduce_scatter_single() -> Callable[..., Any]:
-    """As :func:`all_gather_single`."""
+    """Return torch's reduce-scatter of one tensor, ``f(out, in, group=...)``."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -175,7 +175,7 @@ def encode(
     errors: ErrorBuffer | None = None,
     exact: ExactPlaces | None = None,
 ) -> Tensor:
-    """:meth:`Codec.encode` for the unit ``label``, with error feedback if there are ``errors``.
+    """Encode for the unit ``label`` as :meth:`Codec.encode` does, with error feedback if there are ``errors``.
 
     Small values, at the places ``exact``, are taken out of ``values`` and travel in the rows' tails; see
     [Note: Small parameters] in exact_places.py.
@@ -183,7 +183,8 @@ def encode(
     with labelled("encode", label):
         taken = None
         if exact is not None and not codec.is_lossless:
-            taken, codec = exact.take(values), exact_tail(codec, exact.tail)
+            taken, codec = values[exact.indices], exact_tail(codec, exact.tail)
+            values.index_fill_(0, exact.flat, 0)
         if errors is None:
             payload = codec.encode(values, rows, cols)
         else:
@@ -196,13 +197,14 @@ def encode(
 def decode(
     codec: Codec, payload: Tensor, out: Tensor, rows: int, cols: int, label: str, exact: ExactPlaces | None = None
 ) -> None:
-    """:meth:`Codec.decode` for the unit ``label``; small values come from the tails to their places ``exact``."""
+    """Decode for the unit ``label``; small values come from the tails to their places ``exact``."""
     with labelled("decode", label):
         if exact is None or codec.is_lossless:
             codec.decode(payload, out, rows, cols)
             return
         exact_tail(codec, exact.tail).decode(payload, out, rows, cols)
-        exact.put(payload.view(torch.float32)[:, -exact.tail :], out)
+        tails = payload.view(torch.float32)[:, -exact.tail :]
+        out.index_put_((exact.indices,), tails if out.dtype == tails.dtype else tails.to(out.dtype))
 
 
 def decode_sum(
@@ -214,13 +216,14 @@ def decode_sum(
     label: str,
     exact: ExactPlaces | None = None,
 ) -> None:
-    """:meth:`Codec.decode_sum` of ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
+    """Decode and sum ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
     with labelled("decode_sum", label):
         if exact is None or codec.is_lossless:
             codec.decode_sum(received, out, 1, cols, scale)
             return
         exact_tail(codec, exact.tail).decode_sum(received, out, 1, cols, scale)
-        exact.put_sum(received.view(torch.float32)[..., -exact.tail :], scale, out)
+        sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
+        out.index_put_((exact.indices,), torch.mul(sums, scale, out=out.new_empty(sums.shape)))
 
 
 def decode_sum_encode(
@@ -233,7 +236,7 @@ def decode_sum_encode(
     errors: ErrorBuffer | None = None,
     exact: ExactPlaces | None = None,
 ) -> Tensor:
-    """:meth:`Codec.decode_sum_encode` for the unit ``label``, with error feedback if there are ``errors``.
+    """Decode, sum and encode for the unit ``label``, with error feedback if there are ``errors``.
 
     Small values, at the places ``exact`` in the sums, go from tails to tails.
     """
@@ -257,7 +260,7 @@ def decode_sum_encode(
 
 
 def profiled() -> bool:
-    """Whether a profiler is recording; True if this torch does not tell."""
+    """Return whether a profiler is recording; True if this torch does not tell."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))  # private to torch
 
 

@@ -1,4 +1,4 @@
-"""The inter-node hop of weights, for several units at once.
+"""Inter-node hop of weights, for several units at once.
 
     shards of k units of one size   what the optimizer holds, full precision
         | concatenate, encode       one launch for all of them; with Int4Delta, the change against their bases
@@ -9,23 +9,19 @@
     secondary shards                uint8 [k, nodes, nbytes]: a contiguous part of one buffer for each unit
 
 Units of another size, or of which only some have a base for a delta, are encoded apart and share the collective.
-
-[Note: Chunks]
-To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
-can be used only when all that was sent with it has arrived. So what a forward needs is sent in a few chunks, the next
-one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others: a chunk of
-several units must not be larger than what is worth that.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.exact_tail import ExactTail, sends_deltas
@@ -36,15 +32,7 @@ from .streams import record_event
 
 logger = logging.getLogger("fsdp_zpp")
 
-CHUNKS = 4
-"""In about how many parts the weights of a forward are sent: all but the first can hide behind computation."""
-
-LEAST_NBYTES = 2**20
-"""A rank that sends less than a MiB takes about as long as the network's latency, so that is not worth cutting."""
-
-MOST_NBYTES = 2**24
-"""The most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it
-is encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
+_UNLABELLED = nullcontext()
 
 
 class StaleShard(NamedTuple):
@@ -61,41 +49,22 @@ class StaleShard(NamedTuple):
     values: ShardValues
 
 
-def in_chunks(
-    sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
-) -> list[list[SecondaryShard]]:
-    """Cut what is to be sent, in order, into parts that are sent together. See [Note: Chunks].
-
-    Args:
-        sent: Secondary shards, and the bytes that a rank sends for each if it sends no delta.
-        least_nbytes: Parts of fewer bytes are not cut.
-        most_nbytes: The most that a part of several shards may be.
-    """
-    limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
-    chunks: list[list[SecondaryShard]] = []
-    nbytes = 0
-    for shard, size in sent:
-        if not chunks or nbytes + size > limit or shard.group is not chunks[-1][0].group:
-            chunks.append([])
-            nbytes = 0
-        chunks[-1].append(shard)
-        nbytes += size
-    return chunks
-
-
 @torch.no_grad()
-def gather_between_nodes(stale: Sequence[StaleShard]) -> None:
-    """Make secondary shards whose hops are over the same ranks, in the current stream, in one collective.
+def gather_inter_node(stale: Sequence[StaleShard]) -> None:
+    """Make secondary shards fresh whose hops are over the same ranks, in the current stream, in one collective.
 
     Collective; once more for each shard that a checkpoint was loaded for.
     """
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
-    with labelled("refresh", label):
-        for shard, codec, values in stale:
-            if shard.checkpointed is not None:
-                shard.gather_checkpoint(_joined(values.tensors), codec, values.version)
-        sent = [each for each in stale if not each.shard.is_fresh(each.codec)]
+    with labelled("refresh", label) if profiler._is_profiler_enabled else _UNLABELLED:
+        sent = []
+        for each in stale:
+            shard, codec, values = each
+            if shard.checkpointed is None or not shard.gather_checkpoint(
+                _joined(values.tensors), codec, values.version
+            ):
+                sent.append(each)
         if sent:
             _send(sent, label)
 
@@ -103,14 +72,20 @@ def gather_between_nodes(stale: Sequence[StaleShard]) -> None:
 def _send(sent: Sequence[StaleShard], label: str) -> None:
     runs = list(map(Run, [list(neighbours) for _, neighbours in groupby(sent, _kind)]))
     payloads = [run.encode() for run in runs]
-    for run, payload in zip(runs, payloads, strict=True):
-        for shard, _, _ in run.stale:
-            if shard.hop is not None:
-                shard.hop.count_gather(payload.shape[1])
+    flat = [payload.view(-1) for payload in payloads]
+    gathered, hop = _joined(flat).unsqueeze(0), sent[0].shard.hop
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: inter-node gather launched", label)
-    gathered = _all_gather(sent[0].shard, payloads, label)
-    received = [run.receive(part) for run, part in zip(runs, gathered, strict=True)]
+    if hop is not None:
+        for run, payload in zip(runs, payloads, strict=True):
+            for shard, _, _ in run.stale:
+                if shard.hop is not None:
+                    shard.hop.count_gather(payload.shape[1])
+        gathered = hop.all_gather_uncounted(gathered, label)
+    parts = gathered.split([part.numel() for part in flat], dim=1)
+    received = [
+        run.receive(part.unflatten(1, payload.shape)) for run, part, payload in zip(runs, parts, payloads, strict=True)
+    ]
     ready = record_event(received[-1])
     for run, rows in zip(runs, received, strict=True):
         for (shard, codec, values), part in zip(run.stale, rows.unflatten(0, (len(run.stale), -1)), strict=True):
@@ -118,21 +93,11 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 
 def _kind(stale: StaleShard) -> Hashable:
-    """What shards must have in common to be encoded as one."""
+    """Return what shards must have in common to be encoded as one."""
     values = stale.values
     # A buffer is freed when the last of its units has another one, which a frozen unit never has.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
     return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
-
-
-def _all_gather(shard: SecondaryShard, payloads: list[Tensor], label: str) -> list[Tensor]:
-    """Each payload [rows, nbytes] of all nodes: uint8 [nodes, rows, nbytes]."""
-    if shard.hop is None:
-        return [payload.unsqueeze(0) for payload in payloads]
-    flat = [payload.view(-1) for payload in payloads]
-    gathered = shard.hop.all_gather_uncounted(_joined(flat).unsqueeze(0), label)
-    parts = gathered.split([part.numel() for part in flat], dim=1)
-    return [part.unflatten(1, payload.shape) for part, payload in zip(parts, payloads, strict=True)]
 
 
 class Run:
@@ -145,20 +110,23 @@ class Run:
     def __init__(self, stale: list[StaleShard]) -> None:
         self.stale = stale
         self._codec, self._rows = stale[0].codec, len(stale)
-        bases = [base for shard, _, _ in stale if (base := shard.take_base()) is not None]
+        bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
         self._base = _adjacent(bases) if bases else None
 
     def encode(self) -> Tensor:
-        """The payload of all of them, uint8 [rows, nbytes], a row for each."""
+        """Encode all of them: uint8 [rows, nbytes], a row for each."""
         values = _joined([piece for each in self.stale for piece in each.values.tensors])
         exact, codec = self.stale[0].shard.exact, self._codec
         if exact is None or not isinstance(codec, ExactTail):
             return self._encode(values)
         if values.data_ptr() == self.stale[0].values.tensors[0].data_ptr():
             values = values.clone()  # the optimizer's shard itself is not to be written to
-        taken = exact.take_from_rows(values, self._rows)
+        # Small values travel in tails; see [Note: Small parameters] in exact_places.py.
+        parts = values.view(self._rows, -1)
+        taken = parts[:, exact.flat]
+        parts.index_fill_(1, exact.flat, 0)
         payload = self._encode(values)
-        codec.tails(payload).copy_(taken)
+        payload.view(torch.float32)[:, -codec.tail :].copy_(taken)
         return payload
 
     def _encode(self, values: Tensor) -> Tensor:
@@ -169,7 +137,7 @@ class Run:
         return codec.encode_delta(own.contiguous(), values)
 
     def receive(self, gathered: Tensor) -> Tensor:
-        """What all nodes have sent, uint8 [nodes, rows, nbytes], as secondary shards, uint8 [rows * nodes, nbytes]."""
+        """Make secondary shards, uint8 [rows * nodes, nbytes], of what all nodes sent, uint8 [nodes, rows, nbytes]."""
         by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # a part of longer rows is not
         codec = self._codec
         if self._base is None or not sends_deltas(codec):
@@ -185,7 +153,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts; without a copy if they lie one after the other, as a run leaves them."""
+    """Return the rows of all parts; without a copy if they lie one after the other, as a run leaves them."""
     first = parts[0]
     memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
     for number, part in enumerate(parts):

@@ -35,19 +35,19 @@ class ProcessMesh:
     group: dist.ProcessGroup | None = None
 
     def own_node(self) -> ProcessMesh:
-        """This rank's node, as a mesh of its own."""
+        """Return this rank's node as a mesh of its own."""
         gpus = self.topology.gpus_per_node
         return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
 
     def across_nodes(self) -> ProcessMesh:
-        """The ranks with this local index, as a mesh of nodes of one."""
+        """Return the ranks with this local index as a mesh of nodes of one."""
         nodes, gpus = self.topology.nodes, self.topology.gpus_per_node
         return ProcessMesh(Topology(nodes, 1), self.rank // gpus, None, self.inter, self.inter)
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """Stands for the group itself where a hop is over all of it: to hold the group would keep it alive."""
+    """Stand-in for the group itself where a hop is over all of it: to hold the group would keep it alive."""
 
 
 _Subgroup = dist.ProcessGroup | _Whole | None
@@ -62,7 +62,7 @@ _layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDic
 
 
 def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> ProcessMesh:
-    """The mesh of ``group``; its subgroups are made at the first call for each layout. Collective over ``group``.
+    """Return the mesh of ``group``; the first call for each layout makes its subgroups. Collective over ``group``.
 
     Args:
         group: A process group; each rank must be a member.
@@ -75,20 +75,20 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
 
 
 def mesh_on(group: dist.ProcessGroup, topology: Topology) -> ProcessMesh:
-    """As :func:`process_mesh`, of ranks whose layout is known."""
-    made = _subgroups.setdefault(group, {})
-    if topology.gpus_per_node not in made:
+    """Return the mesh of ranks whose layout is known, as :func:`process_mesh` does."""
+    hops = _subgroups.setdefault(group, {})
+    if topology.gpus_per_node not in hops:
         _destroy_orphans()
         intra = _subgroup(group, topology.intra_partition())
         inter = _subgroup(group, topology.inter_partition())
-        made[topology.gpus_per_node] = intra, inter
+        hops[topology.gpus_per_node] = intra, inter
         _remember(group, intra, inter)
-    intra, inter = (group if isinstance(hop, _Whole) else hop for hop in made[topology.gpus_per_node])
+    intra, inter = (group if isinstance(hop, _Whole) else hop for hop in hops[topology.gpus_per_node])
     return ProcessMesh(topology, dist.get_rank(group), intra, inter, group)
 
 
 def own_rank() -> dist.ProcessGroup:
-    """This rank as a group of its own, made at the first call."""
+    """Return this rank as a group of its own, made at the first call."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _own_ranks:
@@ -99,7 +99,7 @@ def own_rank() -> dist.ProcessGroup:
 
 
 def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> Topology:
-    """The layout of ``group``; does not communicate. Arguments and errors as :func:`process_mesh`."""
+    """Return the layout of ``group``, without communication. Arguments and errors as :func:`process_mesh`."""
     world = dist.get_world_size(group)
     if gpus_per_node is not None:
         return Topology(world, gpus_per_node)
@@ -118,14 +118,14 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
             f"the nodes are of different sizes: {launched} ranks on {nodes_launched} nodes, {local_world} of them on "
             "this one; start the same number on each node, or pass gpus_per_node"
         )
-    found = _layouts.setdefault(group, {})
-    if local_world not in found:
-        found[local_world] = Topology(world, _ranks_on_each_node(group, local_world))
-    return found[local_world]
+    topologies = _layouts.setdefault(group, {})
+    if local_world not in topologies:
+        topologies[local_world] = Topology(world, _ranks_on_each_node(group, local_world))
+    return topologies[local_world]
 
 
 def _from_launcher(name: str) -> int:
-    """The positive number in a variable that torchrun sets; 0 if it is not set.
+    """Return the positive number in a variable that torchrun sets; 0 if it is not set.
 
     Raises:
         ValueError: If it is anything else.
@@ -142,7 +142,7 @@ def _from_launcher(name: str) -> int:
 
 
 def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:
-    """How many ranks of ``group`` are on each node, where the launcher has started ``local_world`` on each.
+    """Return how many ranks of ``group`` are on each node, where the launcher started ``local_world`` on each.
 
     Raises:
         ValueError: If they do not lie on nodes in equal, consecutive shares.
@@ -158,7 +158,7 @@ def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:
 
 
 def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:
-    """This rank's part of a partition of ``group``'s ranks into parts of one size; None for parts of one rank."""
+    """Make this rank's part of a partition of ``group`` into parts of one size; None for parts of one rank."""
     if len(partition[0]) == 1:
         return None
     if len(partition) == 1:
@@ -175,8 +175,8 @@ def _made_by_all(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.P
     timeout, backend = _timeout_of(group), _backend_of(group)
     own: dist.ProcessGroup | None = None
     for part in partition:
-        made = dist.new_group(_global_ranks(group, part), timeout=timeout, backend=backend)
-        own = made if dist.get_rank(group) in part else own
+        subgroup = dist.new_group(_global_ranks(group, part), timeout=timeout, backend=backend)
+        own = subgroup if dist.get_rank(group) in part else own
     assert own is not None
     return own
 
@@ -204,8 +204,8 @@ def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
     """Note ``subgroups``, to destroy them after ``parent`` is destroyed. Those of the default group, torch destroys."""
     world = dist.group.WORLD
     if world is not None and parent is not world:
-        made = _made_of.setdefault(world, [])
-        made += [(ref(parent), subgroup) for subgroup in subgroups if isinstance(subgroup, dist.ProcessGroup)]
+        remembered = _made_of.setdefault(world, [])
+        remembered += [(ref(parent), subgroup) for subgroup in subgroups if isinstance(subgroup, dist.ProcessGroup)]
 
 
 def _destroy_orphans() -> None:
@@ -216,9 +216,9 @@ def _destroy_orphans() -> None:
     """
     world = dist.group.WORLD
     assert world is not None
-    made = _made_of.get(world, [])
-    orphans = [subgroup for parent, subgroup in made if not _is_registered(parent())]
-    made[:] = [(parent, subgroup) for parent, subgroup in made if _is_registered(parent())]
+    remembered = _made_of.get(world, [])
+    orphans = [subgroup for parent, subgroup in remembered if not _is_registered(parent())]
+    remembered[:] = [(parent, subgroup) for parent, subgroup in remembered if _is_registered(parent())]
     for subgroup in filter(_is_registered, orphans):
         dist.destroy_process_group(subgroup)
 
@@ -231,7 +231,7 @@ def _is_registered(group: dist.ProcessGroup | None) -> bool:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of ``group``'s collectives, which those of its hops take over; None if its backend has none."""
+    """Return the timeout of ``group``'s collectives, which its hops take over; None if its backend has none."""
     device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
     try:
         return group._get_backend(device).options._timeout

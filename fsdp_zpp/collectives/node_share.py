@@ -1,4 +1,4 @@
-"""This rank's share of weights that every rank of a node holds, so that each of them exchanges a part between nodes."""
+"""This rank's share of weights that every rank of a node holds; each exchanges its own with other nodes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class NodeShare:
         self._hop = Hop(node.intra, "gather", "intra", traffic)
 
     def of(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Views, 1-D, of this rank's part of each tensor; parts may be empty. The tensors must be contiguous."""
+        """Return 1-D views of this rank's part of each contiguous tensor; parts may be empty."""
         return [self._part(tensor.view(-1)) for tensor in whole]
 
     @torch.no_grad()
     def gather(self, whole: Sequence[Tensor], label: str) -> None:
-        """Have every rank of the node hold what each has in its parts. Collective over the node.
+        """Gather the parts of all ranks of the node into each rank's tensors. Collective over the node.
 
         Args:
             whole: The tensors.

@@ -1,4 +1,4 @@
-"""One exchange between nodes that train on their own: the outer step of local-update training, for one fragment.
+"""Outer step of local-update training: one fragment's exchange between nodes that train on their own.
 
     this node's weights         of each parameter what this rank holds, in its own dtype
         | what has changed      the agreed weights less these, fp32, each parameter in a chunk for each node
@@ -72,7 +72,7 @@ class OuterStep:
 
     @property
     def label(self) -> str:
-        """The fragment's name in profiles and errors."""
+        """Return the fragment's name in profiles and errors."""
         return self._label
 
     @label.setter
@@ -81,12 +81,12 @@ class OuterStep:
 
     @property
     def names(self) -> frozenset[str]:
-        """The parameters that have agreed weights."""
+        """Return the parameters that have agreed weights."""
         return frozenset(self._agreed)
 
     @property
     def agreed(self) -> dict[str, Tensor]:
-        """The agreed weights that this rank holds of each parameter, fp32, flat, those on their way included."""
+        """Return the agreed weights that this rank holds of each parameter: fp32, flat, those on their way included."""
         wait_for(self._arrival, self._device)
         return self._agreed
 
@@ -109,12 +109,12 @@ class OuterStep:
         return -(-shard.numel() // self._nodes)
 
     def _settle(self) -> None:
-        """Have the current stream wait for what is on its way, before anything else becomes of its memory."""
+        """Wait in the current stream for what is on its way, before anything else becomes of its memory."""
         wait_for(self._arrival, self._device)
         self._arrival = None
 
     def agrees_with(self, shards: Mapping[str, Tensor]) -> bool:
-        """Whether ``shards``, as in :meth:`start`, are the agreed weights."""
+        """Return whether ``shards``, as in :meth:`start`, are the agreed weights."""
         beside = self._beside(shards)
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
 
@@ -162,7 +162,7 @@ class OuterStep:
     def _places(
         self, change: Tensor, layout: FlatLayout, held: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, slice, Tensor]]:
-        """Of each parameter in ``change`` [nodes, numel]: its name, places in it, and where in ``change`` these are."""
+        """Yield of each parameter in ``change`` [nodes, numel] its name, places in it, and their part of ``change``."""
         if len(held) == 1:  # in one go
             ((name, kept),) = held.items()
             yield name, slice(0, kept.numel()), change.view(-1)[: kept.numel()]
@@ -174,7 +174,7 @@ class OuterStep:
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Have ``shards`` go on from the agreed weights, or from a mixture of these and their own.
+        """Set ``shards`` to the agreed weights, or to a mixture of these and their own.
 
         Args:
             shards: As in :meth:`send`.
@@ -185,7 +185,7 @@ class OuterStep:
             shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
 
     def exchange(self, shards: Mapping[str, Tensor]) -> None:
-        """:meth:`send`, and wait to :meth:`receive`."""
+        """Call :meth:`send`, and :meth:`receive` at once."""
         self.send(shards)
         self.receive(shards)
 
@@ -197,7 +197,7 @@ class OuterStep:
         return mean
 
     def _outer_step(self, gradient: Tensor, names: list[str]) -> Tensor:
-        """What SGD adds to this rank's chunks of the weights, given their outer gradient."""
+        """Return what SGD adds to this rank's chunks of the weights, given their outer gradient."""
         config = self._config
         parts = [self._momentum[name] for name in names]
         momentum = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
@@ -209,7 +209,7 @@ class OuterStep:
         return step.mul(-config.outer_lr)
 
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
-        """The payload of this rank's update, with what earlier ones left out."""
+        """Encode this rank's update, with what earlier ones left out."""
         if self._back is None:
             return encode(self._codec, update, 1, 1, self.label)
         self._back.begin(update.device)
@@ -221,7 +221,7 @@ class OuterStep:
         return payload
 
     def _beside(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The agreed weights of the shards, each as its shard is shaped, and the shards.
+        """Return the agreed weights of each shard, in its shape, beside the shard.
 
         Raises:
             ValueError: If the shards have other sizes than those that :meth:`start` was given.
@@ -235,7 +235,7 @@ class OuterStep:
     # ---- in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The agreed weights, this rank's momentum and its errors, on the CPU."""
+        """Return the agreed weights, this rank's momentum and its errors, on the CPU."""
         self._settle()
         errors = {name: None if state is None else state.state_dict() for name, state in self._errors.items()}
         # Copies: on a CPU, those that are kept change in place with the next exchange.
@@ -259,10 +259,10 @@ class OuterStep:
         if saved != held:
             raise ValueError(f"{self.label}: the checkpoint has shards of {saved} values, but this rank holds {held}")
         if (state["errors"] is None) != (self._reduce.errors is None):
-            saved_with, asked = ("without", "has it") if state["errors"] is None else ("with", "has none")
+            saved_with, strategy_side = ("without", "has it") if state["errors"] is None else ("with", "has none")
             raise ValueError(
                 f"{self.label}: the checkpoint was saved {saved_with} error feedback of exchanges, but this strategy "
-                f"{asked}; use the same LocalSteps(error_feedback=...)"
+                f"{strategy_side}; use the same LocalSteps(error_feedback=...)"
             )
         self.reset()
         for name, errors in self._errors.items():  # first, since it may fail

@@ -1,4 +1,4 @@
-"""The order in which the units of a model reduce gradients before the last micro-batch of a step.
+"""Order in which the units of a model reduce gradients before the last micro-batch of a step.
 
 [Note: The order of reductions]
 All ranks must issue collectives in the same order. Torch itself reduces in the last micro-batch only, in which all
@@ -20,7 +20,7 @@ class OrderedUnit(Protocol):
 
     @property
     def takes_part(self) -> bool:
-        """Whether ranks have gathered it for the micro-batch whose backward runs; the same on all ranks."""
+        """Return whether ranks gathered it for the micro-batch whose backward runs; the same on all ranks."""
 
 
 U = TypeVar("U", bound=OrderedUnit)
@@ -31,17 +31,21 @@ class ReductionOrder(Generic[U]):
 
     Args:
         units: The units of a model, in the model's order.
+
+    Attributes:
+        synchronized: The units that reduced in this backward, which synchronizes gradients, in order. An adapter
+            appends each when it reduces it.
     """
 
     def __init__(self, units: Iterable[U]) -> None:
         self._order: list[U] = list(units)[::-1]
-        self._synchronized: list[U] = []
+        self.synchronized: list[U] = []
         self._turn = 0
         self._finished: set[int] = set()
         self._returned: set[int] = set()
 
     def finished(self, unit: U) -> list[U]:
-        """Autograd has finished a unit's gradients. Returns the units whose turn has come, maybe not this one."""
+        """Note that autograd has finished a unit's gradients; return the units whose turn it is, maybe not this one."""
         self._finished.add(id(unit))
         due = []
         while self._turn < len(self._order):
@@ -55,18 +59,14 @@ class ReductionOrder(Generic[U]):
         return due
 
     def remaining(self) -> list[U]:
-        """The backward of a micro-batch ends. Returns the units that have not had their turn in it."""
-        # A unit may be gathered only after its turn: in the second of two backwards after two forwards, say.
-        due = [unit for unit in self._order if unit.takes_part and id(unit) not in self._returned]
+        """End the backward of a micro-batch; return the units that have not had their turn in it."""
+        order, returned = self._order, self._returned
         self.restart()
-        return due
-
-    def synchronized(self, unit: U) -> None:
-        """Note that a unit reduces in a backward that synchronizes gradients."""
-        self._synchronized.append(unit)
+        # A unit may be gathered only after its turn: in the second of two backwards after two forwards, say.
+        return [unit for unit in order if unit.takes_part and id(unit) not in returned]
 
     def restart(self) -> None:
-        """A backward ends: start the next one at the first turn, in the order in which this one synchronized."""
-        first = dict.fromkeys(self._synchronized)
+        """End a backward: start the next one at the first turn, in the order in which this one synchronized."""
+        first = dict.fromkeys(self.synchronized)
         self._order = [*first] + [unit for unit in self._order if unit not in first]
-        self._synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0
+        self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0

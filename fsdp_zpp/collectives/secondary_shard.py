@@ -1,10 +1,9 @@
-"""The secondary shard of a unit's weights: what the inter-node hop leaves on a rank.
+"""Secondary shard of a unit's weights: what the inter-node hop leaves on a rank.
 
-Weights are encoded once, from the full-precision shard, and gathered between nodes among ranks of the same local index;
-what that leaves on a rank, uint8 [nodes, nbytes], is the *secondary shard*. The intra-node hop gathers it inside the
-node. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop and send
-nothing between nodes. All ranks, the owner too, decode the same bytes, so they compute with the same weights bit for
-bit.
+Weights are encoded once, from the full-precision shard, and the inter-node hop gathers them among ranks of the same
+local index; what that leaves on a rank, uint8 [nodes, nbytes], is the *secondary shard*, which the intra-node hop
+gathers. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks,
+the owner too, decode the same bytes, so they compute with the same weights bit for bit.
 
     empty --hold()--> fresh, at a version of the weights --mark_stale()--> stale, perhaps with a base for a delta
                         ^                                                    |
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, FullPrecision
 from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.codecs.exact_tail import ExactTail, exact_tail, without_tail
+from fsdp_zpp.codecs.exact_tail import exact_tail
 
 from .checkpointed_shard import NOTHING, CheckpointedShard
 from .exact_places import ExactPlaces
@@ -45,11 +44,11 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 class StaleSecondaryError(RuntimeError):
-    """The weights were written to in a way that no event announced."""
+    """Raised if weights were written to in a way that no event announced."""
 
 
 class ShardValues(NamedTuple):
-    """What a unit's shard holds on this rank.
+    """Values that a unit's shard holds on this rank.
 
     Attributes:
         tensors: The full-precision values, flat tensors on the device to gather on.
@@ -65,33 +64,33 @@ class ShardValues(NamedTuple):
 
 
 class ShardSource(Protocol):
-    """Where a unit's weights can be read before FSDP asks for their gather; FSDP's own record of a unit."""
+    """Source from which a unit's weights are read before FSDP asks for their gather; FSDP's record of a unit."""
 
     def can_be_read(self) -> bool:
-        """Whether they can be read now, and will not change before their gather."""
+        """Return whether they can be read now, and will not change before their gather."""
 
     def prepare_read(self) -> int:
-        """Have the shard contain what its parameters were replaced by, in the stream that gathers.
+        """Copy what parameters were replaced by into the shard, in the stream that gathers.
 
         Returns:
             This rank's number of values.
         """
 
     def read(self) -> ShardValues:
-        """This rank's values."""
+        """Return this rank's values."""
 
     def shard_version(self) -> Hashable:
-        """A value that changes with every write to the shard that torch counts, and when it is moved or replaced."""
+        """Return a value that changes with each write to the shard that torch counts, and when it moves."""
 
     def is_trained(self) -> bool:
-        """Whether steps change the weights."""
+        """Return whether steps change the weights."""
 
     def layout(self, numel: int) -> FlatLayout:
-        """Where parameters lie in what is gathered, given its number of values."""
+        """Return where parameters lie in what is gathered, given its number of values."""
 
 
 class SecondaryShard:
-    """What the inter-node hop of one unit leaves on this rank. See the top of this file.
+    """Secondary shard of one unit on this rank. See the top of this file.
 
     Args:
         hop: The inter-node hop; None on one node, where this rank's payload is all there is.
@@ -108,10 +107,12 @@ class SecondaryShard:
         source: Where the weights can be read; None if they can't. FSDP may replace it.
         side_stream: The stream in which it is made, if not in the one that reads it.
         find_exact: Returns the places of small values in this rank's shard, given its size and device.
-        exact: These places, once the weights were sent; None if there are none.
-        next_codec: What will encode the weights for the next gather, if that is known by now.
-        stale: Whether the weights have changed since they were encoded.
-        unread: Whether it has not been read since it was made.
+        exact: These places; None if there are none, or before :meth:`sent_as` has looked for them.
+        nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
+        next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
+        encoded_by: The codec that encoded what it holds; None if it holds nothing, or the weights have changed since.
+        stale: True if the weights have changed since they were encoded.
+        unread: True if it has not been read since it was made.
     """
 
     def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
@@ -128,67 +129,71 @@ class SecondaryShard:
         self.checkpointed: CheckpointedShard | None = None
         self.find_exact: Callable[[int, torch.device], ExactPlaces | None] = lambda numel, device: None
         self.exact: ExactPlaces | None = None
-        self._last_codec: Codec | None = None
+        self.nbytes = 0
+        self._sent_for: tuple[Codec, int, torch.device] | None = None
+        self._sent_as: Codec | None = None
         self.next_codec = codec
+        self.encoded_by: Codec | None = None
         self._version: Hashable = None
         self._ready: Any = None
 
     @cached_property
     def peers(self) -> int:
-        """The number of ranks of the hop, without this one."""
+        """Return the number of ranks of the hop, without this one."""
         return 0 if self.hop is None else self.hop.size - 1
 
     @property
     def sends_deltas(self) -> bool:
-        """Whether changes of the weights go between nodes by themselves."""
+        """Return whether the inter-node hop may send changes of the weights alone."""
         return isinstance(self.codec, Int4Delta) and self.keep
-
-    def is_fresh(self, codec: Codec) -> bool:
-        """Whether it holds the weights as ``codec`` encodes them."""
-        same_codec = self._last_codec is codec or self._last_codec == codec
-        return same_codec and not self.stale and self._payload is not None
 
     # ---- from stale to fresh
 
     def sent_as(self, codec: Codec, numel: int, device: torch.device) -> Codec:
-        """``codec``, with room for the small values of this rank's ``numel``, which it leaves as they are."""
-        if codec.is_lossless or (
-            isinstance(codec, ExactTail) and self.exact is not None and self.exact.device == device
-        ):
-            return codec
-        self.exact = self.find_exact(numel, device)
-        return codec if self.exact is None else exact_tail(without_tail(codec)[0], self.exact.tail)
+        """Return ``codec`` with room for the small values of this rank's ``numel``, which it leaves as they are.
 
-    def take_base(self) -> Tensor | None:
-        """Give away the older secondary shard that a delta is to be sent against, if there is one, for its last use."""
+        Returns the same instance until an argument changes; sets ``exact`` and ``nbytes``.
+        """
+        if self._sent_as is None or self._sent_for != (codec, numel, device):
+            self._sent_for = codec, numel, device
+            self.exact = None if codec.is_lossless else self.find_exact(numel, device)
+            self._sent_as = codec if self.exact is None else exact_tail(codec, self.exact.tail)
+            self.nbytes = self._sent_as.nbytes(numel)
+        return self._sent_as
+
+    def take_base(self) -> Tensor:
+        """Give away the base, which there is, for its last use."""
         base, self.base = self.base, None
-        if base is not None and base.is_cuda:
+        assert base is not None
+        if base.is_cuda:
             keep_until_read(base)  # it was made in the stream of an earlier gather
         return base
 
     def keep_base_apart(self) -> None:
         """Keep the base, if there is one, for longer than those that were made with it, in memory of its own."""
         if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
-            base = self.take_base()
-            assert base is not None
-            self.base = base.clone()
+            self.base = self.take_base().clone()
 
-    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> None:
+    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
         """Go on from what was loaded from a checkpoint, if that is of these values on all ranks. Collective.
 
         Args:
             values: This rank's full-precision values, flat.
-            codec: What encodes them.
+            codec: Encodes them.
             version: Their version.
+
+        Returns:
+            True if it is fresh now, and nothing is to be sent.
         """
         checkpointed, self.checkpointed = self.checkpointed, None
         if checkpointed is None or self.hop is None or not self.sends_deltas:
-            return
+            return False
         base = checkpointed.all_gather_if_matching(self.hop, values, codec.nbytes(values.numel()), self.label)
         if base is not None and checkpointed.fresh:
             self.hold(base, codec, version, record_event(base))
-        else:
-            self.base = base
+            return True
+        self.base = base
+        return False
 
     def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: Any) -> None:
         """Become fresh.
@@ -199,24 +204,25 @@ class SecondaryShard:
             version: The version of the weights that it holds.
             ready: An event in the stream that makes ``payload``; None on a CPU.
         """
-        # Parameters of several dtypes go as bytes, which are not to be had from the full-precision shard.
-        bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
-        self.next_codec = None if bytes_only else codec
-        self._payload, self._last_codec, self._version = payload, codec, version
+        if self.codec is None:
+            # Parameters of several dtypes go as bytes, which are not to be had from the full-precision shard.
+            bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
+            self.next_codec = None if bytes_only else codec
+        self._payload, self.encoded_by, self._version = payload, codec, version
         self.stale, self.unread = False, True
         self._ready = ready
 
     # ---- while it is fresh
 
     def read(self) -> Tensor:
-        """The shards of all ranks with this local index, encoded: uint8 [nodes, nbytes], for the current stream."""
+        """Return the encoded shards of all ranks with this local index to the current stream: uint8 [nodes, nbytes]."""
         payload, self.unread = self._payload, False
         assert payload is not None
         if self._ready is not None and self.side_stream is not None:
             wait_for(self._ready, payload.device)
             self.side_stream.read_by_current()
         if not self.keep:
-            self._payload = None
+            self._payload = self.encoded_by = None
             if payload.is_cuda:
                 keep_until_read(payload)
         return payload
@@ -249,7 +255,7 @@ class SecondaryShard:
             self.base = None
         elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
             self.base = self._payload
-        self._payload, self.stale = None, True
+        self._payload, self.encoded_by, self.stale = None, None, True
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s: secondary shard stale", self.label)
 
@@ -261,7 +267,7 @@ class SecondaryShard:
         self.mark_stale()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's row of what deltas are against, and a fingerprint of the weights as they are now; on the CPU."""
+        """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
         if self.checkpointed is not None:
             return self.checkpointed.state_dict()
         held = self._payload if self._payload is not None else self.base

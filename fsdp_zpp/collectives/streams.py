@@ -23,7 +23,7 @@ class SideStream:
         self._readers: set[Any] = set()
 
     def after_current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The stream as a context, after all that the current stream and the readers were given so far."""
+        """Return the stream as a context, after all that the current stream and the readers were given so far."""
         if device.type != "cuda":
             return nullcontext()
         if device not in self._streams:
@@ -41,19 +41,19 @@ class SideStream:
 
 
 def record_event(made: Tensor) -> Any:
-    """An event in the current stream, after ``made`` has its values; None on a CPU."""
+    """Record an event in the current stream, after ``made`` has its values; None on a CPU."""
     return torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
 
 
 def wait_for(event: Any, device: torch.device) -> None:
-    """Have the current stream wait for an event of :func:`record_event`."""
+    """Wait in the current stream for an event of :func:`record_event`."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 def keep_until_read(tensor: Tensor) -> Tensor:
-    """Keep the memory of ``tensor`` from reuse until the current stream has done all it is given before the last
-    reference goes; returns the tensor."""
+    """Return ``tensor``, its memory kept from reuse until the current stream has done all that it is given before the
+    last reference goes."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor

@@ -1,6 +1,6 @@
-"""The hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
+"""Hops of a gradient reduction: all-to-alls whose sums are made locally, in fp32.
 
-quantize -> all-to-all inside the node -> decode, sum -> quantize -> all-to-all between nodes -> decode, sum.
+quantize -> intra-node all-to-all -> decode, sum -> quantize -> inter-node all-to-all -> decode, sum.
 A value is rounded once a hop however many ranks there are, where a ring would round it at every rank; and the
 slow network carries each partial sum once, all GPUs of a node using it in parallel (ZeRO++, arXiv 2306.10209,
 section 3.3). A level with one rank has no hop, and its codec is not applied.
@@ -9,9 +9,7 @@ The optimizer scope says which part of the sums a rank needs: its chunk of all r
 index has summed (``I``), or everything (``N``). A coarser part than the two hops leave is gathered back over the
 same hops, encoded, and every rank decodes the same bytes: replicas stay equal bit for bit.
 
-A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`, which an
-adapter runs in streams of their own: while the slow network is busy with one unit's sums, the fast one can sum up the
-next unit's.
+A reduction comes in two parts, ``start()`` up to the inter-node hop and :meth:`PendingReduction.finish`.
 
 The result is the mean over all ranks. The one division is made on the fp32 sums of the intra-node hop, before they
 are encoded again: in fp16 a sum may overflow where the mean does not.
@@ -48,11 +46,11 @@ DONE = _Done()
 
 
 class TwoHopReduce(ABC):
-    """What the two ways to reduce have in common.
+    """Base of the two ways to reduce.
 
     Args:
         mesh: The ranks.
-        hops: The hop inside a node and the one between nodes; None for a level that has one rank.
+        hops: The intra-node and the inter-node hop; None for a level that has one rank.
         codecs: Of both; None sends the dtype of the gradient.
         errors: Fed back to what is encoded, if any.
         label: Names the unit in profiles and errors.
@@ -76,7 +74,8 @@ class TwoHopReduce(ABC):
         self.label = label
         self._errors = errors
         topology, self._rank = mesh.topology, mesh.rank
-        self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
+        self._nodes, self._gpus = topology.nodes, topology.gpus_per_node
+        self._mean = 1.0 / topology.world  # the factor that makes a mean of a sum over all ranks
         # Chunks in each rank's part of the intra-node hop: one for each node if the inter-node hop scatters it further.
         self._chunks = self._nodes if optimizer_scope == "G" else 1
         self._intra, self._inter = hops
@@ -105,18 +104,19 @@ class TwoHopReduce(ABC):
         """
 
     def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
-        """The fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
-        mean = 1.0 / self._world
+        """Return the fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
         if self._intra is None:
-            return gradient.float() * mean
+            return gradient.float() * self._mean
         codec, received = self._exchange_intra_node(gradient, wire_dtype)
         part = gradient.numel() // self._gpus
         sums = torch.empty(part, dtype=torch.float32, device=gradient.device)
-        decode_sum(codec, received, sums, received.shape[1], mean, self.label, self._exact_in_sums(part, sums.device))
+        decode_sum(
+            codec, received, sums, received.shape[1], self._mean, self.label, self._exact_in_sums(part, sums.device)
+        )
         return sums
 
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
-        """The intra-node hop: the codec, and what all ranks of the node sent, uint8 [gpus, chunks, nbytes]."""
+        """Make the intra-node hop; return the codec, and what all its ranks sent: uint8 [gpus, chunks, nbytes]."""
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
@@ -130,14 +130,14 @@ class TwoHopReduce(ABC):
 
     @abstractmethod
     def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        """The places of small values in a gradient, of ``numel`` values a chunk."""
+        """Return the places of small values in a gradient, of ``numel`` values a chunk."""
 
     @abstractmethod
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
-        """The places of small values in the ``part`` values of this local index."""
+        """Return the places of small values in the ``part`` values of this local index."""
 
     def _errors_of(self, hop: str, starts: Sequence[int], numel: int, device: torch.device) -> ErrorBuffer | None:
-        """The errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
+        """Return the errors of what is sent, if they are fed back; the arguments are those of an :class:`Extent`."""
         buffer = None if self._errors is None else self._errors.buffer(hop)
         if self._errors is None or buffer is None:
             return None
@@ -145,11 +145,10 @@ class TwoHopReduce(ABC):
 
 
 class TwoHopReduceScatter(TwoHopReduce):
-    """To a chunk on each rank: optimizer scope ``G``."""
+    """Reduces to a chunk on each rank: optimizer scope ``G``."""
 
-    _spared_layout: FlatLayout | None = None
-    _spared_of: tuple[int, torch.device] | None = None
-    _found: tuple[ExactPlaces | None, ...] = (None, None, None)
+    _settled_for: tuple[FlatLayout | None, int, torch.device] | None = None
+    _settled: tuple[ExactPlaces | None, ...] = (None, None, None)
 
     def start(
         self,
@@ -159,36 +158,35 @@ class TwoHopReduceScatter(TwoHopReduce):
         factor: float,
         wire_dtype: torch.dtype | None = None,
     ) -> PendingReduction:
-        mean = 1.0 / self._world
         if self._inter is None:
-            self._reduce_single_level(gradient, wire_dtype, out, factor)
+            self._reduce_one_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
             return DONE
         codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
         errors = None if self._errors is None else self._inter_errors(out)
-        _, exact, own = self._spared(numel, out.device)
+        _, exact, own = self._exact_of_hops(numel, out.device)
         if accumulated is not None:
             sums = self.reduce_intra_node(gradient, wire_dtype).add_(accumulated)
             payload = encode(codec, sums, 1, self._nodes, self.label, errors, exact)
         elif self._intra is None:
             payload = encode(codec, gradient, 1, self._nodes, self.label, errors, exact)
-            factor *= mean  # there was no intra-node sum to apply the mean to
+            factor *= self._mean  # there was no intra-node sum to apply the mean to
         else:
             intra_codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            payload = decode_sum_encode(intra_codec, received, numel, codec, mean, self.label, errors, exact)
+            payload = decode_sum_encode(intra_codec, received, numel, codec, self._mean, self.label, errors, exact)
         return PendingHop(self._inter, codec, payload, out, factor, self.label, own)
 
-    def _spared(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
-        """The places of small values in the chunks of all ranks, in those that go between nodes, in this rank's."""
-        layout, places = self.layout, self._places
-        if self._spared_layout is not layout or self._spared_of != (numel, device):
-            asked = (places.of_all_ranks, places.of_own_local_index, places.of_own_rank)
-            self._found = tuple(of(layout, numel, device) for of in asked)
-            self._spared_layout, self._spared_of = layout, (numel, device)
-        return self._found
+    def _exact_of_hops(self, numel: int, device: torch.device) -> tuple[ExactPlaces | None, ...]:
+        """Return the places of small values in the chunks of all ranks, of the inter-node hop, and of this rank."""
+        layout, settled = self.layout, self._settled_for
+        if settled is None or settled[0] is not layout or settled[1:] != (numel, device):
+            self._settled_for = layout, numel, device
+            places = (self._places.of_all_ranks, self._places.of_own_local_index, self._places.of_own_rank)
+            self._settled = tuple(of(layout, numel, device) for of in places)
+        return self._settled
 
     def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        return self._spared(numel, device)[0]
+        return self._exact_of_hops(numel, device)[0]
 
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
         return self._places.of_own_local_index(self.layout, part // self._nodes, device)
@@ -198,18 +196,15 @@ class TwoHopReduceScatter(TwoHopReduce):
         starts = [(node * self._gpus + local) * numel for node in range(self._nodes)]
         return self._errors_of("inter", starts, numel, out.device)
 
-    def _reduce_single_level(
-        self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float
-    ) -> None:
-        mean = 1.0 / self._world
+    def _reduce_one_level(self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float) -> None:
         if self._intra is None:
             torch.mul(gradient, factor, out=out)
         elif self._native:
-            self._reduce_natively(gradient, out, mean * factor)
+            self._reduce_natively(gradient, out, self._mean * factor)
         else:
             codec, received = self._exchange_intra_node(gradient, wire_dtype)
-            own = self._spared(out.numel(), out.device)[2]
-            decode_sum(codec, received, out, 1, mean * factor, self.label, own)
+            own = self._exact_of_hops(out.numel(), out.device)[2]
+            decode_sum(codec, received, out, 1, self._mean * factor, self.label, own)
 
     def _reduce_natively(self, gradient: Tensor, out: Tensor, factor: float) -> None:
         assert self._intra is not None
@@ -224,7 +219,7 @@ class TwoHopReduceScatter(TwoHopReduce):
 
 
 class TwoHopAllReduce(TwoHopReduce):
-    """To replicas: optimizer scopes ``I``, where ranks of one local index hold the same, and ``N``, where all do."""
+    """Reduces to replicas: optimizer scope ``I``, where ranks of a local index are alike, or ``N``, where all are."""
 
     def start(
         self,
@@ -241,10 +236,10 @@ class TwoHopAllReduce(TwoHopReduce):
         return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
 
     def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
-        """Sum over nodes what each has summed inside, and give every replica of ``out`` all of it."""
+        """Sum over nodes what each has summed, and give every replica of ``out`` all of it."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
-        codec, payload = self._sum_between(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
+        codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
         of_all = self._optimizer_scope == "N" and self._intra is not None
         if of_all and self._intra is not None:
             payload = self._intra.all_gather(payload, self.label)
@@ -259,8 +254,10 @@ class TwoHopAllReduce(TwoHopReduce):
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
         return self._places.of_own_part(self.layout, part, device)
 
-    def _sum_between(self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float) -> tuple[Codec, Tensor]:
-        """Sum over nodes: the codec, and the sums of all nodes' chunks encoded, uint8 [nodes, nbytes].
+    def _sum_inter_node(
+        self, sums: Tensor, part: int, wire_codec: FullPrecision, factor: float
+    ) -> tuple[Codec, Tensor]:
+        """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes].
 
         Args:
             sums: Those of this local index's part of the gradient, padded.

@@ -1,4 +1,4 @@
-"""The two-hop all-gather of weights.
+"""Two-hop all-gather of weights.
 
     optimizer's shard       full precision, 1 / world of the unit, on this rank
         | encode            once; with Int4Delta, after a step, the change against what the receivers hold
@@ -17,7 +17,7 @@ their use. This file has the rest.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,26 @@ from fsdp_zpp.codecs.base import Codec, full_precision
 from .exact_places import ExactPlaces, PlacesInChunks
 from .flat_layout import FlatLayout
 from .hops import Traffic, decode, hop_over
-from .inter_node_gather import StaleShard, gather_between_nodes
+from .inter_node_gather import StaleShard, gather_inter_node
 from .mesh import ProcessMesh
 from .prefetch import SecondaryShardPrefetcher
 from .secondary_shard import SecondaryShard, ShardValues
+
+
+class _Settled(NamedTuple):
+    """Facts that gathers into outputs of one shape, dtype and device have in common.
+
+    Attributes:
+        of: These three.
+        codec: Encodes the weights.
+        sent_as: The same, with room for small values.
+        exact: The places of small values in an output.
+    """
+
+    of: tuple[torch.Size, torch.dtype, torch.device]
+    codec: Codec
+    sent_as: Codec
+    exact: ExactPlaces | None
 
 
 class WeightGather:
@@ -66,12 +82,11 @@ class WeightGather:
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
         self._places = PlacesInChunks(mesh)
         self.secondary.find_exact = self._find_exact
-        self._settled_for: Any = None
-        self._settled: tuple[ExactPlaces | None, Codec] = (None, full_precision(torch.float32))
+        self._settled: _Settled | None = None
 
     @property
     def label(self) -> str:
-        """The unit's name in profiles and errors."""
+        """Return the unit's name in profiles and errors."""
         return self.secondary.label
 
     @label.setter
@@ -91,25 +106,20 @@ class WeightGather:
             ValueError: If the sizes do not fit, before any communication.
             StaleSecondaryError: If the secondary shard is reused but ``version`` has changed.
         """
-        secondary = self.secondary
-        codec = secondary.codec or full_precision(out.dtype)
-        if secondary.codec is None:
-            exact, sent_as = None, codec
-        elif self._settled_for == (out.shape, out.device):
-            exact, sent_as = self._settled
-        else:
-            exact, sent_as = self._settle(codec, out)
         if shard is not None:
             self._check_sizes(shard, out)
-        values = None
-        if secondary.is_fresh(sent_as):
+        settled = self._settled
+        if settled is None or settled.of != (out.shape, out.dtype, out.device):
+            settled = self._settle(out)
+        secondary, values = self.secondary, None
+        if secondary.encoded_by is settled.sent_as:
             secondary.check_version(version)
         else:
             values = self._values(shard, version)
             if self.prefetcher is None:
-                gather_between_nodes([StaleShard(secondary, sent_as, values)])
+                gather_inter_node([StaleShard(secondary, settled.sent_as, values)])
             else:
-                self.prefetcher.refresh(secondary, sent_as, values)
+                self.prefetcher.refresh(secondary, settled.sent_as, values)
         payload = secondary.read()
         # A side stream may have read ``values``, which were allocated in this one. To free them is safe without
         # record_stream by now, for read() has this stream wait for the encoding.
@@ -117,14 +127,14 @@ class WeightGather:
         if self._intra is not None:
             payload = self._intra.all_gather(payload, secondary.label)
         # Rows come by local index, then node; decoding transposes that grid to the order of ranks.
-        decode(codec, payload, out, self._gpus, self._nodes, secondary.label, exact)
+        decode(settled.codec, payload, out, self._gpus, self._nodes, secondary.label, settled.exact)
 
-    def _settle(self, codec: Codec, out: Tensor) -> tuple[ExactPlaces | None, Codec]:
-        """Look up the places of small values in what is gathered, and what it is sent as, until its size changes."""
+    def _settle(self, out: Tensor) -> _Settled:
         numel, device = out.numel() // self._world, out.device
+        codec = self.secondary.codec or full_precision(out.dtype)
+        exact = None if codec.is_lossless else self._places.of_all_ranks(self._layout(numel), numel, device)
         sent_as = self.secondary.sent_as(codec, numel, device)
-        exact = self._places.of_all_ranks(self._layout(numel), numel, device)
-        self._settled_for, self._settled = (out.shape, device), (exact, sent_as)
+        self._settled = _Settled((out.shape, out.dtype, device), codec, sent_as, exact)
         return self._settled
 
     def _find_exact(self, numel: int, device: torch.device) -> ExactPlaces | None:

@@ -1,1 +1,1 @@
-"""What a user configures: a strategy, the layout of the ranks, and what the one comes to on the other."""
+"""Configuration by users: a strategy, the layout of the ranks, and what the one comes to on the other."""

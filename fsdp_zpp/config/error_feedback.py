@@ -49,13 +49,13 @@ class LoCo:
         return f"beta {self.beta}, {reset}, kept in {self.dtype or 'fp32'}"
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of the errors for a chunk of ``numel`` values."""
+        """Return the bytes of the errors for a chunk of ``numel`` values."""
         return 4 * numel if self.dtype is None else self.dtype.nbytes(numel)
 
 
 @dataclass(frozen=True)
 class ErrorBufferSpec:
-    """What one rank encodes for one hop, and therefore keeps errors for: ``chunks`` chunks of ``numel`` values."""
+    """Size of what a rank encodes for one hop, and so keeps errors for: ``chunks`` chunks of ``numel`` values."""
 
     chunks: int
     numel: int
@@ -68,7 +68,7 @@ def error_buffer_specs(
     topology: Topology,
     numel: int,
 ) -> dict[str, ErrorBufferSpec]:
-    """The error buffers of a gradient reduction, by the name of the transfer.
+    """Return the error buffers of a gradient reduction, by the name of the transfer.
 
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
     They are encoded once more, by the codec of the hop that made them, and have errors if that hop has.
@@ -92,21 +92,21 @@ def error_buffer_specs(
     part = -(-numel // gpus) if optimizer_scope == "N" else numel
     chunk = numel if optimizer_scope == "G" else -(-part // nodes)
     # A hop among one rank sends nothing and so encodes nothing.
-    found: dict[str, ErrorBufferSpec] = {}
+    specs: dict[str, ErrorBufferSpec] = {}
     if config.hops == "both" and gpus > 1 and intra is not None:
-        found["intra"] = ErrorBufferSpec(gpus * nodes, numel) if optimizer_scope == "G" else ErrorBufferSpec(gpus, part)
+        specs["intra"] = ErrorBufferSpec(gpus * nodes, numel) if optimizer_scope == "G" else ErrorBufferSpec(gpus, part)
     if nodes > 1 and inter is not None:
-        found["inter"] = ErrorBufferSpec(nodes, chunk)
+        specs["inter"] = ErrorBufferSpec(nodes, chunk)
     # On one node it is the intra-node hop that makes the sums; only N gathers them back over it.
-    if optimizer_scope != "G" and ("inter" in found or (nodes == 1 and optimizer_scope == "N" and "intra" in found)):
-        found["back"] = ErrorBufferSpec(1, chunk)
-    return found
+    if optimizer_scope != "G" and ("inter" in specs or (nodes == 1 and optimizer_scope == "N" and "intra" in specs)):
+        specs["back"] = ErrorBufferSpec(1, chunk)
+    return specs
 
 
 def error_nbytes(
     config: LoCo | None, codecs: tuple[Codec | None, Codec | None], optimizer_scope: str, topology: Topology, numel: int
 ) -> int:
-    """Bytes of all errors that a rank keeps for a gradient reduction; arguments as of :func:`error_buffer_specs`."""
+    """Return the bytes of all errors that a rank keeps for a reduction; arguments as of :func:`error_buffer_specs`."""
     if config is None:
         return 0
     specs = error_buffer_specs(config, codecs, optimizer_scope, topology, numel).values()

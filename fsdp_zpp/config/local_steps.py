@@ -1,4 +1,4 @@
-"""How often the slow hop runs: nodes train on their own and exchange what has changed every few steps.
+"""Local steps: nodes train on their own and exchange what has changed every few steps.
 
 Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
 other, in 4 bits.
@@ -88,7 +88,7 @@ class LocalSteps:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 
     def due(self, step: int, fragments: int) -> list[int]:
-        """The fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
+        """Return the fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
 
         Args:
             step: Number of steps made so far, from 1 on.

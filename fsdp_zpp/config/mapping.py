@@ -35,7 +35,7 @@ C = TypeVar("C", LoCo, LocalSteps)
 
 
 def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
-    """The preset and the keyword arguments of the Strategy that a mapping stands for.
+    """Return the preset and the keyword arguments of the Strategy that a mapping stands for.
 
     Args:
         values: A mapping, or the name of a preset.
@@ -64,7 +64,7 @@ def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
 
 
 def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping that :func:`arguments_from_mapping` reads as ``arguments``, of plain strings, numbers and dicts.
+    """Return the mapping, of strings, numbers and dicts, that :func:`arguments_from_mapping` reads as ``arguments``.
 
     Raises:
         TypeError: If a codec has no name; the error names the key.
@@ -82,7 +82,7 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields_of(value: LoCo | LocalSteps | None, key: str, codec: str) -> dict[str, Any] | None:
-    """The arguments of ``value`` by name, with that named ``codec`` as text."""
+    """Return the arguments of ``value`` by name, with that named ``codec`` as text."""
     if value is None:
         return None
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -92,12 +92,12 @@ def _fields_of(value: LoCo | LocalSteps | None, key: str, codec: str) -> dict[st
 
 
 def source_of(arguments: Mapping[str, object]) -> str:
-    """The source code of the Strategy that has these keyword arguments."""
+    """Return the source code of the Strategy that has these keyword arguments."""
     return f"Strategy({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 def _local_steps(value: object) -> LocalSteps | None:
-    """None, ``true`` for the defaults, or a mapping of LocalSteps' arguments."""
+    """Read None, ``true`` for the defaults, or a mapping of LocalSteps' arguments."""
     arguments = _arguments_of(LocalSteps, "local_steps", value, codec="codec")
     if not isinstance(arguments, dict):
         return arguments
@@ -107,13 +107,13 @@ def _local_steps(value: object) -> LocalSteps | None:
 
 
 def _error_feedback(key: str, value: object) -> LoCo | None:
-    """None, ``true`` for the defaults, or a mapping of LoCo's arguments."""
+    """Read None, ``true`` for the defaults, or a mapping of LoCo's arguments."""
     arguments = _arguments_of(LoCo, key, value, codec="dtype")
     return _at(key, lambda given: LoCo(**given), arguments) if isinstance(arguments, dict) else arguments
 
 
 def _arguments_of(kind: type[C], key: str, value: object, codec: str) -> dict[str, Any] | C | None:
-    """The arguments of ``kind`` that a mapping gives, the one named ``codec`` read; anything else as it is, or None."""
+    """Return the arguments of ``kind`` in a mapping, the one named ``codec`` read; anything else as it is, or None."""
     if value is None or value is False or isinstance(value, kind):
         return value or None
     if value is True:
@@ -137,7 +137,7 @@ def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -
 
 
 def _at(key: str, read: Callable[[Any], T], value: object) -> T:
-    """``read(value)``, whose errors begin with ``key``."""
+    """Return ``read(value)``, whose errors begin with ``key``."""
     try:
         return read(value)
     except (TypeError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""The effective strategy on a layout of ranks: its scopes, and the codecs that are active.
+"""Resolution of a strategy on a layout of ranks: its effective scopes, and the codecs that are active.
 
 [Note: One node]
 Codecs trade computation for bytes on the slow network between nodes. A single node has no such network, and encoding
 takes longer than its fast links take to send the bytes saved. So the codecs meant for the slow network are inactive
-there: those of weights and gradients, and what "auto" derives from the latter for the hop inside a node. Torch's own
+there: those of weights and gradients, and what "auto" derives from the latter for the intra-node hop. Torch's own
 collectives then do whatever the scopes leave to them. A codec named explicitly for the intra-node hop stays active, as
 does error feedback on it.
 
@@ -25,7 +25,7 @@ from .topology import Topology
 
 
 class Scopes(NamedTuple):
-    """Where a parameter, its gradient and its optimizer state live: ``N``, ``I`` or ``G`` each."""
+    """Scopes of a parameter, its gradient and its optimizer state: ``N``, ``I`` or ``G`` each."""
 
     parameters: str
     gradients: str
@@ -55,7 +55,7 @@ class ResolvedStrategy:
     frozen: Codec | None
 
     def within_node(self) -> ResolvedStrategy:
-        """The strategy as a node runs it that trains on its own: as a job of one node.
+        """Return the strategy as a node runs it that trains on its own: as a job of one node.
 
         Its codecs stay active, unlike those of a job that has one node: they were resolved for several.
         """
@@ -80,11 +80,11 @@ def resolve(
     """
     if topology.nodes == 1 and topology.world > 1:
         weights = gradients = None
-        inside = finer_inside(intra_gradients, None)
-        if error_feedback is not None and (error_feedback.hops == "inter" or inside is None):
+        intra_node = intra_node_codec(intra_gradients, None)
+        if error_feedback is not None and (error_feedback.hops == "inter" or intra_node is None):
             error_feedback = None
     # Only now: on one node, "auto" must follow a gradient codec that is inactive.
-    codecs = finer_inside(intra_gradients, gradients), gradients
+    codecs = intra_node_codec(intra_gradients, gradients), gradients
     scopes = resolve_scopes(Scopes(*levels), topology, error_feedback, codecs)
     return ResolvedStrategy(levels, topology, scopes, weights, codecs, error_feedback, frozen)
 
@@ -95,7 +95,7 @@ def resolve_scopes(
     error_feedback: LoCo | None = None,
     gradient_codecs: tuple[Codec | None, Codec | None] = (None, None),
 ) -> Scopes:
-    """The effective scopes on ``topology``: a network level that does not exist shards nothing.
+    """Return the effective scopes on ``topology``: a network level that does not exist shards nothing.
 
     On one node, ``I`` is the same as ``G``. On nodes of one GPU, ``I`` is the same as ``N``, except for a secondary
     shard (parameters ``I`` beside an optimizer ``G``): it then holds all weights, but still encoded, which ``N`` does
@@ -110,12 +110,12 @@ def resolve_scopes(
         error_feedback: Error feedback on the gradient codecs, if active.
         gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction.
     """
-    asked = "".join(scopes)
+    requested = "".join(scopes)
     if topology.nodes == 1:
-        scopes = Scopes(*asked.replace("I", "G"))
+        scopes = Scopes(*requested.replace("I", "G"))
     elif topology.gpus_per_node == 1:
         keeps_secondary = scopes.parameters == "I" and scopes.optimizer == "G"
-        scopes = Scopes(*asked.replace("I", "N"))
+        scopes = Scopes(*requested.replace("I", "N"))
         scopes = scopes._replace(parameters="I") if keeps_secondary else scopes
     if error_feedback is None:
         return scopes
@@ -128,11 +128,11 @@ def resolve_scopes(
     return scopes
 
 
-def finer_inside(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:
-    """The codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the block of the inter-node codec.
+def intra_node_codec(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:
+    """Return the codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the inter-node codec's block.
 
     The intra-node network is fast, so its hop can afford the precision that the slow hop can't. SDP4Bit (arXiv
-    2410.15526, section 3.2) finds 8 bits inside nodes and 4 between them enough to keep the loss.
+    2410.15526, section 3.2) finds 8 bits on the intra-node hop and 4 on the inter-node hop enough to keep the loss.
     """
     if intra != "auto":
         return intra

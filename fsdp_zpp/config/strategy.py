@@ -18,14 +18,14 @@ from .deepspeed.arguments import strategy_arguments
 from .error_feedback import LoCo, check_error_feedback
 from .local_steps import LocalSteps
 from .mapping import PRESETS, arguments_from_mapping, mapping_from_arguments
-from .resolve import ResolvedStrategy, finer_inside, resolve
+from .resolve import ResolvedStrategy, intra_node_codec, resolve
 from .topology import Topology
 
 _SCOPES = "NIG"
 
 
 def _legal_levels() -> tuple[str, ...]:
-    """All (parameter, gradient, optimizer) letters whose optimizer scope is at least as fine as the other two.
+    """Return all (parameter, gradient, optimizer) scopes of which the optimizer's is at least as fine as the others.
 
     A coarser optimizer state costs memory and saves no communication (PaRO, arXiv 2310.06003, section 3).
     """
@@ -41,7 +41,7 @@ LEGAL_LEVELS: tuple[str, ...] = _legal_levels()
 
 @dataclass(frozen=True)  # hashable, too: FSDP1 looks up its sharding strategy in a dict
 class Strategy:
-    """Where parameters, gradients and optimizer state live, how each hop is encoded, and how often the slow hop runs.
+    """Says where parameters, gradients and optimizer state live, how hops are encoded, how often the slow hop runs.
 
     Pass it as ``FullyShardedDataParallel(..., sharding_strategy=strategy)``. ``None`` as a codec means full
     precision: values are sent in the dtype in which FSDP would have sent them.
@@ -54,10 +54,10 @@ class Strategy:
             full-precision shard; both hops carry the same codes. With ``Int4Delta()``, after a step the inter-node
             hop carries only the changes, in 4 bits. On a single node, which has no slow hop, weights
             and gradients are sent in full precision.
-        gradients: Codec of the gradient reduction between nodes (ZeRO++'s qgZ).
-        intra_gradients: Codec of the gradient reduction inside a node; active on a single node, too. ``"auto"`` is
-            finer than ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several
-            nodes, else full precision.
+        gradients: Codec of the gradient reduction's inter-node hop (ZeRO++'s qgZ).
+        intra_gradients: Codec of its intra-node hop; active on a single node, too. ``"auto"`` is finer than
+            ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes, else
+            full precision.
         error_feedback: Error feedback on the gradient codecs.
         frozen: Codec of frozen parameters, which are quantized once.
         local_steps: Has nodes train on their own and exchange changes of weights every few steps, instead of gradients
@@ -149,26 +149,26 @@ class Strategy:
 
     @property
     def keeps_secondary(self) -> bool:
-        """Whether each node keeps a secondary shard of weights whose optimizer state is sharded over all ranks."""
+        """Return whether nodes keep a secondary shard of weights whose optimizer state is sharded over all ranks."""
         return (self.parameters, self.optimizer) == ("I", "G")
 
     @property
     def parameters(self) -> str:
-        """The scope of the parameters."""
+        """Return the scope of the parameters."""
         return self.levels[0]
 
     @property
     def optimizer(self) -> str:
-        """The scope of the optimizer state."""
+        """Return the scope of the optimizer state."""
         return self.levels[2]
 
     @property
     def gradient_codecs(self) -> tuple[Codec | None, Codec | None]:
-        """Codecs of the intra-node and the inter-node hop of the gradient reduction."""
-        return finer_inside(self.intra_gradients, self.gradients), self.gradients
+        """Return the codecs of the intra-node and the inter-node hop of the gradient reduction."""
+        return intra_node_codec(self.intra_gradients, self.gradients), self.gradients
 
     def resolve(self, topology: Topology) -> ResolvedStrategy:
-        """The effective strategy on ``topology``: its scopes there, and the codecs that are active."""
+        """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
         return resolve(
             self.levels,
             weights=self.weights,
@@ -181,10 +181,11 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
-        encodes_inside = self.intra_gradients not in (None, "auto")
+        """Return whether this is FULL_SHARD itself: everything is sharded over all ranks and nothing is encoded."""
+        encodes_intra_node = self.intra_gradients not in (None, "auto")
         encoded = (self.weights, self.gradients, self.frozen)
-        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_inside  # local steps refuse GGG
+        # Local steps refuse GGG.
+        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node
 
     @classmethod
     def zeropp(cls, **overrides: Any) -> Strategy:
@@ -247,7 +248,7 @@ class Strategy:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any] | str) -> Strategy:
-        """The strategy of a configuration file in YAML or JSON, as in ``{"preset": "zeropp", "gpus_per_node": 8}``.
+        """Make the strategy of a YAML or JSON configuration such as ``{"preset": "zeropp", "gpus_per_node": 8}``.
 
         Args:
             mapping: The arguments of a strategy, with codecs by name (``"int8:256"``); ``preset``, if given, is the
@@ -263,7 +264,7 @@ class Strategy:
         return strategy
 
     def to_dict(self) -> dict[str, Any]:
-        """The strategy as ``from_dict`` reads it, every argument, in strings, numbers, None and dicts.
+        """Return the strategy as ``from_dict`` reads it, every argument, in strings, numbers, None and dicts.
 
         Raises:
             TypeError: If a codec is not one of this library; the error names the key.
@@ -272,7 +273,7 @@ class Strategy:
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Strategy:
-        """The strategy that a DeepSpeed configuration asks for; logs in one line what it leaves to your script.
+        """Make the strategy that a DeepSpeed configuration asks for; log in one line what it leaves to your script.
 
         Args:
             config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".

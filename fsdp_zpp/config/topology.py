@@ -1,4 +1,4 @@
-"""The layout of ranks on nodes x GPUs, without process groups."""
+"""Layout of ranks on nodes x GPUs, without process groups."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Topology:
 
     @cached_property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return self.world // self.gpus_per_node
 
     def shard_count(self, scope: str) -> int:
-        """The number of shards into which a scope cuts a state: D(scope) in PaRO (arXiv 2310.06003)."""
+        """Return the number of shards into which a scope cuts a state: D(scope) in PaRO (arXiv 2310.06003)."""
         return {"N": 1, "I": self.gpus_per_node, "G": self.world}[scope]
 
     def intra_partition(self) -> list[list[int]]:
-        """The ranks of each node, ordered by local index."""
+        """Return the ranks of each node, ordered by local index."""
         starts = range(0, self.world, self.gpus_per_node)
         return [list(range(start, start + self.gpus_per_node)) for start in starts]
 
     def inter_partition(self) -> list[list[int]]:
-        """The ranks of each local index, one per node, ordered by node."""
+        """Return the ranks of each local index, one per node, ordered by node."""
         return [list(range(local, self.world, self.gpus_per_node)) for local in range(self.gpus_per_node)]
 
     def __str__(self) -> str:

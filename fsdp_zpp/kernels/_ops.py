@@ -1,4 +1,4 @@
-"""The operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
+"""Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
 
 Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` makes of it the
 operation that its docstring describes, which does this once for calls that differ in values and factors alone. All
@@ -9,16 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .checks import (
-    check_add_delta,
-    check_delta,
-    check_device,
-    check_errors,
-    check_requantize,
-    check_rows,
-    check_sum,
-    check_values,
-)
+from . import checks
 from .dispatch import backend_for, op
 from .payload import PayloadLayout
 
@@ -45,7 +36,7 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int, tail: 
         ValueError: If ``values`` is not flat and contiguous or does not divide into the grid, or another argument is
             out of range.
     """
-    numel = check_values("values", values, rows, cols)
+    numel = checks.check_values("values", values, rows, cols)
     return backend_for(values).quantize(numel, rows, cols, PayloadLayout(bits, block, tail), values.dtype)
 
 
@@ -73,7 +64,7 @@ def dequantize(
         ValueError: If a shape or a stride is not as above, ``payload`` and ``out`` are on different devices, or another
             argument is out of range.
     """
-    layout, numel = check_sum(payload, "", out, rows, cols, bits, block, tail)
+    layout, numel = checks.check_sum(payload, "", out, rows, cols, bits, block, tail)
     # The sum over one peer, times 1, is exact, so that one kernel serves both ops.
     one_peer = backend_for(payload).dequantize_sum(1, numel, rows, cols, layout, out.dtype)
     return lambda payload, out: one_peer(payload, out, 1.0)
@@ -100,7 +91,7 @@ def dequantize_sum(
         TypeError: If ``payload`` or ``out`` has another dtype.
         ValueError: As for ``dequantize``, or if there is no peer.
     """
-    layout, numel = check_sum(payload, "peers", out, rows, cols, bits, block, tail)
+    layout, numel = checks.check_sum(payload, "peers", out, rows, cols, bits, block, tail)
     return backend_for(payload).dequantize_sum(payload.shape[0], numel, rows, cols, layout, out.dtype)
 
 
@@ -117,7 +108,7 @@ def dequantize_sum_quantize(
     scale: float,
     tail: int = 0,
 ) -> Callable[[Tensor, float], Tensor]:
-    """``dequantize_sum`` into fp32 followed by ``quantize``, fused so that the sums never go through memory.
+    """Do ``dequantize_sum`` into fp32, then ``quantize``, fused so that the sums never go through memory.
 
     Args:
         payload: uint8 ``[peers, rows * cols, nbytes]``, as for ``dequantize_sum``.
@@ -140,7 +131,7 @@ def dequantize_sum_quantize(
         TypeError: If ``payload`` is not uint8.
         ValueError: As for ``dequantize_sum``, or if ``numel`` is negative.
     """
-    layouts = check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block, tail)
+    layouts = checks.check_requantize(payload, numel, rows, cols, bits, block, out_bits, out_block, tail)
     return backend_for(payload).dequantize_sum_quantize(payload.shape[0], numel, rows, cols, *layouts)
 
 
@@ -156,7 +147,7 @@ def quantize_with_feedback(
     beta: float,
     tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """``quantize`` with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
+    """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
 
     Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
     2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors.
@@ -180,9 +171,9 @@ def quantize_with_feedback(
         TypeError: If ``values`` or ``errors`` has another dtype.
         ValueError: If a shape or a stride is not as above, or the tensors are on different devices.
     """
-    numel = check_values("values", values, rows, cols)
-    error_layout = check_errors(errors, rows * cols, numel, error_block)
-    check_device(values=values, errors=errors)
+    numel = checks.check_values("values", values, rows, cols)
+    error_layout = checks.check_errors(errors, rows * cols, numel, error_block)
+    checks.check_device(values=values, errors=errors)
     layout = PayloadLayout(bits, block, tail)
     return backend_for(values).quantize_with_feedback(numel, rows, cols, layout, error_layout, values.dtype)
 
@@ -201,7 +192,7 @@ def dequantize_sum_quantize_with_feedback(
     beta: float,
     tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """``dequantize_sum_quantize`` in the same order, with the error feedback of ``quantize_with_feedback`` on the sums.
+    """Do ``dequantize_sum_quantize`` in the same order, with error feedback as in ``quantize_with_feedback``.
 
     Args:
         payload: uint8 ``[peers, chunks, nbytes]``, as for ``dequantize_sum``.
@@ -224,9 +215,9 @@ def dequantize_sum_quantize_with_feedback(
         ValueError: As for ``dequantize_sum_quantize`` and ``quantize_with_feedback``.
     """
     chunks = payload.shape[1] if payload.dim() == 3 else 1  # check_requantize refuses any other payload
-    layouts = check_requantize(payload, numel, 1, chunks, bits, block, out_bits, out_block, tail)
-    error_layout = check_errors(errors, chunks, numel, error_block)
-    check_device(payload=payload, errors=errors)
+    layouts = checks.check_requantize(payload, numel, 1, chunks, bits, block, out_bits, out_block, tail)
+    error_layout = checks.check_errors(errors, chunks, numel, error_block)
+    checks.check_device(payload=payload, errors=errors)
     backend = backend_for(payload)
     return backend.dequantize_sum_quantize_with_feedback(payload.shape[0], numel, chunks, *layouts, error_layout)
 
@@ -255,7 +246,7 @@ def quantize_delta(
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is out
             of range.
     """
-    base_layout, layout, numel = check_delta(values, base, base_bits, base_block, bits, block, tail)
+    base_layout, layout, numel = checks.check_delta(values, base, base_bits, base_block, bits, block, tail)
     return backend_for(values).quantize_delta(base.shape[0], numel, base_layout, layout, values.dtype)
 
 
@@ -282,7 +273,7 @@ def add_delta(
         TypeError: If ``base`` or ``delta`` is not uint8.
         ValueError: As for ``quantize_delta``, or if ``numel`` is negative.
     """
-    layouts = check_add_delta(base, delta, numel, base_bits, base_block, bits, block, tail)
+    layouts = checks.check_add_delta(base, delta, numel, base_bits, base_block, bits, block, tail)
     return backend_for(base).add_delta(base.shape[0], numel, *layouts)
 
 
@@ -302,5 +293,5 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Call
         ValueError: If a shape or a stride is not as above, the two are on different devices, or another argument is
             out of range.
     """
-    layout, numel = check_rows(payload, out, bits, block)
+    layout, numel = checks.check_rows(payload, out, bits, block)
     return backend_for(payload).dequantize_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)

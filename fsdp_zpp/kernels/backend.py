@@ -1,4 +1,4 @@
-"""What the reference, Triton and the fake backend each define: a function for each op, which prepares a call."""
+"""Interface of the reference, Triton and fake backends: a function for each op, which prepares a call."""
 
 from __future__ import annotations
 

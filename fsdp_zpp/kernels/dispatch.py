@@ -1,4 +1,4 @@
-"""Which backend runs an op, how its calls are prepared, and which of them go through torch's dispatcher.
+"""Dispatch of ops: which backend runs one, how its calls are prepared, and which go through torch's dispatcher.
 
 To check a call's arguments and to work out its launch takes as long as several kernel launches, and so does dispatching
 a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every step. So all that
@@ -24,11 +24,11 @@ R = TypeVar("R")
 
 _OFF_ALIGNMENT = ALIGNMENT - 1  # the bits of an offset or an address in which it is not aligned
 _MAX_PREPARED = 1024
-"""The calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory."""
+"""Calls that an op keeps prepared. A model has tens; a program of ever new shapes must not fill the memory."""
 
 
 def backend_for(tensor: Tensor) -> Backend:
-    """The module that runs ops on ``tensor``: Triton on CUDA, the reference on CPU, the fake one while tracing."""
+    """Return the module that runs ops on ``tensor``: Triton on CUDA, the reference on CPU, fake while tracing."""
     # Backends are imported on use, so that machines without a GPU do not need Triton.
     # Fakes come first: a fake tensor reports the device that it stands for, so is_cuda may be true of it.
     if tensor.is_meta or (type(tensor) is not Tensor and hasattr(tensor, "fake_mode")):
@@ -95,7 +95,7 @@ class Op(Generic[P, R]):
         return prepared(*self._inputs(args))
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position, defaults included."""
+        """Return all arguments by position, defaults included."""
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.args
@@ -108,7 +108,7 @@ class Op(Generic[P, R]):
         return prepared
 
     def _register(self, name: str, mutates_args: tuple[str, ...]) -> Callable[..., R]:
-        """The op as torch has it. It checks its arguments, too, also while tracing."""
+        """Register the op with torch. It checks its arguments there, too, also while tracing."""
 
         def run(*args: Any) -> R:
             args += self._defaults[len(args) - self._required :]  # torch leaves out what equals its default
@@ -144,7 +144,7 @@ def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, C
 
 
 def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What checks and kernels see of a tensor besides its values.
+    """Return what checks and kernels see of a tensor besides its values.
 
     Triton compiles for the alignment of addresses. Checks go by that of offsets, which a tensor has also while it is
     traced.
@@ -160,6 +160,6 @@ def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _select(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that returns the items at these places as a tuple."""
+    """Return a function that returns the items at these places as a tuple."""
     # Of one place, itemgetter would return the item itself.
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))

@@ -1,4 +1,4 @@
-"""The operations for tracing: the shape and dtype of each result, without values."""
+"""Operations for tracing: the shape and dtype of each result, without values."""
 
 from collections.abc import Callable
 
@@ -68,10 +68,10 @@ def dequantize_rows(
 
 
 def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Tensor]:
-    """A call that returns a payload, on the device of its first tensor."""
+    """Return a call that returns a payload, on the device of its first tensor."""
     shape = (chunks, layout.nbytes(numel))
     return lambda tensor, *_: tensor.new_empty(shape, dtype=torch.uint8)
 
 
 def _nothing(*_: Tensor | float) -> None:
-    """A call that returns nothing."""
+    """Return nothing, as a call that only writes does."""

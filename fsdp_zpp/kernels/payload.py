@@ -1,4 +1,4 @@
-"""The payload format: the layout of a chunk's quantized values in memory and on the wire.
+"""Payload format: the layout of a chunk's quantized values in memory and on the wire.
 
 A *chunk* is a run of contiguous values, one rank's shard. It is quantized in blocks of ``block`` values. No block spans
 two chunks; the last block of a chunk may be partial. The payload of a chunk is one row of bytes::
@@ -44,10 +44,10 @@ MIN_BLOCK = 32
 MAX_BLOCK = 4096
 
 MIN_SCALE = 2.0**-126
-"""The smallest normal fp32. It keeps ``1 / scale`` finite for blocks of tiny values."""
+"""Smallest normal fp32. It keeps ``1 / scale`` finite for blocks of tiny values."""
 
 SCALE_MASK = -0x100
-"""The bits of an fp32 that a scale keeps, as an int32: 16 of 24 significant bits. See [Note: Exact products]."""
+"""Bits of an fp32 that a scale keeps, as an int32: 16 of 24 significant bits. See [Note: Exact products]."""
 
 SCALE_RAISE = 2.0**-22
 """Exceeds the errors of rounding ``1 / qmax`` and of a product with it, 2**-24 each."""
@@ -55,7 +55,7 @@ SCALE_RAISE = 2.0**-22
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """Where the codes, the scales and the tail lie in a chunk's payload.
+    """Layout of the codes, the scales and the tail in a chunk's payload.
 
     Args:
         bits: Width of a code, 4 or 8.
@@ -86,40 +86,40 @@ class PayloadLayout:
 
     @property
     def qmax(self) -> int:
-        """The largest code, 7 or 127. Codes are symmetric, so -8 and -128 never occur."""
+        """Return the largest code, 7 or 127. Codes are symmetric, so -8 and -128 never occur."""
         return (1 << (self.bits - 1)) - 1
 
     def blocks(self, numel: int) -> int:
-        """The number of blocks, and of scales, in a chunk of ``numel`` values."""
+        """Return the number of blocks, and of scales, in a chunk of ``numel`` values."""
         return (numel + self.block - 1) // self.block
 
     def codes_nbytes(self, numel: int) -> int:
-        """Bytes of the codes of ``numel`` values, without padding."""
+        """Return the bytes of the codes of ``numel`` values, without padding."""
         return (numel * self.bits + 7) // 8
 
     def scales_offset(self, numel: int) -> int:
-        """The offset of the scales in the row, in bytes."""
+        """Return the offset of the scales in the row, in bytes."""
         return _align(self.codes_nbytes(numel))
 
     def codes(self, payload: Tensor, numel: int) -> Tensor:
-        """A view of the codes in a payload of chunks of ``numel`` values: uint8 [chunks, codes_nbytes(numel)]."""
+        """Return a view of the codes in a payload of chunks of ``numel`` values: uint8 [chunks, codes_nbytes]."""
         return payload[:, : self.codes_nbytes(numel)]
 
     def scales(self, payload: Tensor, numel: int) -> Tensor:
-        """A view of the scales in a payload of chunks of ``numel`` values: fp32 [chunks, blocks(numel)]."""
+        """Return a view of the scales in a payload of chunks of ``numel`` values: fp32 [chunks, blocks(numel)]."""
         start = self.scales_offset(numel)
         return payload[:, start : start + 4 * self.blocks(numel)].view(torch.float32)
 
     def tail_offset(self, numel: int) -> int:
-        """The offset of the tail in the row, in bytes: a multiple of 16."""
+        """Return the offset of the tail in the row, in bytes: a multiple of 16."""
         return self.scales_offset(numel) + _align(4 * self.blocks(numel))
 
     def tails(self, payload: Tensor, numel: int) -> Tensor:
-        """A view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
+        """Return a view of the tails in a payload [..., nbytes(numel)]: fp32 [..., tail]."""
         return payload[..., self.tail_offset(numel) :].view(torch.float32)
 
     def nbytes(self, numel: int) -> int:
-        """The length of a row in bytes, a multiple of 16. That of an empty chunk is the tail's."""
+        """Return the length of a row in bytes, a multiple of 16. The row of an empty chunk is its tail."""
         return self.tail_offset(numel) + 4 * self.tail
 
 

@@ -1,4 +1,4 @@
-"""The operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
+"""Operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
 
 The functions rely on the checks of ``_ops.py`` and prepare a call: they take what all its repetitions have in common,
 and what they return takes the tensors and factors. Each has a twin of the same name and signature in

@@ -235,7 +235,7 @@ class StrategyUnit:
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""
         if self.reduce is not None:
-            self.reduce.drop_accumulated()
+            self.reduce.accumulated.drop()
         self.sharded.drop_gradients()
 
     @property

@@ -1,4 +1,4 @@
-"""What codecs take: blocks are powers of two from 32 to 4096."""
+"""Arguments of codecs: blocks are powers of two from 32 to 4096."""
 
 from __future__ import annotations
 

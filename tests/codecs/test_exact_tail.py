@@ -57,7 +57,7 @@ def values_of(numel: int, seed: int = 0) -> Tensor:
 
 
 def longer(codec: ExactTail, rows: Tensor, numel: int) -> Tensor:
-    """Rows of the wrapped codec as ``codec`` has them, with tails that differ."""
+    """Return rows of the wrapped codec as ``codec`` has them, with tails that differ."""
     payload = torch.zeros((*rows.shape[:-1], codec.nbytes(numel)), dtype=torch.uint8)
     payload[..., : rows.shape[-1]] = rows
     tails = codec.tails(payload)
@@ -148,8 +148,8 @@ def test_feedback(codec: Codec, following: Codec, error_codec: Int8 | None) -> N
     coded = peers(codec, 3, 6, numel)
     expected = decode_sum_encode_with_feedback(codec, coded, numel, following, SCALE, buffers[0])
     payload = longer(tailed, coded, numel)
-    found = decode_sum_encode_with_feedback(tailed, payload, numel, then, SCALE, buffers[1])
-    check_payload(then, found, expected, numel)
+    payload_with_tails = decode_sum_encode_with_feedback(tailed, payload, numel, then, SCALE, buffers[1])
+    check_payload(then, payload_with_tails, expected, numel)
     assert torch.equal(buffers[0].state, buffers[1].state)
     assert buffers[0].state.any() or following == FullPrecision(torch.float32)
 

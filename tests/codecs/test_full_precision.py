@@ -16,7 +16,7 @@ numels = pytest.mark.parametrize("numel", [2, 40])
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, which tell -0 from 0."""
+    """Return the bytes of a tensor, which tell -0 from 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

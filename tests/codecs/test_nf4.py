@@ -17,13 +17,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rounded(values: Tensor, block: int) -> Tensor:
-    """What bitsandbytes makes of a flat tensor of whole blocks."""
+    """Return what bitsandbytes makes of a flat tensor of whole blocks."""
     codes, state = quantize_4bit(values, blocksize=block, quant_type="nf4")
     return dequantize_4bit(codes, state).flatten()
 
 
 def random_values(numel: int, dtype: torch.dtype) -> Tensor:
-    """Normally distributed values, of a size that differs from block to block."""
+    """Make normally distributed values, of a size that differs from block to block."""
     values = torch.randn(numel) * torch.arange(numel).div(64, rounding_mode="floor").remainder(7).add(1)
     return values.to(models.device(), dtype)
 

@@ -23,7 +23,7 @@ NUMEL = 333
 
 
 def block_steps(values: Tensor, codec: Int8 | Int4) -> Tensor:
-    """The quantization step of each value, by the definition."""
+    """Return the quantization step of each value, by the definition."""
     steps = [block.abs().max().expand(len(block)) / (2 ** (codec.bits - 1) - 1) for block in values.split(codec.block)]
     return torch.cat(steps)
 
@@ -38,7 +38,7 @@ def followed(gpus_per_node: int, dtype: torch.dtype) -> list[tuple[float, bool]]
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(world, NUMEL, generator=generator)
     held = torch.zeros(world, NUMEL)
-    found = []
+    results = []
     for step in range(30):
         out = torch.empty(world * NUMEL, dtype=dtype, device=device())
         gather(weights[dist.get_rank()].to(device()), out)
@@ -52,11 +52,11 @@ def followed(gpus_per_node: int, dtype: torch.dtype) -> list[tuple[float, bool]]
             worst = max(worst, ((now[rank] - weights[rank]).abs() / bound.clamp(min=1e-30)).max().item())
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, now)
-        found.append((worst, all(torch.equal(other, now) for other in everyone)))
+        results.append((worst, all(torch.equal(other, now) for other in everyone)))
         held = now
         weights = weights + 0.01 * torch.randn(world, NUMEL, generator=generator)
         gather.secondary.mark_stale(by_step=True)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -64,8 +64,8 @@ def followed(gpus_per_node: int, dtype: torch.dtype) -> list[tuple[float, bool]]
 def test_gathered_weights_stay_within_half_a_step_of_the_true_ones(
     pool: Callable[[int], Pool], gpus_per_node: int, dtype: torch.dtype
 ) -> None:
-    for found in pool(4).run(followed, gpus_per_node, dtype):
-        for error, equal in found:
+    for results in pool(4).run(followed, gpus_per_node, dtype):
+        for error, equal in results:
             assert error <= 1
             assert equal
 

@@ -26,21 +26,21 @@ STEPS = 6
 
 
 def kept_by(keep: str, mesh: ProcessMesh, numel: int) -> tuple[int, int]:
-    """The values of a gradient of which each rank keeps ``numel``, and where this rank's start."""
+    """Return the values of a gradient of which each rank keeps ``numel``, and where this rank's start."""
     world, gpus = mesh.topology.world, mesh.topology.gpus_per_node
     size = numel * {"G": world, "I": gpus, "N": 1}[keep]
     return size, {"G": mesh.rank, "I": mesh.rank % gpus, "N": 0}[keep] * numel
 
 
 def gradient_of(step: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A noisy gradient, other noise on each rank."""
+    """Make a noisy gradient, other noise on each rank."""
     fixed = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     noise = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank + 2))
     return (fixed + 0.3 * noise).to(dtype)
 
 
 def last_errors(reduce: GradientReduce, mesh: ProcessMesh, keep: str, numel: int) -> Tensor:
-    """What this rank's part of the mean lacks for errors, as far as all senders' buffers say: float64 [numel].
+    """Return what this rank's part of the mean lacks for errors, by all senders' buffers: float64 [numel].
 
     Straight from the definition of the hops: who sends what to whom.
     """
@@ -57,7 +57,7 @@ def last_errors(reduce: GradientReduce, mesh: ProcessMesh, keep: str, numel: int
         return torch.zeros(rows, columns, dtype=torch.float64) if state is None else state.view(rows, columns).double()
 
     def of_chunk(node: int, local: int) -> Tensor:
-        """Of chunk ``node`` of the part of ``local``: what the nodes did not send for it, and who sums it, back."""
+        """Return for chunk ``node`` of the part of ``local`` what nodes did not send for it, and who sums it, back."""
         # Without a hop inside, what goes between nodes to be scattered is not a mean yet.
         mean = world if gpus == 1 and keep == "G" else 1
         between = sum(of(n * gpus + local, "inter", nodes, chunk)[node] for n in range(nodes)) / mean
@@ -75,7 +75,7 @@ def last_errors(reduce: GradientReduce, mesh: ProcessMesh, keep: str, numel: int
 
 
 def mesh_group(mesh: ProcessMesh) -> dist.ProcessGroup:
-    """All ranks of a mesh that is the world."""
+    """Return all ranks of a mesh that is the world."""
     assert mesh.topology.world == dist.get_world_size()
     assert dist.group.WORLD is not None
     return dist.group.WORLD

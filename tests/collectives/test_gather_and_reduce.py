@@ -1,4 +1,4 @@
-"""The two-hop gather and the two-hop reduce: laws that hold for any size, layout, dtype and codec."""
+"""Two-hop gather and two-hop reduce: laws that hold for any size, layout, dtype and codec."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORLD = 8 if device_type() == "cpu" or SHARE_GPUS in os.environ else min(8, torc
 
 
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype, special: float | None) -> torch.Tensor:
-    """A rank's values: magnitudes that differ between and inside of blocks, and perhaps one non-finite value."""
+    """Make a rank's values: magnitudes that differ between and in blocks, and perhaps one non-finite value."""
     generator = torch.Generator().manual_seed(seed * 1009 + rank)
     x = torch.randn(numel, generator=generator) * torch.exp(2 * torch.randn(numel, generator=generator))
     x[torch.rand(numel, generator=generator) < 0.1] = 0
@@ -64,7 +64,7 @@ def reduce(layout: tuple[int, int], codecs: Any, numel: int, dtypes: Any, seed: 
 
 
 def half_steps(x: np.ndarray, codec: Codec | None, numel: int) -> np.ndarray:
-    """Half a quantization step for each element of ``x``, made of chunks of ``numel``, by the definition."""
+    """Return half a quantization step for each element of ``x``, made of chunks of ``numel``, by the definition."""
     if codec is None:
         return np.zeros_like(x)
     qmax = 2 ** (codec.bits - 1) - 1

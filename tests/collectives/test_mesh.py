@@ -37,23 +37,23 @@ def test_process_groups_are_made_once_for_each_layout(pool: Callable[[int], Pool
 
 
 def errors_of_bad_launchers(values: list[str]) -> list[str]:
-    """In a worker: what is said of values that a launcher may have set."""
-    said = []
+    """In a worker: what is messages of values that a launcher may have set."""
+    messages = []
     for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         for value in values:
             with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"} | {name: value}):
                 try:
                     process_mesh(dist.group.WORLD)
-                    said.append("nothing")
+                    messages.append("nothing")
                 except ValueError as error:
-                    said.append(str(error))
-    return said
+                    messages.append(str(error))
+    return messages
 
 
 def test_what_a_launcher_says_of_nodes_must_be_a_positive_number(pool: Callable[[int], Pool]) -> None:
-    for said in pool(4).run(errors_of_bad_launchers, ["0", "abc", "", "-2", "2.0"]):
+    for messages in pool(4).run(errors_of_bad_launchers, ["0", "abc", "", "-2", "2.0"]):
         assert all(
-            "in the environment is not a positive number" in each and "pass gpus_per_node" in each for each in said
+            "in the environment is not a positive number" in each and "pass gpus_per_node" in each for each in messages
         )
 
 

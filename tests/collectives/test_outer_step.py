@@ -31,18 +31,18 @@ Weights = list[list[torch.Tensor]]
 
 
 def named(shards: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Shards by names, as an exchange takes them."""
+    """Return shards by names, as an exchange takes them."""
     return {str(index): shard for index, shard in enumerate(shards)}
 
 
 def initial(local: int) -> list[torch.Tensor]:
-    """The weights of a local index, the same on all nodes."""
+    """Return the weights of a local index, the same on all nodes."""
     generator = torch.Generator().manual_seed(local)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def steps_of(round_: int, rank: int) -> list[torch.Tensor]:
-    """What a rank's own steps add to its weights in a round; partly what other nodes' add."""
+    """Return what a rank's own steps add to its weights in a round; partly what other nodes' add."""
     common, own = (torch.Generator().manual_seed(seed) for seed in (round_, 100 * round_ + rank + 1))
     return [0.01 * (torch.randn(shape, generator=common) + torch.randn(shape, generator=own)) for shape in SHAPES]
 
@@ -78,7 +78,7 @@ def train(
 
 
 def expected(config: LocalSteps, gpus_per_node: int, local: int) -> Weights:
-    """The weights after each round by torch's SGD, of one local index, as in DiLoCo's algorithm 1."""
+    """Return one local index's weights after each round by torch's SGD, as in DiLoCo's algorithm 1."""
     weights = [torch.nn.Parameter(each.double()) for each in initial(local)]
     options = {"lr": config.outer_lr, "momentum": config.outer_momentum, "nesterov": config.nesterov}
     optimizer = torch.optim.SGD(weights, **options)
@@ -93,11 +93,11 @@ def expected(config: LocalSteps, gpus_per_node: int, local: int) -> Weights:
     return after
 
 
-def distance(found: Weights, wanted: Weights) -> float:
-    """The largest difference of a weight."""
+def distance(results: Weights, wanted: Weights) -> float:
+    """Return the largest difference of a weight."""
     return max(
         (one.double() - other).abs().max().item()
-        for here, there in zip(found, wanted, strict=True)
+        for here, there in zip(results, wanted, strict=True)
         for one, other in zip(here, there, strict=True)
     )
 
@@ -158,18 +158,18 @@ def errors_left(reset_every: int) -> list[list[bool]]:
     shards = [torch.randn(40, device=device())]
     dist.broadcast(shards[0], 0)
     outer.start(named(shards))
-    found = []
+    results = []
     for _ in range(4):
         shards[0] += torch.randn_like(shards[0])
         outer.exchange(named(shards))
         state = outer.state_dict()
-        found.append([state[name]["errors"][hop] is not None for name, hop in EACH_WAY])
-    return found
+        results.append([state[name]["errors"][hop] is not None for name, hop in EACH_WAY])
+    return results
 
 
 def test_errors_are_reset_both_ways(pool: Callable[[int], Pool]) -> None:
-    for found in pool(4).run(errors_left, 2):
-        assert found == [[True, True], [False, False], [True, True], [False, False]]
+    for results in pool(4).run(errors_left, 2):
+        assert results == [[True, True], [False, False], [True, True], [False, False]]
 
 
 def agreed_dtype() -> torch.dtype:

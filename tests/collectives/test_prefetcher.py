@@ -1,4 +1,4 @@
-"""The prefetcher by itself: which secondary shards it sends, and which of them together."""
+"""Prefetcher by itself: which secondary shards it sends, and which of them together."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from harness.wiretap import wiretap
 from fsdp_zpp import Int4Delta, Int8
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.inter_node_gather import in_chunks
 from fsdp_zpp.collectives.mesh import process_mesh
-from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
+from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher, in_chunks
 from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
@@ -24,7 +23,7 @@ INTER, INTRA = ("all_gather", "inter"), ("all_gather", "intra")
 
 
 class Given:
-    """A shard that is there.
+    """Source of a shard that is there at any time.
 
     Args:
         shard: The shard.
@@ -34,27 +33,27 @@ class Given:
         self._shard = shard
 
     def can_be_read(self) -> bool:
-        """At any time."""
+        """Return True: at any time."""
         return True
 
     def prepare_read(self) -> int:
-        """Nothing replaces it."""
+        """Return its number of values; nothing replaces it."""
         return self._shard.numel()
 
     def read(self) -> ShardValues:
-        """The shard."""
+        """Return the shard."""
         return ShardValues([self._shard], self._shard.numel(), None, True)
 
     def is_trained(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def layout(self, numel: int) -> FlatLayout:
-        """That of no parameters in particular."""
+        """Return the layout of no parameters in particular."""
         return FlatLayout.dense(())
 
     def shard_version(self) -> None:
-        """It has none."""
+        """Return None: it has none."""
 
 
 def some_unused(device_shards: int, together: int) -> list[int]:

@@ -29,7 +29,7 @@ def test_the_next_micro_batch_reduces_in_the_order_of_the_last_synchronized_back
     a, b, c = units = [Unit(name) for name in "abc"]
     order = ReductionOrder(units)
     for unit in (b, a, c, b):
-        order.synchronized(unit)
+        order.synchronized.append(unit)
     order.restart()
     assert order.remaining() == [b, a, c]
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration becomes, where it is read from, and what is logged of it."""
+"""DeepSpeed configurations: what they become, where they are read from, and what is logged of them."""
 
 from __future__ import annotations
 

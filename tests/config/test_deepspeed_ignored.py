@@ -1,4 +1,4 @@
-"""What DeepSpeed ignores of a configuration is ignored, too, with a warning that says what would honour it."""
+"""Keys that DeepSpeed ignores are ignored, too, with a warning that says what would honour it."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_quantization_that_deepspeed_ignores_is_named_with_the_strategy_that_has
     # What the warning tells to write is the same places with the codecs that stage 3 would have had.
     written = re.search(r"write (Strategy\(.*\)) to quantize", warning)
     assert written is not None
-    asked = from_zero(stage=3, **quantized)
+    requested = from_zero(stage=3, **quantized)
     suggested = eval(written.group(1), {"Strategy": Strategy, "Int4": Int4, "Int8": Int8, "LoCo": LoCo})
     assert (suggested.levels, suggested.gpus_per_node) == (plain.levels, plain.gpus_per_node)
     for part in ("weights", "gradients", "intra_gradients", "error_feedback", "frozen"):
-        assert getattr(suggested, part) == getattr(asked, part)
+        assert getattr(suggested, part) == getattr(requested, part)
 
 
 OPENRLHF = {

@@ -1,4 +1,4 @@
-"""What can't be honoured of a DeepSpeed configuration raises, and the error says what to do."""
+"""Keys of a DeepSpeed configuration that can't be honoured raise, and the error says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy object: what it accepts, what it refuses and how it says so."""
+"""Strategy objects: what it accepts, what it refuses and how it says so."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_presets_are_shorthand_for_strategies() -> None:
         Strategy.diloco(8, local_steps=LocalSteps(8))
 
 
-def test_gradients_are_finer_inside_a_node_by_default() -> None:
+def test_gradients_are_finer_on_the_intra_node_hop_by_default() -> None:
     assert Strategy(gradients=Int4(64)).gradient_codecs == (Int8(64), Int4(64))
     assert Strategy().gradient_codecs == (None, None)
     assert Strategy(gradients=Int4(64), intra_gradients=None).gradient_codecs == (None, Int4(64))

@@ -10,7 +10,7 @@ from fsdp_zpp.kernels import _ops, triton_backend
 
 
 def on_triton(op: Callable[..., Any], *args: Any) -> Any:
-    """What an op does in Triton: compiled for tensors on a GPU, interpreted for those on a CPU."""
+    """Run an op in Triton: compiled for tensors on a GPU, interpreted for those on a CPU."""
     with patch.object(_ops, "backend_for", lambda tensor: triton_backend):
         call = op.__wrapped__(*args)  # type: ignore[attr-defined]
     return call(*[arg for arg in args if isinstance(arg, Tensor | float)])

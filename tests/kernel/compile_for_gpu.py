@@ -27,7 +27,7 @@ COMPILED: dict[str, str] = {}
 
 
 class Hopper:
-    """As much of a driver as compiling takes."""
+    """Driver that has as much as compiling takes."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -40,7 +40,7 @@ class Hopper:
 
 
 def compile_only() -> None:
-    """Have launches from now on compile and do nothing else."""
+    """Make launches from now on compile and do nothing else."""
     run = JITFunction.run
 
     def compile_and_stop(self: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> None:

@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where Triton kernels run here."""
+    """Return where Triton kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""The payload format once more, one value at a time and sharing no code with the package: what the tests compare to."""
+"""Payload format once more, one value at a time and sharing no code with the package: what the tests compare to."""
 
 import math
 import struct
@@ -14,7 +14,7 @@ def _pad16(row: bytearray) -> None:
 
 
 def truncated(value: np.float32) -> np.float32:
-    """To 16 significant bits."""
+    """Truncate to 16 significant bits."""
     mantissa, exponent = math.frexp(float(value))
     return f32(math.ldexp(math.floor(mantissa * 2**16), exponent - 16))
 
@@ -31,7 +31,7 @@ def _encode_block(values: Sequence[np.float32], qmax: int) -> tuple[list[int], n
 
 
 def encode(values: Sequence[np.float32], bits: int, block: int) -> bytes:
-    """The payload of one chunk."""
+    """Return the payload of one chunk."""
     codes: list[int] = []
     scales: list[np.float32] = []
     for start in range(0, len(values), block):
@@ -54,7 +54,7 @@ def encode(values: Sequence[np.float32], bits: int, block: int) -> bytes:
 
 
 def decode(row: bytes, numel: int, bits: int, block: int) -> list[np.float32]:
-    """The values of one payload row."""
+    """Return the values of one payload row."""
     nbytes = numel if bits == 8 else (numel + 1) // 2
     scales_at = (nbytes + 15) // 16 * 16
     values = []
@@ -70,7 +70,7 @@ def decode(row: bytes, numel: int, bits: int, block: int) -> list[np.float32]:
 
 
 def decode_sum(rows: Sequence[bytes], numel: int, bits: int, block: int, scale: float) -> list[np.float32]:
-    """``scale`` times the sum of the peers' rows, in their order."""
+    """Return ``scale`` times the sum of the peers' rows, in their order."""
     total = decode(rows[0], numel, bits, block)
     for row in rows[1:]:
         total = [a + b for a, b in zip(total, decode(row, numel, bits, block), strict=True)]
@@ -78,5 +78,5 @@ def decode_sum(rows: Sequence[bytes], numel: int, bits: int, block: int, scale: 
 
 
 def transposed(rows: int, cols: int) -> list[int]:
-    """Where the chunks of a row-major grid go: chunk i of it to place ``transposed(rows, cols)[i]``."""
+    """Return where chunks of a row-major grid go: chunk i of it to place ``transposed(rows, cols)[i]``."""
     return [col * rows + row for row in range(rows) for col in range(cols)]

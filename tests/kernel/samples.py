@@ -9,7 +9,7 @@ EXPONENTS = {torch.float32: (-149, 120), torch.bfloat16: (-133, 120), torch.floa
 
 
 def spread(numel: int, dtype: torch.dtype, seed: int = 0, piece: int = 37) -> Tensor:
-    """Values whose magnitude jumps every ``piece`` values, over all of the dtype's range, with zeros in between."""
+    """Make values whose magnitude jumps every ``piece`` values, over all of the dtype's range, with zeros between."""
     rng = np.random.default_rng(seed)
     low, high = EXPONENTS[dtype]
     exponents = rng.integers(low, high, size=numel // piece + 1).repeat(piece)[:numel]
@@ -19,17 +19,17 @@ def spread(numel: int, dtype: torch.dtype, seed: int = 0, piece: int = 37) -> Te
 
 
 def normal(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """What weights look like."""
+    """Make values that look like weights."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def peers(count: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """One tensor of values for each peer."""
+    """Make one tensor of values for each peer."""
     return [normal(numel, dtype, seed) for seed in range(count)]
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal, with NaN equal to NaN: its bits differ between processors."""
+    """Return whether two tensors are equal, with NaN equal to NaN: its bits differ between processors."""
     return bool(
         torch.equal(actual.isnan(), expected.isnan()) and torch.equal(actual.nan_to_num(), expected.nan_to_num())
     )

@@ -1,4 +1,4 @@
-"""What only the compiler would refuse: the interpreter runs kernels as Python, which allows for more."""
+"""Kernels that only the compiler would refuse: the interpreter runs kernels as Python, which allows for more."""
 
 from __future__ import annotations
 

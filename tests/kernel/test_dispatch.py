@@ -1,4 +1,4 @@
-"""What ops do once for calls of the same signature, and what makes signatures differ."""
+"""Dispatch: what ops do once for calls of the same signature, and what makes signatures differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ each_op = pytest.mark.parametrize("op", CASES, ids=lambda op: op.__name__)
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes each call that is prepared, from none on; reaches into ops, since preparing shows in nothing but time."""
+    """Note each call that is prepared, from none on; reaches into ops, since preparing shows in nothing but time."""
     noted: list[str] = []
     choose = _ops.backend_for
 
@@ -72,7 +72,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def result_of(op: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What a call returns and writes."""
+    """Return what a call returns and writes."""
     returned = op(*arguments)
     return [each for each in (returned, *arguments) if isinstance(each, Tensor)]
 

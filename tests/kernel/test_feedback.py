@@ -25,13 +25,13 @@ error_blocks = pytest.mark.parametrize("error_block", ERROR_BLOCKS)
 
 
 def errors_of(chunks: int, numel: int, error_block: int) -> Tensor:
-    """Errors left by earlier steps."""
+    """Make errors left by earlier steps."""
     values = normal(chunks * numel, torch.float32, seed=7) * 0.1
     return quantize(values, 1, chunks, 8, error_block) if error_block else values
 
 
 def as_values(errors: Tensor, chunks: int, numel: int, error_block: int) -> Tensor:
-    """Errors in fp32."""
+    """Return errors in fp32."""
     if not error_block:
         return errors.clone()
     values = torch.empty(chunks * numel)
@@ -88,7 +88,7 @@ def test_zeros_keep_their_signs(device: torch.device) -> None:
 
 @over_pairs(shape=SHAPES, error_block=ERROR_BLOCKS, grid=GRIDS)
 def test_formula(shape: tuple[int, int, int], error_block: int, grid: tuple[int, int]) -> None:
-    """Against two plain operations: the payload is that of values plus errors, in the order of the payload's rows."""
+    """Compare with two plain operations: the payload is that of values plus errors, in the order of its rows."""
     bits, block, numel = shape
     chunks = grid[0] * grid[1]
     values, errors = normal(chunks * numel, torch.float32), errors_of(chunks, numel, error_block)
@@ -122,7 +122,7 @@ def test_what_is_not_finite_leaves_the_errors_of_its_block(error_block: int) -> 
 @error_blocks
 @pytest.mark.parametrize("beta", [0.0, 0.8])
 def test_errors_do_not_build_up(error_block: int, beta: float) -> None:
-    """The root mean square of what 400 noisy steps on one gradient have left out: at most a fifth of plain int4's."""
+    """Bound the root mean square of what 400 noisy steps on one gradient left out by a fifth of plain int4's."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(4096, generator=generator)
     errors = torch.zeros(4096)

@@ -1,4 +1,4 @@
-"""What a recurring launch asks of Triton's JIT, and what it passes on."""
+"""Recurring launches: what they ask of Triton's JIT, and what they pass on."""
 
 from __future__ import annotations
 

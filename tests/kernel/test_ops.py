@@ -1,4 +1,4 @@
-"""The ops as torch sees them, and what they say about bad arguments."""
+"""Ops as torch sees them, and what they say about bad arguments."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The format: sizes, and bytes written down by hand."""
+"""Payload format: sizes, and bytes written down by hand."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""What must hold whatever the values, on the reference: the kernels equal it bit for bit (test_triton.py)."""
+"""Properties that hold whatever the values, on the reference: kernels equal it bit for bit (test_triton.py)."""
 
 import torch
 from hypothesis import given, settings, strategies as st
@@ -26,7 +26,7 @@ def round_trip(values: Tensor, bits: int, block: int) -> Tensor:
 
 
 def of_block(values: Tensor, block: int) -> Tensor:
-    """The absmax of each value's block."""
+    """Return the absmax of each value's block."""
     absmax = [piece.abs().max().expand(len(piece)) for piece in values.double().split(block)]
     return torch.cat(absmax)
 

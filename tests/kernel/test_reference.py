@@ -1,4 +1,4 @@
-"""The ops on CPU against the oracle, byte for byte."""
+"""Ops on CPU against the oracle, byte for byte."""
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ SHAPES = [(8, 32, 1), (8, 256, 4096), (8, 64, 5000), (4, 32, 34), (4, 128, 8192)
 
 
 def apart(chunks: int, numel: int, bits: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A payload, and the same rows between others in a larger one."""
+    """Make a payload, and the same rows between others in a larger one."""
     values = torch.randn(chunks * numel, generator=torch.Generator().manual_seed(numel)).to(device)
     payload = quantize(values, chunks, 1, bits, block)
     larger = torch.full((chunks, payload.shape[1] + 80), 0xAB, dtype=torch.uint8, device=device)

@@ -36,15 +36,15 @@ TAILS = [4, 12, 256]
 
 
 def values(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    found = normal(CHUNKS * numel, dtype)
-    found[::997] = torch.nan
-    return found
+    result = normal(CHUNKS * numel, dtype)
+    result[::997] = torch.nan
+    return result
 
 
 def payload(numel: int, bits: int, block: int, *lead: int) -> Tensor:
     count = torch.Size(lead).numel()
-    found = quantize(normal(count * CHUNKS * numel, torch.float32, seed=1), 1, count * CHUNKS, bits, block)
-    return found.view(*lead, CHUNKS, -1) if numel else found.view(*lead, CHUNKS, 0)
+    result = quantize(normal(count * CHUNKS * numel, torch.float32, seed=1), 1, count * CHUNKS, bits, block)
+    return result.view(*lead, CHUNKS, -1) if numel else result.view(*lead, CHUNKS, 0)
 
 
 CASES: dict[str, Callable[[int], tuple[Any, ...]]] = {
@@ -83,14 +83,14 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def longer(rows: Tensor, tail: int) -> Tensor:
-    """The same rows with tails of junk, each as it is in no other row."""
+    """Return the same rows with tails of junk, each as it is in no other row."""
     seed = torch.Generator().manual_seed(tail)
     junk = torch.randint(256, (*rows.shape[:-1], 4 * tail), dtype=torch.uint8, generator=seed)
     return torch.cat([rows, junk], dim=-1)
 
 
 def with_tails(op: Any, arguments: tuple[Any, ...], tail: int) -> tuple[Any, ...]:
-    """The arguments of a call, payloads with tails. Errors have none."""
+    """Return the arguments of a call, payloads with tails. Errors have none."""
     names = inspect.signature(op).parameters
     return tuple(
         longer(each, tail)
@@ -109,7 +109,7 @@ def check(case: str, numel: int, tail: int, run: Callable[..., Any], device: tor
     there = tuple(each.to(device) if isinstance(each, Tensor) else each for each in given)
     if device.type == "cpu":
         there = tuple(each.clone() if isinstance(each, Tensor) else each for each in given)
-    coded, found = op(*rest), run(op, *there, tail)
+    coded, result = op(*rest), run(op, *there, tail)
     for name, before, without, after in zip(inspect.signature(op).parameters, given, rest, there, strict=False):
         if isinstance(before, Tensor):
             expected = without if name in ("out", "errors") else before  # the call without tails has written it, too
@@ -117,9 +117,9 @@ def check(case: str, numel: int, tail: int, run: Callable[..., Any], device: tor
     if coded is None:
         return None
     nbytes = coded.shape[-1]
-    assert found.shape == (CHUNKS, nbytes + 4 * tail)
-    assert torch.equal(found[:, :nbytes].cpu(), coded)
-    return found[:, nbytes:]
+    assert result.shape == (CHUNKS, nbytes + 4 * tail)
+    assert torch.equal(result[:, :nbytes].cpu(), coded)
+    return result[:, nbytes:]
 
 
 @over_pairs(case=list(CASES), numel=NUMELS, tail=TAILS)
@@ -159,7 +159,7 @@ def test_opcheck(case: str, numel: int) -> None:
 
 
 def layout_of(op: Any, arguments: tuple[Any, ...]) -> tuple[int, int]:
-    """Bits and block of what an op returns."""
+    """Return bits and block of what an op returns."""
     named = dict(zip(inspect.signature(op).parameters, arguments, strict=False))
     prefix = "base_" if op is add_delta else "out_" if "out_bits" in named else ""
     return named[f"{prefix}bits"], named[f"{prefix}block"]

@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled on a GPU and interpreted elsewhere, against the reference on CPU: the same bits."""
+"""Triton kernels, compiled on a GPU and interpreted elsewhere, against the reference on CPU: the same bits."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_stored(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """fp32 values as a kernel stores them. The interpreter, unlike GPUs, truncates to bf16."""
+    """Return fp32 values as a kernel stores them. The interpreter, unlike GPUs, truncates to bf16."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         values = (values.view(torch.int32) & -0x10000).view(torch.float32)
     return values.to(dtype)
 
 
 def gather(count: int, chunks: int, numel: int, bits: int, block: int) -> Tensor:
-    """The payloads of several peers, with a block of each lost to a NaN."""
+    """Make the payloads of several peers, with a block of each lost to a NaN."""
     payloads = []
     for peer, values in enumerate(peers(count, chunks * numel)):
         values[peer * 997 % len(values)] = torch.nan

@@ -106,7 +106,7 @@ def reduce_in_every_backward() -> None:
             handle.unreduced = not state._sync_gradients
         if state._sync_gradients:
             if handle.flat_param.grad is not None and handle.order is not None:
-                handle.order.synchronized(handle)
+                handle.order.synchronized.append(handle)
             hook(state, handle, *args)
             return
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
@@ -156,7 +156,7 @@ def _reduce_accumulated(handles: dict[StrategyHandle, Any]) -> None:
             continue
         flat_param: Any = handle.flat_param
         unreduced, handle.unreduced = handle.unreduced and flat_param.grad is not None, False
-        has_accumulated = handle.reduction.has_accumulated or handle in used_elsewhere
+        has_accumulated = handle.reduction.accumulated.sums is not None or handle in used_elsewhere
         if not unreduced and not has_accumulated:
             continue
         _enter_post_backward(state, handle)
@@ -201,7 +201,7 @@ def _agree_on_use(handles: list[StrategyHandle]) -> set[StrategyHandle]:
         if all(used_by_any()):
             used_elsewhere.add(handle)
         elif handle.reduction is not None:
-            handle.reduction.drop_accumulated()
+            handle.reduction.accumulated.drop()
             flat_param: Any = handle.flat_param
             # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
             flat_param._post_backward_called = hasattr(flat_param, "_saved_grad_shard")

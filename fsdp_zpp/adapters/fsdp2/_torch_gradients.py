@@ -126,7 +126,7 @@ class GradientGroup(FSDPParamGroup):
         params = self.fsdp_params
         if (order := getattr(self, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
             params = [params[index] for index in order]
-        accumulated = frozenset() if self.reduction is None else self.reduction.accumulated_names
+        accumulated = frozenset() if self.reduction is None else self.reduction.accumulated.names
         return [
             param
             for param in params

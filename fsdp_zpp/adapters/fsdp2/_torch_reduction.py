@@ -179,7 +179,7 @@ class ReducingGroup(GradientGroup):
             self._fill_missing(params)
         # Where torch reduces what is not used, all ranks do, whatever this one has.
         if self._took_part or any_gradient or (params and self.reduces_unused):
-            self.order.synchronized(self)
+            self.order.synchronized.append(self)
         # Optimizers in the backward must not step on gradients that perhaps no rank has used.
         for param, _, _ in self._unused.values():
             param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -271,6 +271,6 @@ class ReducingGroup(GradientGroup):
     def reset_step(self) -> None:
         """An exception has ended a step: drop the gradients of its micro-batches."""
         if self.reduction is not None:
-            self.reduction.drop_accumulated()
+            self.reduction.accumulated.drop()
         ReducingGroup.drop_gradients(self)  # torch itself drops unsharded ones from 2.15 on only
         self.end_backward(synchronized=True)

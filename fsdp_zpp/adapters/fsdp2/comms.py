@@ -128,7 +128,7 @@ class StrategyAllReduce:
 
 def _divided_by(reduce: GradientReduce, group: _torch.StrategyGroup, gradient: Tensor) -> float:
     """What torch has divided ``gradient`` by and accumulated gradients are still to be divided by."""
-    return _torch.divided_by(group, gradient.dtype) if reduce.has_accumulated else 1.0
+    return _torch.divided_by(group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
 
 
 def _factor_of(op: Any, sharded_over: int, world: int, divide_factor: float | None) -> float:

@@ -39,7 +39,7 @@ from .section import Findings, Section, load
 
 logger = logging.getLogger("fsdp_zpp")
 
-# DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 inside a node.
+# DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 on the intra-node hop.
 _CODECS: dict[str, dict[str, Codec]] = {
     "zero_quantized_weights": {"weights": Int8(256)},
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
@@ -56,7 +56,7 @@ _TOP_KEYS = {"zero_optimization"} | TOP_WITHOUT_EFFECT | TOP_SCRIPT.keys() | TOP
 
 
 def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of the Strategy that ``config`` asks for. Logs in one line what it leaves to others.
+    """Return the arguments of the Strategy that ``config`` asks for. Log in one line what it leaves to others.
 
     Args:
         config: A DeepSpeed configuration, or the path of one in JSON.
@@ -92,26 +92,26 @@ def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> di
 
 
 def _codecs(zero: Section, place: Place) -> dict[str, Any]:
-    """The codecs and the error feedback, as arguments of a Strategy."""
-    asked = [key for key in _CODECS if zero.flag(key)]
-    arguments: dict[str, Any] = {name: codec for key in asked for name, codec in _CODECS[key].items()}
+    """Return the codecs and the error feedback, as arguments of a Strategy."""
+    keys = [key for key in _CODECS if zero.flag(key)]
+    arguments: dict[str, Any] = {name: codec for key in keys for name, codec in _CODECS[key].items()}
     loco = _loco(zero)
     if loco is not None:
         if "gradients" in arguments:
-            asked.append("zeropp_loco_param")
+            keys.append("zeropp_loco_param")
             arguments["error_feedback"] = loco
         else:
             remedy = "set zero_quantized_gradients to true to have it, or remove it"
             zero.ignored(["zeropp_loco_param"], "where gradients are not quantized", remedy)
-    if asked and place.engine != STAGE_3:
+    if keys and place.engine != STAGE_3:
         written = source_of(place.arguments() | arguments)
-        zero.ignored(asked, f"under {place.engine}", f"write {written} to quantize, or remove it")
+        zero.ignored(keys, f"under {place.engine}", f"write {written} to quantize, or remove it")
         return {}
     return arguments
 
 
 def _loco(zero: Section) -> LoCo | None:
-    """LoCo as DeepSpeed runs it: err_beta weighs the old error, as our beta does, and both hops keep 8-bit errors."""
+    """Return LoCo as DeepSpeed runs it: err_beta weighs the old error, as beta does; both hops keep 8-bit errors."""
     if zero.values.get("zeropp_loco_param") is None:
         return None
     section = zero.inner("zeropp_loco_param")

@@ -27,7 +27,7 @@ class Refused:
     neutral: tuple[object, ...] = ()
 
     def is_off(self, value: Any) -> bool:
-        """Whether ``value`` changes nothing."""
+        """Return whether ``value`` changes nothing."""
         if isinstance(value, Mapping):
             return not value or value.get("enabled") is False or value in self.neutral
         # Equality alone would take true for 1.

@@ -1,4 +1,4 @@
-"""Where a DeepSpeed configuration places the states: its stage or PaRO's name for one, hpZ's groups and MiCS's."""
+"""Place of the states in a DeepSpeed configuration: its stage or PaRO's name for one, hpZ's groups and MiCS's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACE_KEYS = ("stage", "paro_strategy", "zero_hpz_partition_size", "mics_shard_s
 
 @dataclass(frozen=True)
 class Place:
-    """Where the states live, and the engine of DeepSpeed that would place them there."""
+    """Place where the states live, and the engine of DeepSpeed that would place them there."""
 
     levels: str
     engine: str
@@ -33,17 +33,17 @@ def place_of(zero: Section) -> Place:
     # The defaults switch both off: a group of one rank keeps nothing, and MiCS takes -1 for no.
     secondary = zero.number("zero_hpz_partition_size", default=1, least=0)
     mics = zero.number("mics_shard_size", default=-1, least=-1)
-    asked = {"zero_hpz_partition_size": secondary > 1, "mics_shard_size": mics > 0}
-    for key, is_on in asked.items():
+    requests = {"zero_hpz_partition_size": secondary > 1, "mics_shard_size": mics > 0}
+    for key, is_on in requests.items():
         if is_on and place.engine != STAGE_3:
             zero.ignored([key], f"under {place.engine}", "set stage to 3 to have it, or remove it")
     if place.engine != STAGE_3:
         return place
-    if all(asked.values()):
+    if all(requests.values()):
         zero.ignored(["zero_hpz_partition_size"], "beside mics_shard_size", "remove one of the two")
-    if asked["mics_shard_size"]:
+    if requests["mics_shard_size"]:
         return Place("III", "MiCS", mics)
-    return Place("IGG", STAGE_3, secondary) if asked["zero_hpz_partition_size"] else place
+    return Place("IGG", STAGE_3, secondary) if requests["zero_hpz_partition_size"] else place
 
 
 def _stage_or_paro(zero: Section) -> Place:

@@ -17,7 +17,7 @@ from .keys import Refused
 
 
 def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The configuration, read from its file if it is a path.
+    """Return the configuration, read from its file if it is a path.
 
     Raises:
         TypeError: If it is neither a dict nor a path, or the file holds no dict.
@@ -39,7 +39,7 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of ``pairs``, which must not repeat a key: json would silently keep the last value."""
+    """Make a dict of ``pairs``, which must not repeat a key: json would silently keep the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -49,7 +49,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is wrong with a configuration, and what of it DeepSpeed ignores, collected as its sections are read."""
+    """Errors of a configuration, and what of it DeepSpeed ignores, collected as its sections are read."""
 
     errors: list[Exception] = field(default_factory=list)
     ignored: list[tuple[str, str, str]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Section:
     findings: Findings
 
     def inner(self, key: str, hint: str = "") -> Section:
-        """The section at ``key``, empty if there is none."""
+        """Return the section at ``key``, empty if there is none."""
         return Section(f"{self.prefix}{key}.", self.mapping(key, hint) or {}, self.findings)
 
     def error(self, key: str, reason: str, kind: type[Exception] = ValueError) -> None:
@@ -114,7 +114,7 @@ class Section:
                 self.error(key, f"can't be honoured: {refusal.reason}")
 
     def is_auto(self, key: str) -> bool:
-        """Whether the value is "auto", which is an error."""
+        """Return whether the value is "auto", which is an error."""
         if self.values.get(key) == "auto":
             self.error(key, 'it decides the strategy, and nothing here resolves "auto"; write the value')
             return True

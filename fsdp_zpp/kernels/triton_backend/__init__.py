@@ -1,10 +1,11 @@
-"""The operations in Triton: one launch each, transposition and padding included, without temporaries.
+"""Operations in Triton: one launch each, transposition and padding included, without temporaries.
 
 The functions rely on the checks of ``_ops.py`` and prepare a call. Each has a twin of the same name and signature in
 ``reference.py`` and equals its results bit for bit.
 
 ``quantize_sum.py``, ``feedback.py``, ``delta.py`` and ``rows.py`` hold one family of kernels each, built from the parts
-in ``tiles.py``; ``tiling.py`` cuts the work into programs and ``launch.py`` launches them.
+in ``tiles.py``, ``decoding.py``, ``encoding.py`` and ``error_tiles.py``; ``tiling.py`` cuts the work into programs and
+``launch.py`` launches them.
 """
 
 from collections.abc import Callable
@@ -34,12 +35,13 @@ from .tiling import (
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """See ``kernels.quantize``."""
-    launch = launch_tiles(
+    return launch_tiles(
         quantize_kernel,
         quantize_tiling(layout),
         numel,
         cols,
         rows,
+        payload=layout,
         numel_units=numel // align(numel),
         row_units=layout.nbytes(numel) // ALIGNMENT,
         ALIGN=align(numel),
@@ -47,14 +49,6 @@ def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: tor
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
-    allocate = _allocator(rows * cols, numel, layout)
-
-    def call(values: Tensor) -> Tensor:
-        payload = allocate(values)
-        launch(values, payload)
-        return payload
-
-    return call
 
 
 def dequantize_sum(
@@ -83,12 +77,13 @@ def dequantize_sum_quantize(
     peers: int, numel: int, rows: int, cols: int, layout: PayloadLayout, out_layout: PayloadLayout
 ) -> Callable[[Tensor, float], Tensor]:
     """See ``kernels.dequantize_sum_quantize``."""
-    launch = launch_tiles(
+    return launch_tiles(
         sum_quantize_kernel,
         sum_quantize_tiling(peers, layout, out_layout),
         numel,
         cols,
         rows,
+        payload=out_layout,
         numel=numel,
         row_units=layout.nbytes(numel) // ALIGNMENT,
         out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
@@ -101,14 +96,6 @@ def dequantize_sum_quantize(
         # No values are read or written here, only codes, so a group is as many codes as a 16-byte access holds.
         GROUP=128 // layout.bits,
     )
-    allocate = _allocator(rows * cols, numel, out_layout)
-
-    def call(payload: Tensor, scale: float) -> Tensor:
-        out = allocate(payload)
-        launch(payload, out, scale)
-        return out
-
-    return call
 
 
 def quantize_with_feedback(
@@ -121,6 +108,7 @@ def quantize_with_feedback(
         numel,
         cols,
         rows,
+        payload=layout,
         numel_units=numel // align(numel),
         row_units=layout.nbytes(numel) // ALIGNMENT,
         error_row_units=error_layout.nbytes(numel) // ALIGNMENT if error_layout else 0,
@@ -131,15 +119,8 @@ def quantize_with_feedback(
         ERROR_BLOCK=error_layout.block if error_layout else 0,
         GROUP=group(dtype, layout),
     )
-    allocate = _allocator(rows * cols, numel, layout)
-
-    def call(values: Tensor, errors: Tensor, beta: float) -> Tensor:
-        payload = allocate(values)
-        # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
-        launch(values, payload, errors, beta, 1 - beta)
-        return payload
-
-    return call
+    # 1 - beta in fp64, as in the reference; from an fp32 beta, the kernel's could differ in the last bit.
+    return lambda values, errors, beta: launch(values, errors, beta, 1 - beta)
 
 
 def dequantize_sum_quantize_with_feedback(
@@ -157,6 +138,7 @@ def dequantize_sum_quantize_with_feedback(
         numel,
         chunks,
         1,
+        payload=out_layout,
         numel=numel,
         row_units=layout.nbytes(numel) // ALIGNMENT,
         out_row_units=out_layout.nbytes(numel) // ALIGNMENT,
@@ -170,26 +152,20 @@ def dequantize_sum_quantize_with_feedback(
         OUT_BLOCK=out_layout.block,
         ERROR_BLOCK=error_layout.block if error_layout else 0,
     )
-    allocate = _allocator(chunks, numel, out_layout)
-
-    def call(payload: Tensor, errors: Tensor, scale: float, beta: float) -> Tensor:
-        out = allocate(payload)
-        launch(payload, out, errors, scale, beta, 1 - beta)
-        return out
-
-    return call
+    return lambda payload, errors, scale, beta: launch(payload, errors, scale, beta, 1 - beta)
 
 
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.quantize_delta``."""
-    launch = launch_tiles(
+    return launch_tiles(
         quantize_delta_kernel,
         delta_tiling(base_layout, layout),
         numel,
         chunks,
         1,
+        payload=layout,
         numel_units=numel // align(numel),
         base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
         row_units=layout.nbytes(numel) // ALIGNMENT,
@@ -200,26 +176,19 @@ def quantize_delta(
         BITS=layout.bits,
         BLOCK=layout.block,
     )
-    allocate = _allocator(chunks, numel, layout)
-
-    def call(values: Tensor, base: Tensor) -> Tensor:
-        out = allocate(base)
-        launch(values, base, out)
-        return out
-
-    return call
 
 
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """See ``kernels.add_delta``."""
-    launch = launch_tiles(
+    return launch_tiles(
         add_delta_kernel,
         delta_tiling(base_layout, layout),
         numel,
         chunks,
         1,
+        payload=base_layout,
         numel=numel,
         base_row_units=base_layout.nbytes(numel) // ALIGNMENT,
         row_units=layout.nbytes(numel) // ALIGNMENT,
@@ -230,14 +199,6 @@ def add_delta(
         BITS=layout.bits,
         BLOCK=layout.block,
     )
-    allocate = _allocator(chunks, numel, base_layout)
-
-    def call(base: Tensor, delta: Tensor) -> Tensor:
-        out = allocate(base)
-        launch(base, delta, out)
-        return out
-
-    return call
 
 
 def dequantize_rows(
@@ -258,11 +219,3 @@ def dequantize_rows(
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
-
-
-def _allocator(chunks: int, numel: int, layout: PayloadLayout) -> Callable[[Tensor], Tensor]:
-    """A function that allocates a payload on a tensor's device."""
-    nbytes = layout.nbytes(numel)
-    shape, strides = (chunks, nbytes), (max(nbytes, 1), 1)
-    # Not new_empty, which also has a form with names and takes half as long again to tell which is called.
-    return lambda tensor: tensor.new_empty_strided(shape, strides, dtype=torch.uint8)

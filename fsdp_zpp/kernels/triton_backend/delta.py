@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of deltas: one encodes values less what a payload decodes to, one adds a payload to another.
+"""Kernels of deltas: one encodes values less what a payload decodes to, one adds a payload to another.
 
 Each is a single pass: the decoded base is as large as the weights in fp32 and never goes through memory.
 """
@@ -7,8 +7,10 @@ Each is a single pass: the decoded base is as large as the weights in fp32 and n
 import triton
 import triton.language as tl
 
+from .decoding import add_row, decode_sum
+from .encoding import encode
 from .quantize_sum import load_blocks
-from .tiles import add_row, decode_sum, encode, source_chunk, tile_index
+from .tiles import source_chunk, tile_index
 
 _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 
@@ -16,8 +18,8 @@ _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 @triton.jit
 def _delta_tile(
     values_ptr,
-    base_ptr,
     out_ptr,
+    base_ptr,
     numel,
     base_row_units,
     row_units,
@@ -40,8 +42,8 @@ def _delta_tile(
 @triton.jit(do_not_specialize=["numel_units", "base_row_units", "row_units", "base_zero"])
 def quantize_delta_kernel(
     values_ptr,
-    base_ptr,
     out_ptr,
+    base_ptr,
     numel_units,
     base_row_units,
     row_units,
@@ -53,13 +55,13 @@ def quantize_delta_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The grid is (tiles of a chunk, chunks, 1)."""
+    """Take a grid (tiles of a chunk, chunks, 1)."""
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     if (tile_index() + 1) * TILE <= numel:
         _delta_tile(
             values_ptr,
-            base_ptr,
             out_ptr,
+            base_ptr,
             numel,
             base_row_units,
             row_units,
@@ -74,8 +76,8 @@ def quantize_delta_kernel(
     else:
         _delta_tile(
             values_ptr,
-            base_ptr,
             out_ptr,
+            base_ptr,
             numel,
             base_row_units,
             row_units,
@@ -92,8 +94,8 @@ def quantize_delta_kernel(
 @triton.jit
 def _add_tile(
     base_ptr,
-    delta_ptr,
     out_ptr,
+    delta_ptr,
     numel,
     base_row_units,
     row_units,
@@ -118,8 +120,8 @@ def _add_tile(
 @triton.jit(do_not_specialize=["numel", "base_row_units", "row_units", "base_zero", "zero"])
 def add_delta_kernel(
     base_ptr,
-    delta_ptr,
     out_ptr,
+    delta_ptr,
     numel,
     base_row_units,
     row_units,
@@ -131,13 +133,13 @@ def add_delta_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The grid is (tiles of a chunk, chunks, 1)."""
+    """Take a grid (tiles of a chunk, chunks, 1)."""
     numel = tl.cast(numel, tl.int64)
     if (tile_index() + 1) * TILE <= numel:
         _add_tile(
             base_ptr,
-            delta_ptr,
             out_ptr,
+            delta_ptr,
             numel,
             base_row_units,
             row_units,
@@ -153,8 +155,8 @@ def add_delta_kernel(
     else:
         _add_tile(
             base_ptr,
-            delta_ptr,
             out_ptr,
+            delta_ptr,
             numel,
             base_row_units,
             row_units,

@@ -7,17 +7,21 @@ hundreds of times with a quantized base, from a thread that is busy already.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..payload import PayloadLayout
 from .tiling import Tiling
 
 
 class Launch:
     """A launch of a kernel that lacks only the tensors and factors, which are the kernel's first arguments.
+
+    A kernel that makes a payload takes it as its second argument, which the launch allocates and returns.
 
     On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes. In
     all calls of one launch these must be the same for each tensor; ``dispatch.py`` sees to it for what ops are given,
@@ -28,14 +32,23 @@ class Launch:
             ``do_not_specialize`` or be a ``tl.constexpr``.
         grid: Programs along each axis.
         tiling: Warps of a program, and registers of a thread.
+        payload: Shape of the payload to allocate; None if there is none.
         fixed: The kernel's remaining arguments, by name.
 
     Raises:
         KeyError: If ``fixed`` does not name the last arguments of the kernel.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], tiling: Tiling, **fixed: int | str) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        tiling: Tiling,
+        payload: tuple[int, int] | None = None,
+        **fixed: int | str,
+    ) -> None:
         self._kernel, self._grid = kernel, grid
+        self._payload = None if payload is None else _shape_and_strides(payload)
         # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
         self._options: dict[str, Any] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
         if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
@@ -45,20 +58,31 @@ class Launch:
         self._compiled: Callable[..., None] | None = None
         self._device = -1  # of a CPU, where kernels are interpreted
 
-    def __call__(self, *arguments: Tensor | float) -> None:
+    def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
         """Enqueue the kernel in the current stream of the tensors' device.
 
         Args:
-            arguments: Contiguous tensors, of which uint8 ones are payloads, then the factors.
+            first: The kernel's first argument.
+            others: Those that follow it, without the payload that is allocated: contiguous tensors, of which uint8 ones
+                are payloads, then the factors.
+
+        Returns:
+            The payload that is allocated, if there is one.
         """
+        payload = None
+        if self._payload is not None:
+            # Not new_empty, which also has a form with names and takes half as long again to tell which is called.
+            payload = first.new_empty_strided(*self._payload, dtype=torch.uint8)
+            others = (payload, *others)
         if self._compiled is None:
-            self._compile(arguments)
+            self._compile((first, *others))
         elif self._device < 0 or self._device == torch.cuda.current_device():
-            self._compiled(*arguments, *self._fixed)
+            self._compiled(first, *others, *self._fixed)
         else:
             # Triton launches on the current device, in its current stream.
             with torch.cuda.device(self._device):
-                self._compiled(*arguments, *self._fixed)
+                self._compiled(first, *others, *self._fixed)
+        return payload
 
     def _compile(self, arguments: tuple[Tensor | float, ...]) -> None:
         """Compile the kernel, unless Triton has, and launch it."""
@@ -71,16 +95,23 @@ class Launch:
 
 
 def _as_specialized(argument: Tensor | float) -> Tensor | float:
-    """An argument as kernels are compiled for it. Once compiled they take mere addresses and numbers."""
+    """Return an argument as kernels are compiled for it. Once compiled they take mere addresses and numbers."""
     if not isinstance(argument, Tensor):
         return float(argument)  # Triton would specialize for an int
     return argument.view(torch.int32) if argument.dtype == torch.uint8 else argument  # payloads are read as words
 
 
 def launch_tiles(
-    kernel: Any, tiling: Tiling, numel: int, cols: int, rows: int, /, **fixed: int | str
-) -> Callable[..., None]:
-    """A launch with one program for each tile of each chunk.
+    kernel: Any,
+    tiling: Tiling,
+    numel: int,
+    cols: int,
+    rows: int,
+    /,
+    payload: PayloadLayout | None = None,
+    **fixed: int | str,
+) -> Callable[..., Any]:
+    """Return a launch with one program for each tile of each chunk.
 
     Args:
         kernel: As for :class:`Launch`, with an argument ``TILE``.
@@ -88,13 +119,24 @@ def launch_tiles(
         numel: Number of values in a chunk.
         cols: Columns of the grid of chunks.
         rows: Rows of the grid of chunks.
+        payload: Layout of the payload that the launch allocates, a row for each chunk, and returns; None if it
+            allocates none.
         fixed: The kernel's remaining arguments, by name.
 
     Returns:
-        The launch; a function that does nothing if chunks are empty.
+        The launch; if chunks are empty, a function that does nothing but allocate the payload.
     """
+    shape = None if payload is None else (rows * cols, payload.nbytes(numel))
     if numel == 0:
-        return lambda *arguments: None
+        return functools.partial(_launch_nothing, shape)
     # Tiles go first: CUDA limits that axis to 2**31 - 1 programs and the other two to 65535.
     tiles = -(-numel // tiling.tile)
-    return Launch(kernel, (tiles, cols, rows), tiling, TILE=tiling.tile, **fixed)
+    return Launch(kernel, (tiles, cols, rows), tiling, shape, TILE=tiling.tile, **fixed)
+
+
+def _launch_nothing(shape: tuple[int, int] | None, first: Tensor, *others: Tensor | float) -> Tensor | None:
+    return None if shape is None else first.new_empty_strided(*_shape_and_strides(shape), dtype=torch.uint8)
+
+
+def _shape_and_strides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return shape, (max(shape[1], 1), 1)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels that quantize, sum, and do both; their grids are (tiles of a chunk, cols, rows).
+"""Kernels that quantize, sum, and do both; their grids are (tiles of a chunk, cols, rows).
 
 A kernel that reads or writes values takes ``numel`` in units of ``ALIGN`` values, which shows Triton how chunks are
 aligned, and all take the length of payloads' rows in units of 16 bytes. No integer is specialized, or Triton would
@@ -10,7 +10,9 @@ multiplied.
 import triton
 import triton.language as tl
 
-from .tiles import decode_sum, encode, source_chunk, target_chunk, tile_index
+from .decoding import decode_sum
+from .encoding import encode
+from .tiles import source_chunk, target_chunk, tile_index
 
 
 @triton.jit

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernel that decodes rows of a payload that lie apart."""
+"""Kernel that decodes rows of a payload that lie apart."""
 
 import triton
 import triton.language as tl
 
+from .decoding import load_row
 from .quantize_sum import store_groups
-from .tiles import load_row, source_chunk, tile_index
+from .tiles import source_chunk, tile_index
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def rows_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The grid is (tiles of a chunk, 1, chunks); rows start ``stride_units`` times 16 bytes (4 words) apart."""
+    """Take a grid (tiles of a chunk, 1, chunks); rows start ``stride_units`` times 16 bytes (4 words) apart."""
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     words_ptr += source_chunk() * (tl.cast(stride_units, tl.int64) * 4)
     if (tile_index() + 1) * TILE <= numel:

@@ -1,4 +1,4 @@
-"""How the work is cut: values per thread, threads per program, and what kernels learn about sizes.
+"""Tilings: values per thread, threads per program, and what kernels learn about sizes.
 
 The figures come from measurements on an H200 (``benchmarks/kernels/run.py``). A program of one warp finds the maximum
 over a block without shared memory, and its threads never wait for another warp. More values per thread spread the cost
@@ -18,7 +18,7 @@ _CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
 
 
 class Tiling(NamedTuple):
-    """How a kernel is cut into programs.
+    """Way to cut a kernel's work into programs.
 
     Attributes:
         tile: The values that one program works on, whole blocks of all its layouts.
@@ -32,24 +32,24 @@ class Tiling(NamedTuple):
 
 
 def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
-    """Programs of ``threads`` threads, or of as many more as the largest block takes at ``per_thread`` values each."""
+    """Cut into programs of ``threads`` threads, or of more if the largest block takes more at ``per_thread`` values."""
     # All of these are powers of two, so the larger number is a multiple of the smaller: whole blocks, whole warps.
     tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
     return Tiling(tile, tile // per_thread // WARP, max_registers)
 
 
 def quantize_tiling(layout: PayloadLayout) -> Tiling:
-    """For quantization. 32 values are four 16-byte loads of 16-bit values in flight per thread."""
+    """Cut quantization. 32 values are four 16-byte loads of 16-bit values in flight per thread."""
     return tiling(32, 2 * WARP, layout)
 
 
 def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
-    """For a sum over peers. Loads from all peers are in flight at once, up to 64 bytes per thread for few peers."""
+    """Cut a sum over peers. Loads from all peers are in flight at once, up to 64 bytes per thread for few peers."""
     return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
 
 
 def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
-    """For a sum over peers that is quantized again."""
+    """Cut a sum over peers that is quantized again."""
     if layout.bits == out_layout.bits == 8:
         return tiling(16, WARP, layout, out_layout)  # a 16-byte access
     few, many = (4, 8) if layout.bits == 4 else (0, 4)
@@ -61,14 +61,14 @@ def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLa
 
 
 def feedback_tiling(layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
-    """For quantization with error feedback."""
+    """Cut quantization with error feedback."""
     # Left to itself, the compiler takes so many registers for int4 and coded errors that too few programs run at once.
     max_registers = 96 if layout.bits == 4 and error_layout is not None else None
     return tiling(32, WARP, layout, error_layout, max_registers=max_registers)
 
 
 def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_layout: PayloadLayout | None) -> Tiling:
-    """For a sum over peers that is quantized again, with error feedback."""
+    """Cut a sum over peers that is quantized again, with error feedback."""
     layouts = (layout, out_layout, error_layout)
     if error_layout is None:
         return tiling(16, WARP, *layouts, max_registers=64)
@@ -76,12 +76,12 @@ def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_
 
 
 def delta_tiling(*layouts: PayloadLayout) -> Tiling:
-    """For encoding a delta and for adding one to its base."""
+    """Cut the encoding of a delta, and its addition to the base."""
     return tiling(32, WARP, *layouts)
 
 
 def align(numel: int) -> int:
-    """The largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
+    """Return the largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
 
     Kernels take ``numel`` in this unit. They then know which accesses are aligned, and are compiled in at most four
     variants, not for each size.
@@ -90,7 +90,7 @@ def align(numel: int) -> int:
 
 
 def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
-    """Neighbouring values that one thread holds: a 16-byte access, or a word of codes if that is more.
+    """Return how many neighbouring values a thread holds: a 16-byte access, or a word of codes if that is more.
 
     With fewer, several threads would have to write one word.
     """
@@ -98,11 +98,11 @@ def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
 
 
 def zero(bits: int) -> int:
-    """The bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``tiles.decode_sum``."""
+    """Return the bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``decode_sum``."""
     return 0x4B000000 + (1 << (bits - 1))
 
 
 def eviction(nbytes: int) -> str:
-    """The cache policy for an output of ``nbytes``."""
+    """Return the cache policy for an output of ``nbytes``."""
     # An output that exceeds the cache is gone before anybody reads it, so it must not push out what is still needed.
     return "evict_first" if nbytes > _CACHE_NBYTES else ""
