@@ -31,6 +31,11 @@ class Codec(ABC):
     for_frozen_only: ClassVar[bool] = False
     is_lossless: ClassVar[bool] = False
 
+    @property
+    def block_numel(self) -> int:
+        """Return how many consecutive values of a chunk depend on each other, counted from its start; 0 is all."""
+        return 0
+
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a chunk of ``numel`` values. They depend on nothing else, so ranks know all sizes."""
@@ -121,6 +126,10 @@ class FullPrecision(Codec):
     is_lossless: ClassVar[bool] = True
 
     dtype: torch.dtype
+
+    @property
+    def block_numel(self) -> int:
+        return 1
 
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize

@@ -46,6 +46,10 @@ class Blockwise(Codec):
         """Return where codes and scales lie in a payload."""
         return PayloadLayout(self.bits, self.block)
 
+    @property
+    def block_numel(self) -> int:
+        return self.block
+
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
 

@@ -54,6 +54,10 @@ class Int4Delta(Codec):
         """Return the codec of the deltas."""
         return Int4(self.block)
 
+    @property
+    def block_numel(self) -> int:
+        return max(self.block, self.whole.block)
+
     def nbytes(self, numel: int) -> int:
         return self.whole.nbytes(numel)
 

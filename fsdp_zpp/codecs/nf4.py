@@ -59,6 +59,10 @@ class NF4(Codec):
         """Return where codes and scales lie in a payload of whole blocks."""
         return PayloadLayout(4, self.block)
 
+    @property
+    def block_numel(self) -> int:
+        return self.block
+
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(self._padded(numel))
 

@@ -36,11 +36,12 @@ class ErrorFeedbackState:
         hops: The names of what is sent with feedback, as of :func:`fsdp_zpp.config.error_feedback.error_buffer_specs`.
 
     Attributes:
+        codec: Encodes the errors at rest; None keeps them in fp32.
         has_uncommitted: Whether a reduction has used errors since the last step.
     """
 
     def __init__(self, config: LoCo, hops: Collection[str]) -> None:
-        self._reset_every = config.reset_every
+        self._reset_every, self.codec = config.reset_every, config.dtype
         self._buffers = {hop: ErrorBuffer(config.beta, config.dtype) for hop in hops}
         self.has_uncommitted = False
         self._steps = 0

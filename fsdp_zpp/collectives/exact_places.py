@@ -5,17 +5,26 @@ A block's scale is that of its largest value. A bias or a norm has so few values
 with a matrix, whose gradients may be a hundred times larger, and would be rounded to zero. So parameters of one
 dimension, and the smallest others (routers, for example), travel in fp32 in the tail of a payload's row, while the
 codec encodes zeros in their places. They are well under a hundredth of a model, so this costs next to no bytes.
+
+[Note: Copies]
+Another parallelism shards some parameters of a unit over its ranks and leaves copies of others on them (tensor
+parallelism: matrices, and norms, routers or latent projections). Copies must stay equal bit for bit, but their unit has
+other neighbours on each of these ranks, and what shares a block with a neighbour is rounded as that demands. So copies
+come first in a unit, in the same places on all of these ranks, and no block has values of parameters that are placed
+differently: those that precede such a boundary in its block travel in the tail, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from fsdp_zpp.codecs.base import Codec
 
 from .flat_layout import FlatLayout
 from .mesh import ProcessMesh
@@ -70,9 +79,13 @@ class PlacesInChunks:
 
     Args:
         mesh: The ranks.
+        codecs: What encodes the chunks, one at a time.
     """
 
-    def __init__(self, mesh: ProcessMesh) -> None:
+    def __init__(self, mesh: ProcessMesh, codecs: Iterable[Codec | None]) -> None:
+        blocks = [codec.block_numel for codec in codecs if codec is not None]
+        # Blocks are powers of two, so that the largest one's bounds are those of all others, too.
+        self._block = max(blocks, default=1) if all(blocks) else 0
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
         self._computed: dict[tuple[str, int, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
@@ -80,13 +93,13 @@ class PlacesInChunks:
     def _cached(
         self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
     ) -> ExactPlaces | None:
-        if layout is None or not layout.exact or not numel:
+        if layout is None or not (layout.exact or layout.boundaries) or not numel:
             return None
         key = (which, numel, id(layout))
         entry = self._computed.get(key)
         if entry is None or entry[1] != device:
             # With the layout, so that its id stays its own.
-            entry = self._computed[key] = layout, device, _places(layout, numel, rows(), device)
+            entry = self._computed[key] = layout, device, _places(layout, numel, rows(), device, self._block)
         return entry[2]
 
     # ---- of tensors that have a chunk for each rank
@@ -175,20 +188,34 @@ class _Rows:
     places: Sequence[int]
 
 
-def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device) -> ExactPlaces | None:
-    small = torch.cat([torch.arange(start, stop) for start, stop in layout.exact])
-    if layout.numel == numel:  # each chunk has parts of all parameters
-        in_chunks = [small] * len(rows.starts)
-    else:
-        bounds = torch.tensor(rows.starts)
-        first, last = torch.searchsorted(small, bounds), torch.searchsorted(small, bounds + numel)
-        in_chunks = [small[a:b] - s for a, b, s in zip(first.tolist(), last.tolist(), rows.starts, strict=True)]
-    longest = max(map(len, in_chunks))
+def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device, block: int) -> ExactPlaces | None:
+    # Where each chunk has parts of all parameters, all begin where the layout does.
+    starts = [0] * len(rows.starts) if layout.numel == numel else rows.starts
+    in_chunks = {start: _in_chunk(layout, start, numel, block) for start in dict.fromkeys(starts)}
+    longest = max(map(len, in_chunks.values()))
     if not longest:
         return None
     tail = -(-longest // _MULTIPLE) * _MULTIPLE
-    indices = [_padded(in_chunks[chunk], tail) + place for chunk, place in zip(rows.chunks, rows.places, strict=True)]
+    indices = [
+        _padded(in_chunks[starts[chunk]], tail) + place for chunk, place in zip(rows.chunks, rows.places, strict=True)
+    ]
     return ExactPlaces(torch.stack(indices).to(device))
+
+
+def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:
+    """Return the places of what travels exactly in the chunk that begins at ``first``, from there: int64, in order."""
+    runs = [(start - first, stop - first) for start, stop in layout.exact]
+    for boundary in layout.boundaries:
+        if 0 < (place := boundary - first) < numel:
+            runs.append((place - place % block if block else 0, place))
+    parts: list[Tensor] = []
+    end = 0
+    for start, stop in sorted(runs):  # which may overlap
+        start, stop = max(start, end), min(stop, numel)
+        if start < stop:
+            parts.append(torch.arange(start, stop))
+            end = stop
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
 def _padded(indices: Tensor, length: int) -> Tensor:

@@ -9,10 +9,11 @@ kept apart, or the layout is widened to hold it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -45,6 +46,8 @@ class FlatLayout:
         numel: Number of values in a chunk; those between the pieces belong to none.
         exact: Where small parameters begin and end in a chunk, which codecs leave as they are, in order.
         is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
+        boundaries: Where parameters end beside others that another parallelism shards differently, in order. See
+            [Note: Copies] in exact_places.py.
     """
 
     pieces: tuple[Piece, ...]
@@ -52,14 +55,38 @@ class FlatLayout:
     numel: int
     exact: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     is_fixed: bool = field(default=False, compare=False)
+    boundaries: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
-    def dense(cls, pieces: Iterable[Piece], exact: Collection[str] = ()) -> FlatLayout:
-        """Make the layout of ``pieces`` that lie one after the other, those of the FQNs ``exact`` being small."""
+    def dense(
+        cls,
+        pieces: Iterable[Piece],
+        exact: Collection[str] = (),
+        placements: Mapping[str, Hashable] = MappingProxyType({}),
+    ) -> FlatLayout:
+        """Make the layout of ``pieces`` that lie one after the other.
+
+        Args:
+            pieces: The parts of the parameters.
+            exact: The FQNs of small parameters.
+            placements: How another parallelism has placed parameters, by FQN.
+        """
         pieces = tuple(pieces)
         bounds = (0, *accumulate(piece.numel for piece in pieces))
         small = tuple(bound for piece, bound in zip(pieces, pairwise(bounds), strict=True) if piece.name in exact)
-        return cls(pieces, bounds[:-1], bounds[-1], small)
+        return cls(
+            pieces, bounds[:-1], bounds[-1], small, boundaries=cls.boundaries_of(pieces, bounds[:-1], placements)
+        )
+
+    @staticmethod
+    def boundaries_of(
+        pieces: Sequence[Piece], starts: Sequence[int], placements: Mapping[str, Hashable]
+    ) -> tuple[int, ...]:
+        """Return where pieces begin that are placed differently from the one before them."""
+        placed = [placements.get(piece.name) for piece in pieces]
+        return tuple(
+            start for start, (before, after) in zip(starts[1:], pairwise(placed), strict=True) if before != after
+        )
 
     @cached_property
     def names(self) -> frozenset[str]:

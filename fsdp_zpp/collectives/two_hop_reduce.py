@@ -81,7 +81,7 @@ class TwoHopReduce(ABC):
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
-        self._places = PlacesInChunks(mesh)
+        self._places = PlacesInChunks(mesh, [*codecs, None if errors is None else errors.codec])
         self.layout: FlatLayout | None = None
 
     @abstractmethod

@@ -80,7 +80,7 @@ class WeightGather:
         self.prefetcher: SecondaryShardPrefetcher | None = None
         topology = mesh.topology
         self._world, self._nodes, self._gpus = topology.world, topology.nodes, topology.gpus_per_node
-        self._places = PlacesInChunks(mesh)
+        self._places = PlacesInChunks(mesh, [codec])
         self.secondary.find_exact = self._find_exact
         self._settled: _Settled | None = None
 
