@@ -1,4 +1,4 @@
-"""The private names of torch that both adapters use. The table of each adapter begins with them."""
+"""Private names of torch that both adapters use, with which the table of each adapter begins."""
 
 from fsdp_zpp.torch_internals import Needed
 

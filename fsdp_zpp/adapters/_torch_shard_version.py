@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -39,7 +38,7 @@ class ShardVersion:
         self._moves = 0
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
-        """The version of what a unit's shards hold now.
+        """Return the version of what a unit's shards hold now.
 
         Args:
             memory: The tensors that are gathered, but for subclasses without a storage of their own.
@@ -58,8 +57,8 @@ class ShardVersion:
         return self._moves, *map(_version_of, counted)
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensor, or those that it wraps."""
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor, or those that it wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

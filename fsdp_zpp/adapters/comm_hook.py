@@ -80,7 +80,7 @@ class QuantizedReduceState:
         return GradientReduce(self.mesh, *self.codecs, self.traffic, label, error_feedback=self.error_feedback)
 
     def of_unit(self, name: str, layout: Callable[[int], FlatLayout] | None = None) -> QuantizedReduceState:
-        """A state for one unit of the model, for FSDP to pass to the hook: each unit has errors of its own.
+        """Make a state for one unit of the model, for FSDP to pass to the hook: each unit has errors of its own.
 
         Args:
             name: The unit's name.
@@ -102,11 +102,11 @@ class QuantizedReduceState:
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
-        """The error state of this unit; None without error feedback."""
+        """Error state of this unit; None without error feedback."""
         return self._reduce.errors
 
     def error_nbytes(self, numel: int) -> int:
-        """Bytes of error state on this rank, for a unit of which it keeps a shard of ``numel`` values."""
+        """Return the bytes of error state on this rank, for a unit of which it keeps a shard of ``numel`` values."""
         return self._reduce.error_nbytes(numel)
 
     def reduce(self, gradient: Tensor, out: Tensor) -> None:
@@ -126,7 +126,7 @@ class QuantizedReduceState:
         self._reduce.start(gradient, out, layout=layout).finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
+        """Return this rank's errors; see ``fsdp_zpp.CodecState``. There are none before ``register_comm_hook``."""
         return self._rank_state().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def _checked(
     error_feedback: LoCo | None,
     gpus_per_node: int | None,
 ) -> Codec | None:
-    """The codec of the intra-node hop, once all arguments are checked."""
+    """Return the codec of the intra-node hop, once all arguments are checked."""
     intra = intra_node_codec(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
     for name, value in (("codec", codec), ("intra_codec", intra)):
         check_codec(name, value, such_as="Int4(128)")

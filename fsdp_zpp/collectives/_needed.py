@@ -5,5 +5,8 @@
 
 from fsdp_zpp.torch_internals import Needed, check_needed
 
-NEEDED = (Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),)
+NEEDED = (
+    Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),
+    Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
+)
 check_needed("collectives", NEEDED)

@@ -259,16 +259,11 @@ def decode_sum_encode(
         return payload
 
 
-def profiled() -> bool:
-    """Return whether a profiler is recording; True if this torch does not tell."""
-    return bool(getattr(profiler, "_is_profiler_enabled", True))  # private to torch
-
-
 def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[Any]:
     """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording.
 
     Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.
     """
-    if getattr(profiler, "_is_profiler_enabled", True):  # as profiled(), which would be a call more for each label
+    if profiler._is_profiler_enabled:
         return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
     return _NOTHING

@@ -258,7 +258,8 @@ def set_up_model(
             held = (shard for unit in members for shard in unit.sharded.shards())
             check_replicas(held, ranks, members[0].scopes.optimizer, model)
     _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
-    changes = WeightChanges(units, too_small_units(units))
+    with_weights = [unit for unit in units if unit.sharded.parameters()]  # FSDP may have left all to inner units
+    changes = WeightChanges(with_weights, too_small_units(with_weights))
     hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
     log_summaries(model, groups, others)  # after all that may raise
     return hooks

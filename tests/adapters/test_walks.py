@@ -11,14 +11,14 @@ from harness.launch import launch
 from harness.pool import device_type
 
 MOST = {
-    "fsdp1 wrapping of a block": (90, 50),
-    "fsdp1 gather": (87, 40),
-    "fsdp1 gather that prefetches": (114, 51),
-    "fsdp1 gradient": (88, 42),
-    "fsdp2 wrapping of a block": (80, 45),
-    "fsdp2 gather": (86, 46),
-    "fsdp2 gather that prefetches": (114, 57),
-    "fsdp2 gradient": (107, 52),
+    "fsdp1 wrapping of a block": (78, 50),
+    "fsdp1 gather": (87, 39),
+    "fsdp1 gather that prefetches": (114, 49),
+    "fsdp1 gradient": (79, 34),
+    "fsdp2 wrapping of a block": (62, 43),
+    "fsdp2 gather": (69, 37),
+    "fsdp2 gather that prefetches": (90, 46),
+    "fsdp2 gradient": (73, 36),
 }
 """Calls and changes of files, by walk."""
 

@@ -1,4 +1,4 @@
-"""The table of the private names of torch that the adapter to FullyShardedDataParallel uses.
+"""Table of the private names of torch that the adapter to FullyShardedDataParallel uses.
 
 ``__init__.py`` imports this module first, and so nothing else of the folder is imported if torch lacks a name.
 """
@@ -32,7 +32,7 @@ NEEDED = (
     ),
     Needed(_WRAPPER, "_unshard_params", "summoning frozen parameters that are wrapped apart"),
     Needed(_RUNTIME, "_share_state_and_init_handle_attrs", "learning which instance is the root"),
-    Needed(_INSTANCE, "_all_fsdp_states _handle", "the units of a model"),
+    Needed(_INSTANCE, "_handle", "the units of a model"),
     # ---- the parameters of a unit
     Needed(f"{_FSDP}._flat_param", "FlatParamHandle", "the flat parameter of a unit"),
     Needed(_HANDLE, "flat_param rank world_size uses_sharded_strategy", "the shard of a unit"),

@@ -54,17 +54,17 @@ __all__ = [
 def sharding_over(
     module: FullyShardedDataParallel, strategy: Hashable, group: dist.ProcessGroup, *, sharded: bool
 ) -> Iterator[None]:
-    """While ``module`` is constructed with ``strategy``, have FSDP shard it over ``group``, or not at all.
+    """Let FSDP shard ``module`` over ``group``, or not at all, while it is constructed with ``strategy``.
 
     If it is only a part of the user's group, everything but the initial broadcast of module states uses it.
     """
     strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
     strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
-    init_group: Any = _wrapper._init_process_group_state
-    synchronize: Any = _init_utils._sync_module_params_and_buffers
-    users_group: Any = None
+    init_group = _wrapper._init_process_group_state
+    synchronize = _init_utils._sync_module_params_and_buffers
+    users_group: dist.ProcessGroup | None = None
 
-    def init_shard_group(state: Any, *args: Any) -> Any:
+    def init_shard_group(state: FullyShardedDataParallel, *args: object) -> FullyShardedDataParallel:
         init_group(state, *args)
         if state is module:
             nonlocal users_group
@@ -76,6 +76,7 @@ def sharding_over(
         return state
 
     def synchronize_all(module: nn.Module, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
+        assert users_group is not None
         synchronize(module, params, users_group)
 
     _wrapper._init_process_group_state = init_shard_group
@@ -100,7 +101,7 @@ def sharding_over(
 def frozen_apart(
     module: FullyShardedDataParallel, wrap: Callable[[set[nn.Parameter]], FullyShardedDataParallel]
 ) -> Iterator[None]:
-    """While ``module`` is constructed, have the frozen parameters that it shares with trainable ones taken out of it.
+    """Take frozen parameters out of ``module`` while it is constructed, if it has trainable ones, too.
 
     In one flat parameter, gradients of frozen parameters would be allocated and reduced.
 
@@ -108,10 +109,12 @@ def frozen_apart(
         module: An instance of FSDP.
         wrap: Wraps what ``module`` wraps, but for some parameters, to stand between the two.
     """
-    init_handle: Any = _init_utils._init_param_handle_from_params
+    init_handle = _init_utils._init_param_handle_from_params
     frozen_unit: FullyShardedDataParallel | None = None
 
-    def init_handles(state: Any, params: list[nn.Parameter], fully_sharded_module: nn.Module) -> None:
+    def init_handles(
+        state: FullyShardedDataParallel, params: list[nn.Parameter], fully_sharded_module: nn.Module
+    ) -> None:
         nonlocal frozen_unit
         trainable = [p for p in params if p.requires_grad]
         if state is module and 0 < len(trainable) < len(params):
@@ -136,11 +139,11 @@ _TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 
 
 def summon_frozen_too() -> None:
-    """Have ``summon_full_params`` of an instance alone, without recursion, also summon what was taken out of it."""
+    """Let ``summon_full_params`` of an instance alone, without recursion, also summon what was taken out of it."""
     original: Any = _wrapper._unshard_params
 
     @contextmanager
-    def unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def unshard_params(module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(original(module, recurse, *args, **kwargs))
             frozen_unit = getattr(module, "_fsdp_wrapped_module", None)
@@ -152,7 +155,7 @@ def summon_frozen_too() -> None:
 
 
 def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
-    """The group that ``module`` is sharded over."""
+    """Return the group that ``module`` is sharded over."""
     group = module.process_group
     assert group is not None
     return group
@@ -161,7 +164,7 @@ def process_group_of(module: FullyShardedDataParallel) -> dist.ProcessGroup:
 def intercept_construction(
     around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
 ) -> None:
-    """Have ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
+    """Let ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
 
     ``construct()`` calls it with ``arguments``, as they are by then.
     """
@@ -184,7 +187,7 @@ def intercept_construction(
 def intercept_hook_registration(
     before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
 ) -> None:
-    """Have ``before(model, state)`` run before every ``register_comm_hook``; it returns instances' own states."""
+    """Run ``before(model, state)`` before every ``register_comm_hook``; it returns instances' own states."""
     original = FullyShardedDataParallel.register_comm_hook
 
     @functools.wraps(original)
@@ -198,11 +201,11 @@ def intercept_hook_registration(
 
 
 def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
-    """Have ``callback(root)`` run once for each root, when FSDP initializes it lazily."""
+    """Run ``callback(root)`` once for each root, when FSDP initializes it lazily."""
     original = runtime_utils._share_state_and_init_handle_attrs
 
     @functools.wraps(original)
-    def share_state_and_init_handle_attrs(root_state: Any, root_module: nn.Module) -> None:
+    def share_state_and_init_handle_attrs(root_state: FullyShardedDataParallel, root_module: nn.Module) -> None:
         original(root_state, root_module)
         callback(root_module)
 
@@ -219,7 +222,7 @@ def around_moves(
     original = FullyShardedDataParallel._apply
 
     @functools.wraps(original)
-    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> FullyShardedDataParallel:
         before(self)
         moved = original(self, *args, **kwargs)
         after(self)

@@ -12,44 +12,45 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import FlatParamHandle, unshard_param_utils
 from ._torch_flat_layout import FlatParameterLayout
-from ._torch_handle import StrategyHandle, reduction_hook
+from ._torch_handle import StrategyHandle
+from ._torch_step_gradients import StepGradients
 
 
 def adopt_handle(
-    module: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
+    instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout
 ) -> StrategyHandle | None:
-    """Have the flat parameter of ``module``, if it has one, gathered and its gradient reduced by ``unit``.
+    """Let torch gather and reduce the flat parameter of ``instance``, if it has one, through ``unit``.
 
     Args:
-        module: The instance.
+        instance: The instance.
         unit: Its unit.
         layout: Where its parameters lie.
 
     Returns:
         The flat parameter's handle.
     """
-    if module._handle is None:
+    if instance._handle is None:
         if unit.reduce is not None:
-            module._comm_hook_state = None  # which may be the handle of parameters that were taken out of it
+            instance._comm_hook_state = None  # which may be that of parameters that were taken out of it
         return None
-    handle: Any = module._handle
+    handle: Any = instance._handle
     handle.__class__ = StrategyHandle
-    handle.adopt(module, unit, layout)
+    handle.adopt(instance, unit, layout)
     if unit.reduce is not None:
         # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
-        module._comm_hook, module._comm_hook_state = reduction_hook, handle
+        instance._comm_hook, instance._comm_hook_state = StepGradients.reduce, handle.gradients
     return handle
 
 
-def flattened_sites(module: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
-    """The modules of the parameters in ``module``'s own flat parameter, with the names there."""
-    handle = module._handle
+def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
+    """Return the modules of the parameters in the flat parameter of ``instance``, with the names there."""
+    handle = instance._handle
     return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
 
 
-def handle_of(module: FullyShardedDataParallel) -> StrategyHandle | None:
-    """The handle of ``module``'s flat parameter, if a strategy has adopted it; it reads weights ahead of a gather."""
-    handle = module._handle
+def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
+    """Return the handle of the flat parameter of ``instance``, if a strategy has adopted it."""
+    handle = instance._handle
     return handle if isinstance(handle, StrategyHandle) else None
 
 
@@ -63,7 +64,7 @@ def prefetch_shards_alone(root: nn.Module) -> None:
 
 
 def announce_writebacks() -> None:
-    """Have ``written_back()`` of a strategy's handle called after each of FSDP's writebacks."""
+    """Call ``written_back()`` of a strategy's handle after each of FSDP's writebacks."""
     original = unshard_param_utils._writeback_to_local_shard
 
     @functools.wraps(original)

@@ -6,32 +6,34 @@ have them copied first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
+from torch.distributed.fsdp._flat_param import FlatParameter
+
+from ._torch import FlatParamHandle
+from ._torch_handle import StrategyHandle
 
 
-def copy_replaced(handle: Any) -> None:
+def copy_replaced(handle: FlatParamHandle) -> None:
     """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on."""
     flat_param = handle.flat_param
     if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
         return
     if handle.uses_sharded_strategy:
-        if hasattr(handle, "prepare_read"):  # a handle of a strategy: of its own, torch takes care in the next forward
+        if isinstance(handle, StrategyHandle):  # of its own ones, torch takes care in the next forward
             handle.prepare_read()
     elif flat_param._params:
         _copy_unsharded(handle)
 
 
-def _shows_parameters(flat_param: Any) -> bool:
-    """Whether modules have parameters, which torch takes away while it moves a model."""
+def _shows_parameters(flat_param: FlatParameter) -> bool:
+    """Return whether modules have parameters, which torch takes away while it moves a model."""
     return all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
 
 
 @torch.no_grad()
-def _copy_unsharded(handle: Any) -> None:
-    """As FSDP does where nothing is sharded, but for gradients: it would take accumulated ones for a user's."""
+def _copy_unsharded(handle: FlatParamHandle) -> None:
+    """Copy as FSDP does where nothing is sharded, but no gradients: it would take accumulated ones for a user's."""
     flat_param = handle.flat_param
     own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
     views = handle._get_unflat_views(flat_param._local_shard)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.runtime.sharded import Sharded
 
@@ -15,7 +14,7 @@ from ._torch_replaced import copy_replaced
 
 
 class ShardedInstance(Sharded):
-    """What an instance has sharded of its own: its flat parameter, or nothing if it has none.
+    """An instance's own part of what FSDP has sharded: its flat parameter, or nothing if it has none.
 
     Args:
         instance: The instance.
@@ -26,13 +25,13 @@ class ShardedInstance(Sharded):
     """
 
     def __init__(self, instance: FullyShardedDataParallel, name: str = "unit") -> None:
-        self._instance: Any = instance
+        self._instance = instance
         self._name = name
         self.layout = FlatParameterLayout(instance)
 
     @property
     def name(self) -> str:
-        """The unit's name in profiles, errors and log lines."""
+        """Name of the unit in profiles, errors and log lines."""
         return self._name
 
     def rename(self, name: str) -> None:
@@ -40,13 +39,14 @@ class ShardedInstance(Sharded):
         self._name = name
 
     @property
-    def _flat_param(self) -> Any:
+    def _flat_param(self) -> FlatParameter | None:
         handle = self._instance._handle
         return None if handle is None else handle.flat_param
 
     def numel(self) -> int:
         """Return the number of values of the parameters, without padding."""
-        return 0 if self._flat_param is None else sum(shape.numel() for shape in self._flat_param._shapes)
+        flat_param = self._flat_param
+        return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as an optimizer may hold them by now: original, or flat."""
@@ -54,7 +54,7 @@ class ShardedInstance(Sharded):
         return [] if flat_param is None else list(flat_param._params or (flat_param,))
 
     def is_trained(self) -> bool:
-        """Whether the flat parameter requires a gradient, or an original one by now."""
+        """Return whether the flat parameter requires a gradient, or an original one by now."""
         flat_param = self._flat_param
         return flat_param is not None and any(p.requires_grad for p in (flat_param, *(flat_param._params or ())))
 
@@ -75,7 +75,7 @@ class ShardedInstance(Sharded):
 
     def named_shards(self) -> dict[str, Tensor]:
         """Return what this rank holds of the original parameters, by FQN; a parameter may have nothing here."""
-        if self._flat_param is None:
+        if self._instance._handle is None:
             return {}
         copy_replaced(self._instance._handle)
         shard = self.shards()[0].detach()
@@ -87,11 +87,11 @@ class ShardedInstance(Sharded):
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
 
     def weights_changed(self, by_step: bool) -> None:
-        """Have the handle drop what it keeps of the old weights, if a strategy has adopted it."""
+        """Drop what the handle keeps of the old weights, if a strategy has adopted it."""
         if isinstance(handle := self._instance._handle, StrategyHandle):
             handle.weights_changed(by_step)
 
     def drop_gradients(self) -> None:
-        """Have the handle drop what it has accumulated, likewise."""
+        """Drop what the handle has accumulated, if a strategy has adopted it."""
         if isinstance(handle := self._instance._handle, StrategyHandle):
             handle.drop_gradients()

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel with a strategy refuses: on every rank, before anything is sent or sharded."""
+"""Refuses what FullyShardedDataParallel can't do with a strategy: on every rank, before anything is sent or sharded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check_group(arguments: dict[str, Any]) -> None:
 
 
 def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """The ranks that the arguments name, all by default; None if there is no default group.
+    """Return the ranks that the arguments name, all by default; None if there is no default group.
 
     Raises:
         ValueError: If they name several groups or a mesh of several dimensions.
@@ -119,8 +119,10 @@ def _to_be_sharded(arguments: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p not in ignored]
 
 
-def ignored_parameters(ignored_modules: list[nn.Module] | None, ignored_states: list[Any] | None) -> set[nn.Parameter]:
-    """The parameters that FSDP's constructor was told to leave alone."""
+def ignored_parameters(
+    ignored_modules: list[nn.Module] | None, ignored_states: list[nn.Module | nn.Parameter] | None
+) -> set[nn.Parameter]:
+    """Return the parameters that FSDP's constructor was told to leave alone."""
     ignored: set[nn.Parameter] = set()
     for item in (*(ignored_modules or ()), *(ignored_states or ())):
         ignored.update(item.parameters() if isinstance(item, nn.Module) else (item,))
@@ -132,7 +134,7 @@ def _check_offload(offload: CPUOffload | None) -> None:
         raise ValueError(f"{offload} needs an accelerator to offload from: FSDP pins the memory of the parameters")
 
 
-def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: Any) -> None:
+def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
     """Raise if ``module`` is set to give local state dicts; a hook that torch calls before it makes one.
 
     Raises:
@@ -146,13 +148,13 @@ def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: Any) -> N
         )
 
 
-def check_one_group(found: Iterable[StrategyUnit]) -> None:
+def check_one_group(units: Iterable[StrategyUnit]) -> None:
     """Raise if some units of a model are sharded within nodes and others are not.
 
     Raises:
         ValueError: Naming one of each.
     """
-    by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in found}
+    by_scope = {unit.scopes.optimizer: unit.sharded.name for unit in units}
     if "I" in by_scope and len(by_scope) > 1:
         other = next(name for scope, name in by_scope.items() if scope != "I")
         raise ValueError(

@@ -28,11 +28,9 @@ from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_handle, _torch_replaced
+from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_replaced, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
-
-_LIFECYCLE_HOOKS = "_fsdp_zpp_lifecycle"
 
 
 class HookedUnit:
@@ -46,18 +44,18 @@ class HookedUnit:
         self.loaded_state: Loaded | None = None
 
     def invalidate(self, *, by_step: bool = False) -> None:
-        """Stock FSDP keeps no secondary shard."""
+        """Do nothing, for stock FSDP keeps no secondary shard."""
 
     def weights_loaded(self) -> None:
         """Handle weights that were loaded, from a state dict."""
         self.loads += 1
 
     def drop_gradients(self) -> None:
-        """Stock FSDP has them in ``.grad`` alone."""
+        """Do nothing, for stock FSDP has them in ``.grad`` alone."""
 
     @property
     def keeps_weights(self) -> bool:
-        """Nor anything else."""
+        """Tell that stock FSDP keeps nothing else, either."""
         return False
 
 
@@ -122,20 +120,20 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
 
 
 def _group_of(unit: StrategyUnit) -> dist.ProcessGroup:
-    """The ranks over which FSDP shards ``unit``'s weights, or, for those that it does not shard, just works."""
+    """Return the ranks over which FSDP shards the weights of ``unit``, or, if it does not shard them, just works."""
     group = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     return own_rank() if group is None else group
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold ``model``, if it is sharded inside nodes, as all or none of its units are."""
+    """Return the ranks that hold ``model``, if it is sharded inside nodes, as all or none of its units are."""
     units = (unit_of(module) for module in model.modules())
     inside = (unit for unit in units if isinstance(unit, StrategyUnit) and unit.scopes.optimizer == "I")
     return next((unit.ranks.group for unit in inside), None)
 
 
 def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit, sharded: ShardedInstance) -> None:
-    """Have the flat parameter that ``module`` has now, if any, gathered and reduced by ``unit``."""
+    """Let torch gather and reduce the flat parameter that ``module`` has now, if any, through ``unit``."""
     unit.sharded = sharded
     handle = _torch_adoption.adopt_handle(module, unit, sharded.layout)
     if unit.gather is not None:
@@ -151,23 +149,22 @@ def _readopt(module: FullyShardedDataParallel) -> None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
-    found, others = [], []
+    units, others = [], []
     for path, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             if isinstance(unit := unit_of(module), StrategyUnit):
                 assert isinstance(unit.sharded, ShardedInstance)
                 unit.sharded.rename(_name_of(path))
-                found.append(unit)
+                units.append(unit)
             else:
                 others.append(ShardedInstance(module).numel())
-    check_one_group(found)
-    if found:
+    check_one_group(units)
+    if units:
         name = model_name(root)
         prepare_frozen(root)
-        hooks = set_up_model(root, name, found, [numel for numel in others if numel])
-        setattr(root, _LIFECYCLE_HOOKS, hooks)
-        log_frozen(root, name, found)
-        _torch_backward.set_up_reductions(root)
+        hooks = set_up_model(root, name, units, [numel for numel in others if numel])
+        log_frozen(root, name, units)
+        _torch_backward.watch_backwards(root, hooks.backward_ended).reduce_in_two_streams()
         _torch_adoption.prefetch_shards_alone(root)
 
 
@@ -185,15 +182,10 @@ def _after_move(instance: FullyShardedDataParallel) -> None:
 
 
 def _name_of(path: str) -> str:
-    """A unit's name: the path to what it wraps, or, of a unit between that and its FSDP instance, what it holds."""
+    """Return a unit's name: the path to what it wraps, or what it holds if it is between that and an FSDP instance."""
     name = path.replace("_fsdp_wrapped_module.", "")
     owner = name.removesuffix("_fsdp_wrapped_module").rstrip(".")
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
-
-
-def _backward_ended(root: nn.Module, synchronized: bool) -> None:
-    if (hooks := vars(root).get(_LIFECYCLE_HOOKS)) is not None:
-        hooks.backward_ended(synchronized)
 
 
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
@@ -231,7 +223,7 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
         error_nbytes += sum(own.error_nbytes(shard.numel()) for shard in each.shards())
     log_reduction(state.codecs, state.error_feedback, state.mesh, model_name(model), len(instances), error_nbytes)
     if error_nbytes:
-        setattr(model, _LIFECYCLE_HOOKS, LifecycleHooks(hooked))
+        _torch_backward.watch_backwards(model, LifecycleHooks(hooked).backward_ended)
     return states
 
 
@@ -259,12 +251,12 @@ PATCHES = (
     Patch(
         "_runtime_utils._get_reduce_scatter_tensors",
         "torch makes a view for every rank to find the size of a shard",
-        _torch_handle.shard_gradients_in_constant_time,
+        _torch_step_gradients.shard_gradients_in_constant_time,
     ),
     Patch(
         "_runtime_utils._post_backward_final_callback",
         "a backward ends: if it synchronizes gradients, weights will change",
-        lambda: _torch_backward.after_backward(_backward_ended),
+        _torch_backward.hear_of_backwards,
     ),
     Patch(
         "_unshard_param_utils._writeback_to_local_shard",

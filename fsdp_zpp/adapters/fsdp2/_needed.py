@@ -1,4 +1,4 @@
-"""The table of the private names of torch that the adapter to fully_shard uses.
+"""Table of the private names of torch that the adapter to fully_shard uses.
 
 ``__init__.py`` imports this module first, and so nothing else of the folder is imported if torch lacks a name.
 """
@@ -100,7 +100,6 @@ NEEDED = (
     # ---- torch.compile and functorch
     Needed(_COMMON, "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
     Needed(_COMMON, "_dynamo_disable", "hooks that torch.compile leaves out", since=(2, 13)),
-    Needed("torch", "_disable_dynamo", "communication that torch.compile leaves out"),
     # ---- quantizing after sharding
     Needed(_PARAM, "mp_policy", "the mixed precision of a parameter to quantize"),
     Needed(_PARAM, "_post_load_hook_handle", "taking a parameter from its group"),

@@ -8,99 +8,136 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from fsdp_zpp.collectives.agreement import agree_on_use
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 
-from ._torch import FSDPParamGroup, FSDPState, StrategyGroup, groups_of, state_of
-from ._torch_reduction import ReducingGroup
+from ._torch import groups_of, state_of
+from ._torch_group import StrategyGroup
+from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo
 
 
-class WatchedState(FSDPState):
-    """A module's state that tells of the end of backwards."""
+class BackwardWatch:
+    """Knows the groups of a model, and who hears of the end of its backwards.
 
-    _backward_ended: Callable[[bool], None]
-    _agree_on_use: Callable[[], None]
+    Args:
+        root: The model, initialized lazily, after which it has the same groups for good.
+        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
+
+    Attributes:
+        groups: The groups of strategies.
+        others: The groups that torch alone manages.
+        on_backward_end: As given.
+        order: The order in which groups reduce on all ranks.
+    """
+
+    def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
+        groups = [group for state in state_of(root)._state_ctx.all_states for group in groups_of(state)]
+        self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
+        self.others = [group for group in groups if not isinstance(group, StrategyGroup)]
+        self.on_backward_end = on_backward_end
+        self.restart_order()
+
+    def restart_order(self) -> None:
+        """Start with the order of the model, before the first backward or after an exception."""
+        self.order: ReductionOrder[StepGradients] = ReductionOrder(group.gradients for group in self.groups)
+        for group in self.groups:
+            group.gradients.order = self.order
+
+
+class WatchedState(FSDPState):
+    """A module's state that tells of the end of backwards.
+
+    Attributes:
+        watch: Of the model; the same for all of its states.
+    """
+
+    watch: BackwardWatch
 
     _pre_backward = without_dynamo(FSDPState._pre_backward)
 
     def _root_post_backward_final_callback(self) -> None:
+        last = [group.gradients.is_last_micro_batch for group in self.watch.groups]
         # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
         ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
-        synchronized = ends_step and self._synchronizes()
+        synchronized = ends_step and (any(last) or any(group.reduce_grads for group in self.watch.others))
         # Before torch's own callback: until then no group is idle, so nothing that a user told FSDP to keep
         # unsharded after the backward is dropped.
-        self._backward_ended(synchronized)
+        self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
-        self._end_backward(synchronized)
+        self._end_backward(last, synchronized)
 
-    def finalize_backward(self, **arguments: Any) -> None:
-        """Ends a step at a user's request; from torch 2.15 on."""
-        torchs: Any = super()
-        torchs.finalize_backward(**arguments)
-        synchronized = self._synchronizes()
+    def finalize_backward(self, **arguments: object) -> None:
+        """End a step at a user's request; from torch 2.15 on."""
+        parent: Any = super()
+        parent.finalize_backward(**arguments)
+        watch = self.watch
+        last = [group.gradients.is_last_micro_batch for group in watch.groups]
+        synchronized = any(last) or any(group.reduce_grads for group in watch.others)
         if synchronized:
             with ExitStack() as stack:
                 # Not true, for they are idle by now: only inside of this ``with``, so that drop_unsharded() spares what
                 # the user keeps unsharded, as it does at the end of a backward.
-                for group in self._groups():
+                for group in (*watch.groups, *watch.others):
                     stack.enter_context(group.use_training_state(TrainingState.POST_BACKWARD))
-                self._backward_ended(True)
-        self._end_backward(synchronized)
+                watch.on_backward_end(True)
+        self._end_backward(last, synchronized)
 
-    def _reset_iter_state(self) -> None:
-        torchs: Any = super()
-        torchs._reset_iter_state()  # from torch 2.13 on
-        ours = self._strategy_groups()
-        # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
-        order: ReductionOrder[ReducingGroup] = ReductionOrder(ours)
-        for group in ours:
-            group.drop_kept()
-            group.reset_step()
-            group.order = order
+    def _end_backward(self, last: list[bool], synchronized: bool) -> None:
+        """End a backward of the model.
 
-    def _groups(self) -> list[FSDPParamGroup]:
-        return [group for state in self._state_ctx.all_states for group in groups_of(state)]
-
-    def _strategy_groups(self) -> list[StrategyGroup]:
-        return [group for group in self._groups() if isinstance(group, StrategyGroup)]
-
-    def _synchronizes(self) -> bool:
-        """Whether a backward that ends now leaves gradients for a step."""
-        return any(
-            group.is_last_micro_batch if isinstance(group, StrategyGroup) else group.reduce_grads
-            for group in self._groups()
-        )
-
-    def _end_backward(self, synchronized: bool) -> None:
-        ours = self._strategy_groups()
-        for order in dict.fromkeys(group.order for group in ours):
-            for group in order.remaining():
-                group.reduce_micro_batch()
-        if synchronized:
-            self._agree_on_use()
-        for group in ours:
-            group.end_backward(synchronized and group.is_last_micro_batch)
-            guard = group.staleness_guard
+        Args:
+            last: For each group of a strategy, whether this was its last micro-batch.
+            synchronized: Whether gradients are left for a step.
+        """
+        watch = self.watch
+        if all(last):
+            watch.order.restart()
+        else:
+            for gradients in watch.order.remaining():
+                gradients.reduce_micro_batch()
+        if synchronized and (shared := [group.gradients for group in watch.groups if group.gradients.use.took_part]):
+            _drop_unused(shared)
+        for group, is_last in zip(watch.groups, last, strict=True):
+            group.gradients.end_backward(synchronized and is_last)
+            guard = group.weights.staleness_guard
             if synchronized and guard is not None and guard.stale:  # a frozen group's weights have not changed
                 group.drop_unsharded()
 
+    def _reset_iter_state(self) -> None:
+        """Recover from an exception."""
+        parent: Any = super()
+        parent._reset_iter_state()  # from torch 2.13 on
+        for group in self.watch.groups:
+            group.weights.drop_kept()
+            group.gradients.reset()
+        # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
+        self.watch.restart_order()
 
-def watch_backwards(root: nn.Module, backward_ended: Callable[[bool], None], agree_on_use: Callable[[], None]) -> None:
-    """Watch the backwards below ``root``, and have its groups reduce in one order on all ranks.
+
+def _drop_unused(gradients: list[StepGradients]) -> None:
+    """Remove gradients of parameters that no rank has used in the step that ends. Collective.
 
     Args:
-        root: The root.
-        backward_ended: Called at the end of every backward with whether it synchronizes gradients.
-        agree_on_use: Called at the end of one that does, when all of its reductions have been started.
+        gradients: The gradients that ranks have reduced in earlier micro-batches, too.
     """
-    states = state_of(root)._state_ctx.all_states
-    groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
-    order: ReductionOrder[ReducingGroup] = ReductionOrder(groups)
-    for group in groups:
-        group.order = order
+    asked = [(each.use, each.mesh, used) for each in gradients if (used := each.use.in_step())]
+    for use, used_by_any in agree_on_use(asked):
+        use.drop_unused(used_by_any)
+
+
+def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
+    """Watch the backwards below ``root``, and let its groups reduce in one order on all ranks.
+
+    Args:
+        root: The root, initialized lazily.
+        on_backward_end: Called at the end of every backward with whether it synchronizes gradients.
+    """
+    watch = BackwardWatch(root, on_backward_end)
     # The backward ends in the state whose output it reaches first, which may be any, torch's own ones included.
-    for state in states:
+    for state in state_of(root)._state_ctx.all_states:
         watched: Any = state
         watched.__class__ = WatchedState
-        watched._backward_ended, watched._agree_on_use = backward_ended, agree_on_use
+        watched.watch = watch

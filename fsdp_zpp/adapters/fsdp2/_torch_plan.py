@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
-
-from ._torch_gradients import small_parameters
 
 
 class GatherPlan:
-    """What all gathers of a group have in common, looked up once; until its parameters are moved, cast or replaced.
+    """A plan of what all gathers of a group have in common, until its parameters are moved, cast or replaced.
 
     Args:
         group: The group, initialized lazily.
@@ -90,7 +89,7 @@ class GatherPlan:
 
     @torch.no_grad()
     def as_torch_gathers(self, gathered: Tensor) -> Tensor:
-        """What was gathered, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
+        """Return what was gathered, flat [numel], as torch takes it: as bytes, if parameters have several dtypes."""
         if not self.mixed:
             return gathered
         parts = gathered.view(self._world, -1).split(self._numels, dim=1)
@@ -98,7 +97,7 @@ class GatherPlan:
         return torch.cat([part.view(torch.uint8) for part in cast], dim=1).view(-1)
 
     def unshard(self) -> None:
-        """Have modules show the unsharded parameters."""
+        """Let modules show the unsharded parameters."""
         for param, unsharded, sites, _, _ in self.swaps:
             sharded = param.sharded_param
             if sharded.requires_grad != unsharded.requires_grad:
@@ -108,14 +107,14 @@ class GatherPlan:
             param.sharded_state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
-        """Have modules show the sharded parameters, and free the others' memory."""
+        """Let modules show the sharded parameters, and free the others' memory."""
         self.show_shards()
         for param, _, _, storage, _ in self.swaps:
             if not getattr(param, "keep_unsharded_storage", False):  # from torch 2.15 on
                 storage.resize_(0)
 
     def show_shards(self) -> None:
-        """Have modules show the sharded parameters; the others' memory stays."""
+        """Let modules show the sharded parameters; the others' memory stays."""
         for param, _, sites, _, _ in self.swaps:
             for module, name in sites:
                 module._parameters[name] = param.sharded_param
@@ -136,20 +135,30 @@ class Swap(NamedTuple):
     param: FSDPParam
     unsharded: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
-    storage: Any
+    storage: torch.UntypedStorage
     nbytes: int
 
     @classmethod
     def of(cls, param: FSDPParam) -> Swap:
-        """That of a parameter that torch has unsharded before."""
+        """Return the swap of a parameter that torch has unsharded before."""
         info, output = param._module_info, param.all_gather_outputs[0]
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         sites = ((info.module, info.param_name), *shared)
         return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
 
 
+def small_parameters(group: FSDPParamGroup) -> frozenset[str]:
+    """Return the FQNs of the parameters that codecs leave as they are.
+
+    See [Note: Small parameters] in exact_places.py.
+    """
+    params = group.fsdp_params
+    exact = sent_exactly([param._orig_size for param in params])
+    return frozenset(p._param_fqn or "" for p, is_exact in zip(params, exact, strict=True) if is_exact)
+
+
 def show_shards(params: Sequence[FSDPParam]) -> None:
-    """As torch's ``to_sharded`` of each parameter, but for the unsharded ones' memory, which stays."""
+    """Show shards as torch's ``to_sharded`` does, but leave the memory of unsharded parameters."""
     for param in params:
         param._setattr_on_modules(param.sharded_param)
         param.sharded_state = ShardedState.SHARDED
@@ -163,7 +172,7 @@ def free_unsharded(params: Sequence[FSDPParam]) -> None:
 
 
 def _beside(output: Tensor, world: int) -> Tensor:
-    """``output`` as [world, numel], with a count of writes of its own.
+    """Return ``output`` as [world, numel], with a count of writes of its own.
 
     Autograd has saved unsharded parameters, and must not take it for a change that their values are there again.
     """
@@ -172,7 +181,7 @@ def _beside(output: Tensor, world: int) -> Tensor:
 
 
 def _is_plain(param: FSDPParam) -> bool:
-    """Whether a parameter is unsharded by a copy and a swap alone."""
+    """Return whether a parameter is unsharded by a copy and a swap alone."""
     info = param._module_info
     return (
         hasattr(param, "_unsharded_param")

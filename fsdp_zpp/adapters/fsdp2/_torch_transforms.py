@@ -21,4 +21,4 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     decorator = getattr(_fsdp_common, "_dynamo_disable", None)
     if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
         return method
-    return torch._disable_dynamo(method.__wrapped__)  # type: ignore[attr-defined]
+    return torch.compiler.disable(method.__wrapped__)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from .validation import sharded_by
 
 
 def explain_clipping_errors() -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_`` name the strategies of what it can't clip together."""
+    """Let ``torch.nn.utils.clip_grad_norm_`` name the strategies of what it can't clip together."""
     original = clip_grad.clip_grad_norm_
 
     @functools.wraps(original)
@@ -37,16 +37,16 @@ def explain_clipping_errors() -> None:
 
 
 def _cause(parameters: Iterable[Tensor]) -> str:
-    """Why ``parameters`` can't be clipped together; empty if all of them are sharded over the same ranks."""
-    found = {
+    """Return why ``parameters`` can't be clipped together; nothing if all are sharded over the same ranks."""
+    strategies = {
         tuple(parameter.device_mesh.mesh.flatten().tolist()): sharded_by(parameter) or "torch's own fully_shard"
         for parameter in parameters
         if isinstance(parameter, DTensor) and parameter.grad is not None
     }
-    if len(found) < 2:
+    if len(strategies) < 2:
         return ""
-    strategies = " and by ".join(found.values())
+    named = " and by ".join(strategies.values())
     return (
-        f"gradients can't be clipped together that are sharded over different ranks, by {strategies}; "
+        f"gradients can't be clipped together that are sharded over different ranks, by {named}; "
         "give all parts of a model the same third letter and gpus_per_node, or clip each part on its own"
     )

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from fsdp_zpp.adapters._torch_mesh import is_part, mesh_of_parts
 from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
-from fsdp_zpp.collectives.agreement import agree, agree_on_use, check_agreement, parameter_facts
+from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -28,9 +28,9 @@ from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_backward, _torch_reduction, _torch_sharded_params
+from . import _torch, _torch_adoption, _torch_backward, _torch_sharded_params
+from ._torch_group import StrategyGroup
 from .clipping import explain_clipping_errors
-from .comms import StrategyAllGather, StrategyAllReduce, StrategyReduceScatter
 from .validation import check_arguments, check_strategy, mark_sharded, named_own_parameters
 
 logger = logging.getLogger("fsdp_zpp")
@@ -99,8 +99,8 @@ def fully_shard(
     if not dist.is_initialized():
         check_strategy(strategy)
     strategy, mesh = _data_parallel_part(strategy, passed_on)
-    group, compared = _ranks(mesh)
-    layout, holds_packed = _agreed_layout(modules, strategy, group, compared, passed_on)
+    ranks, compared = _ranks(mesh)
+    layout, holds_packed = _agreed_layout(modules, strategy, ranks, compared, passed_on)
     unit = _unit_for(strategy, layout, passed_on)
     policy = passed_on.get("mp_policy")
     ignored = passed_on.get("ignored_params") or ()
@@ -113,14 +113,12 @@ def fully_shard(
     sharded = torch_fully_shard(module, **passed_on)
     mark_sharded(modules, before, strategy)
     unit.stock = layout.stock and unit.gather is None
-    parameters = _torch.adopt_group(modules[0], _on_lazy_init, unit.stock)
-    if layout.stock or parameters is not None:  # else the module has no parameters of its own
+    if layout.stock and not unit.stock:
+        unit.reduce = None  # torch reduces
+    group = _torch_adoption.adopt_group(modules[0], unit, _on_lazy_init)
+    if layout.stock or group is not None:  # else the module has no parameters of its own
         for each in modules:
             attach(each, unit)
-    if parameters is not None and not unit.stock:
-        if layout.stock:
-            unit.reduce = None  # torch reduces
-        _apply(unit, modules[0], parameters)
     return sharded
 
 
@@ -138,8 +136,8 @@ PATCHES = (
 )
 """All that is replaced in torch.
 
-Besides, parameter groups that a strategy shards become :class:`_torch.StrategyGroup`, and the states of the modules of
-such a model :class:`_torch_backward.WatchedState`, which hears of the end of backwards.
+Besides, parameter groups that a strategy shards become :class:`_torch_group.StrategyGroup`, and the states of the
+modules of such a model :class:`_torch_backward.WatchedState`, which hears of the end of backwards.
 """
 
 
@@ -175,7 +173,7 @@ def _data_parallel_part(strategy: Strategy, arguments: dict[str, Any]) -> tuple[
 
 
 def _ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, bool]:
-    """The ranks to shard over, and whether they can compare their arguments.
+    """Return the ranks to shard over, and whether they can compare their arguments.
 
     A stock strategy takes a mesh of several dimensions, too: torch communicates, and the unit's own ranks are not used.
     """
@@ -208,7 +206,7 @@ def _agreed_layout(
 
 
 def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any]) -> bool:
-    """Whether a stock strategy can gather in place of torch; warns that torch will change packed values if not."""
+    """Return whether a stock strategy can gather in place of torch; warns that torch changes packed values if not."""
     reshard = arguments["reshard_after_forward"]
     elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
     if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
@@ -228,7 +226,7 @@ def _warn_of_packed_values() -> None:
 
 
 def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any]) -> StrategyUnit:
-    """A unit on the ranks of ``layout``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
+    """Make a unit on the ranks of ``layout``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
     mesh = arguments["mesh"]
     unit = StrategyUnit(strategy, layout.mesh())
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
@@ -242,30 +240,6 @@ def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any])
     return unit
 
 
-def _apply(unit: StrategyUnit, module: nn.Module, group: _torch.StrategyGroup) -> None:
-    """Have ``group``, of ``module`` and maybe others, gathered and reduced by ``unit``."""
-    assert isinstance(module, FSDPModule)
-    world = unit.mesh.topology.world
-    unit.sharded = group
-    if unit.gather is not None:
-        unit.gather.secondary.source = group
-        module.set_custom_all_gather(StrategyAllGather(unit.gather, group))
-    if unit.keep_unsharded and unit.gather is not None:
-        group.staleness_guard = unit.gather.secondary
-    if unit.reduce is not None:
-        group.reduction = unit.reduce
-        if unit.scopes.optimizer == "N":
-            group.own_all_reduce = StrategyAllReduce(unit.reduce, group, world)
-            module.set_all_reduce_hook(group.own_all_reduce)
-        else:
-            module.set_custom_reduce_scatter(StrategyReduceScatter(unit.reduce, group, world))
-            if unit.reduce.has_two_hops:
-                group.completion = _torch_reduction.FinishReduction()
-    # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
-    for owner in {owner for owners in group.parameter_owners() for owner in owners}:
-        owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
-
-
 def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
     """What is left of a group is to be gathered anew; if nothing is, the unit of its ``modules`` has nothing to do."""
     for module in modules:
@@ -277,25 +251,18 @@ def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
-    found: dict[str, StrategyUnit] = {}
-    groups: dict[_torch.StrategyGroup, ProcessMesh] = {}  # modules that were passed as a list share one
+    units: dict[str, StrategyUnit] = {}
+    groups: list[StrategyGroup] = []
     for module in root.modules():
         unit = unit_of(module)
-        group = _torch.strategy_group_of(module) if isinstance(module, FSDPModule) else None
+        group = _torch_adoption.strategy_group_of(module) if isinstance(module, FSDPModule) else None
         if isinstance(unit, StrategyUnit) and group is not None:
-            group.check_gather()
+            group.weights.check_gather()
             unit.sharded = group
-            found[group.name] = unit
-            groups[group] = unit.mesh
-    model, members = model_name(root), list(found.values())
+            units[group.name] = unit  # modules that were passed as a list share one
+            groups.append(group)
+    model, members = model_name(root), list(units.values())
     prepare_frozen(root)
     hooks = set_up_model(root, model, members, _torch.sizes_of_other_groups(root, groups))
     log_frozen(root, model, members)
-    _torch_backward.watch_backwards(root, hooks.backward_ended, lambda: _agree_on_use(groups))
-
-
-def _agree_on_use(groups: dict[_torch.StrategyGroup, ProcessMesh]) -> None:
-    """Remove the gradients of parameters that no rank has used in the step that ends. Collective."""
-    asked = [(group, mesh, used) for group, mesh in groups.items() if (used := group.used_in_step())]
-    for group, used_by_any in agree_on_use(asked):
-        group.drop_unused_gradients(used_by_any)
+    _torch_backward.watch_backwards(root, hooks.backward_ended)

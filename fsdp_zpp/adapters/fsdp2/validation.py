@@ -1,4 +1,4 @@
-"""What fully_shard with a strategy refuses: on every rank, before anything is sent or sharded."""
+"""Refuses what fully_shard can't do with a strategy: on every rank, before anything is sent or sharded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
@@ -73,7 +74,7 @@ def mark_sharded(modules: list[nn.Module], before: set[nn.Parameter], by: Strate
 
 
 def sharded_by(parameter: Tensor) -> str | None:
-    """The strategy that has sharded a parameter, as source code; None if torch alone has, or nothing."""
+    """Return the strategy that has sharded a parameter, as source code; None if torch alone has, or nothing."""
     return getattr(parameter, _SHARDED, None)
 
 
@@ -109,7 +110,7 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
     )
 
 
-def _check_mesh(strategy: Strategy, mesh: Any) -> None:
+def _check_mesh(strategy: Strategy, mesh: DeviceMesh | None) -> None:
     if mesh is None or mesh.ndim == 1:
         return
     if mesh.ndim == 2:
@@ -123,7 +124,7 @@ def _check_mesh(strategy: Strategy, mesh: Any) -> None:
 
 
 def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are to be sharded, with names: not the ``ignored`` ones, nor those of an earlier call."""
+    """Return the parameters that are to be sharded, with names: without ``ignored`` and those of an earlier call."""
     inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
     others = {id(p) for child in inner for p in child.parameters()} | {id(p) for p in ignored}
     return [(name, p) for module in modules for name, p in module.named_parameters() if id(p) not in others]
@@ -144,7 +145,7 @@ def _check_precision(strategy: Strategy, policy: object) -> None:
         )
 
 
-def _checked_placement(placement: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], Shard | None]:
+def _checked_placement(placement: Callable[[nn.Parameter], object]) -> Callable[[nn.Parameter], Shard | None]:
     @functools.wraps(placement)
     def checked(parameter: nn.Parameter) -> Shard | None:
         result = placement(parameter)

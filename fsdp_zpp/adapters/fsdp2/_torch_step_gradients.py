@@ -1,0 +1,257 @@
+"""Private names of torch's fully_shard: the gradients of a parameter group over the micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
+from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.reduction_order import ReductionOrder
+from fsdp_zpp.collectives.streams import keep_until_read
+
+from ._torch_gradients import flatten_gradients, has_gradient, take_gradient
+from ._torch_plan import small_parameters
+from ._torch_transforms import without_dynamo
+from ._torch_use import ParameterUse
+from ._torch_weights import GroupWeights
+from .comms import StrategyAllReduce, StrategyReduceScatter
+
+_post_backward = without_dynamo(FSDPParamGroup.post_backward)
+
+
+class StepGradients:
+    """Accumulates and reduces the gradients of a parameter group over the micro-batches of a step.
+
+    Small groups, too, are reduced one by one. torch casts, accumulates and hands out a gradient right after its hops.
+    To send those of several groups at once, each would have to be copied into a flat buffer once more, which takes the
+    CPU longer than the hop that it saves.
+
+    Args:
+        group: The group.
+        weights: Its weights, which know whether ranks have gathered them.
+        reduction: Reduces the gradients; None where torch does.
+        mesh: The ranks to reduce over.
+        optimizer_scope: The strategy's; under ``N``, torch has nothing to scatter.
+
+    Attributes:
+        reduction: As given.
+        mesh: As given.
+        comm: The reduction as torch calls it; None where torch reduces.
+        use: The parameters that the step uses.
+        order: The order in which groups reduce; set before the first forward.
+        layouts: Where parameters lie in gradients that consist of theirs.
+    """
+
+    order: ReductionOrder[StepGradients]
+
+    def __init__(
+        self,
+        group: FSDPParamGroup,
+        weights: GroupWeights,
+        reduction: GradientReduce | None,
+        mesh: ProcessMesh,
+        optimizer_scope: str,
+    ) -> None:
+        self._group, self._weights = group, weights
+        self.reduction, self.mesh = reduction, mesh
+        self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
+        self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
+        if reduction is not None and optimizer_scope == "N":
+            self.comm = self._all_reduce_hook = StrategyAllReduce(reduction, group, mesh.topology.world)
+        elif reduction is not None:
+            self.comm = StrategyReduceScatter(reduction, group, mesh.topology.world)
+            self._all_reduce_hook = self.comm.finish if reduction.has_two_hops else None
+        self.use = ParameterUse(group, reduction)
+        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
+        self._reduced = False
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Tell whether a backward completes the gradients of its step, as FSDPModule's setters say."""
+        # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
+        return self._group.reduce_grads and (
+            self._group.all_reduce_grads or self.reduction is None or not self.reduction.defers_hops
+        )
+
+    @property
+    def takes_part(self) -> bool:
+        """Tell whether ranks have gathered the group for this micro-batch, and it has hops to make before the last."""
+        early = self.reduction is not None and self.reduction.communicates_early and not self.is_last_micro_batch
+        return early and (self._weights.was_gathered or self._group.is_unsharded) and bool(self._reduced_params())
+
+    def post_backward(self, *unused: object) -> None:
+        """Reduce in torch's place; see [Note: What a micro-batch reduces] in gradient_reduce.py."""
+        group = self._group
+        if self._all_reduce_hook is not None and group._all_reduce_hook is not self._all_reduce_hook:
+            self._replace_hook()
+        if group._orig_dtype is None:  # all was frozen at the first forward, where torch looks for what it reduces in
+            group._init_mp_dtypes()
+        # Until torch 2.12, the end of a backward comes once for each of the modules that were passed as a list.
+        if self._reduced and group._training_state == TrainingState.IDLE:
+            return
+        self._reduced = True
+        self._weights.was_gathered |= group.is_unsharded  # before it is resharded
+        if self.reduction is None or self.is_last_micro_batch:
+            self._reduce_step(*unused)
+            return
+        # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
+        # Even then, torch must keep the gradients unreduced until the group's turn.
+        reduce_grads, group.reduce_grads = group.reduce_grads, False
+        try:
+            _post_backward(group, *unused)
+        finally:
+            group.reduce_grads = reduce_grads
+        if not self.reduction.communicates_early:
+            self.reduce_micro_batch()
+            return
+        for gradients in self.order.finished(self):
+            gradients.reduce_micro_batch()
+
+    def _replace_hook(self) -> None:
+        """Replace a hook that a user has set by the strategy's, which runs it."""
+        group = self._group
+        if not isinstance(self.comm, StrategyReduceScatter):
+            raise RuntimeError(
+                f"set_all_reduce_hook has replaced the hook with which the strategy reduces the gradients of "
+                f"{group._module_fqn or 'root'} under optimizer scope N; remove the call, or choose another optimizer "
+                "scope"
+            )
+        self.comm.hook, group._all_reduce_hook = group._all_reduce_hook, self._all_reduce_hook
+
+    # ---- before the last micro-batch
+
+    @torch.no_grad()
+    def reduce_micro_batch(self) -> None:
+        """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
+        assert self.reduction is not None
+        self._drop_prefetch()
+        group, params = self._group, self._reduced_params()
+        gradients = [take_gradient(param) for param in params]
+        any_used = self.use.note(params, gradients)
+        self.use.took_part |= self._weights.was_gathered and bool(params)
+        if not params or not (any_used or self.reduction.communicates_early):
+            return
+        flat = flatten_gradients(group, params, gradients)
+        # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
+        # intra-node hop of the next group, in the stream of its reduce-scatter, need not wait for the slow network.
+        intra, inter = group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream
+        if isinstance(self.comm, StrategyAllReduce):
+            intra = inter  # where the last micro-batch adds its sums to the accumulated ones
+        elif not self.reduction.has_two_hops:
+            inter = intra
+        intra.wait_stream(group.device_handle.current_stream())
+        with group.device_handle.stream(intra):
+            # It was allocated in the backward's stream.
+            pending = self.reduction.accumulate(keep_until_read(flat), self._layout_of(params))
+        if inter is not intra:
+            inter.wait_stream(intra)
+        with group.device_handle.stream(inter):
+            pending.finish()
+
+    def _drop_prefetch(self) -> None:
+        """Finish a first gather that was prefetched and not used.
+
+        Until a group's first gather is complete, its parameters have no unsharded tensor that could get a gradient.
+        """
+        group = self._group
+        if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            group.wait_for_unshard()
+            group._to_sharded()
+
+    # ---- the last micro-batch
+
+    def _reduce_step(self, *unused: object) -> None:
+        """Reduce in the last micro-batch of a step, by torch's own post_backward."""
+        use, params = self.use, self._reduced_params()
+        use.reduced, reduced = params, _with_gradient(params)
+        any_gradient, fills = bool(reduced), False
+        if self.reduction is not None:
+            # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
+            fills = use.took_part or (any_gradient and self.reduction.errors is not None)
+        if fills:
+            use.fill_missing(params)
+        takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+        if takes_unused:
+            reduced = [param for param in params if param._unsharded_param.requires_grad or has_gradient(param)]
+        elif fills:
+            reduced = _with_gradient(params)
+        if self.comm is not None:
+            self.comm.layout = self._layout_of(reduced)
+        # Where torch reduces what is not used, all ranks do, whatever this one has.
+        if use.took_part or any_gradient or (params and takes_unused):
+            self.order.synchronized.append(self)
+        with use.postponing_hooks() if use.unused else nullcontext():
+            _post_backward(self._group, *unused)
+
+    def _reduced_params(self) -> list[FSDPParam]:
+        """Return the parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.
+
+        These are those that require a gradient, and those that have one of an earlier micro-batch, which torch reduces
+        whatever they require by now.
+        """
+        params = self._group.fsdp_params
+        if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
+            params = [params[index] for index in order]
+        unsharded = [param for param in params if hasattr(param, "_unsharded_param")]
+        # As is_trained() in _torch_weights.py, without a call for each parameter.
+        reduced = [
+            param
+            for param in unsharded
+            if param.sharded_param.requires_grad or param._unsharded_param.requires_grad or has_gradient(param)
+        ]
+        if self.reduction is None or len(reduced) == len(unsharded):
+            return reduced
+        accumulated, others = self.reduction.accumulated.names, set(reduced)
+        return [param for param in unsharded if param in others or param._param_fqn in accumulated]
+
+    def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
+        """Return where ``params`` lie in a gradient that consists of theirs."""
+        key = tuple(params)
+        layout = self.layouts.get(key)
+        if layout is None:
+            group = self._group
+            order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
+            places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
+            pieces = (Piece(places[id(p)], p._param_fqn or "", p._sharded_param_data.numel()) for p in params)
+            layout = self.layouts[key] = FlatLayout.dense(pieces, small_parameters(group))
+        return layout
+
+    # ---- the end of a backward or of a step
+
+    def end_backward(self, synchronized: bool) -> None:
+        """Handle the end of a backward, which may have completed the gradients of a step."""
+        self._reduced = False
+        # Ranks that use what is kept need not gather it, so it is of every micro-batch on all ranks, used or not.
+        self._weights.was_gathered = self._weights.is_kept
+        if synchronized:
+            self.use = ParameterUse(self._group, self.reduction)
+
+    def drop(self) -> None:
+        """Outside of a backward, drop the gradients that torch has kept, and forget which parameters they were of."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # an optimizer in the backward has cleared what it has stepped with
+        self.use.forget_used()
+        for param in self._group.fsdp_params:
+            if hasattr(param, "_unsharded_param") and has_gradient(param):
+                while take_gradient(param) is not None:  # until torch 2.14, there may be two
+                    pass
+
+    def reset(self) -> None:
+        """Drop the gradients of a step's micro-batches, since an exception has ended it."""
+        if self.reduction is not None:
+            self.reduction.accumulated.drop()
+        self.drop()  # torch itself drops unsharded ones from 2.15 on only
+        self.end_backward(synchronized=True)
+
+
+def _with_gradient(params: Sequence[FSDPParam]) -> list[FSDPParam]:
+    """Return those for which :func:`has_gradient` holds, without a call for each."""
+    return [p for p in params if p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]

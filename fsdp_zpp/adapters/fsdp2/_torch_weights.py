@@ -1,0 +1,151 @@
+"""Private names of torch's fully_shard: the weights of a parameter group, as they are read, gathered and kept.
+
+[Note: Kept weights]
+Parameter scope N keeps what was gathered until the weights change, and that is all that it keeps: whenever torch would
+reshard, modules show the sharded parameters again. Optimizers that are made then, ``requires_grad_``, writes and state
+dicts reach what they would reach under torch's own strategies. Only the memory stays. The next unshard has modules show
+it again instead of gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fsdp_zpp.adapters._torch_shard_version import ShardVersion
+from fsdp_zpp.collectives.flat_layout import FlatLayout
+from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
+from fsdp_zpp.collectives.weight_gather import WeightGather
+
+from ._torch_plan import GatherPlan, free_unsharded
+from .comms import StrategyAllGather
+
+
+class GroupWeights:
+    """Knows of a parameter group's weights what gathers have in common, what they read, and what stays of them.
+
+    It is the source of the group's secondary shard, which may be read before torch asks for the gather.
+
+    Args:
+        group: The group.
+        gather: Gathers its weights; None where torch does.
+        keeps_unsharded: Whether what was gathered stays until the weights change.
+
+    Attributes:
+        gather: As given.
+        comm: Gathers where torch puts together what is gathered; None where torch gathers.
+        plan: What gathers have in common; None until it is looked up.
+        reuses: Whether something of one gather is used in later ones.
+        staleness_guard: Asked before weights are used that stay unsharded from one micro-batch to the next; None if
+            they don't stay.
+        is_kept: Whether the memory of unsharded weights is kept while modules show shards.
+        puts_back: Whether torch is about to show that memory again, in place of a gather.
+        was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all of them.
+    """
+
+    def __init__(self, group: FSDPParamGroup, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
+        self._group, self.gather = group, gather
+        self._version = ShardVersion()
+        self.plan: GatherPlan | None = None
+        self.comm: StrategyAllGather | None = None
+        self.staleness_guard: SecondaryShard | None = None
+        self.reuses = False
+        if gather is not None:
+            self.reuses = gather.secondary.keep or keeps_unsharded
+            self.staleness_guard = gather.secondary if keeps_unsharded else None
+            self.comm = StrategyAllGather(gather, self.shard_version if self.reuses else None)
+        self.is_kept = self.puts_back = self.was_gathered = False
+
+    def make_plan(self) -> GatherPlan:
+        """Look up what gathers have in common."""
+        group, gather = self._group, self.gather
+        is_encoded = gather is not None and gather.secondary.codec is not None and group._all_gather_comm is self.comm
+        self.plan = GatherPlan(group, is_encoded)
+        return self.plan
+
+    def check_gather(self) -> None:
+        """Raise if a codec is to encode what torch alone can put together.
+
+        Raises:
+            TypeError: If a parameter encodes itself.
+        """
+        if self.gather is None or self.gather.secondary.codec is None or self._group._all_gather_comm is not self.comm:
+            return
+        param = (self.plan or self.make_plan()).self_encoding
+        if param is not None:
+            raise TypeError(
+                f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
+                "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
+            )
+
+    # ---- weights that are kept, see [Note: Kept weights]
+
+    def is_fresh(self) -> bool:
+        """Return whether what is kept has not changed; the same on all ranks. Drops it if it has.
+
+        Raises:
+            StaleSecondaryError: If it has changed without an event.
+        """
+        assert self.staleness_guard is not None
+        if self.staleness_guard.stale:
+            self.drop_kept()
+            return False
+        self.staleness_guard.check_version(self.shard_version())
+        return True
+
+    def drop_kept(self) -> None:
+        """Free what is kept while modules show shards."""
+        if self.is_kept:
+            free_unsharded(self._group.fsdp_params)
+            self.is_kept = self.puts_back = self.was_gathered = False
+
+    # ---- as a ShardSource, which is asked before torch's gather
+
+    def can_be_read(self) -> bool:
+        """Return whether no backward runs, and torch need not put together what is gathered."""
+        # In a backward, an optimizer may outdate what is prefetched.
+        return torch._C._current_graph_task_id() == -1 and not (self.plan or self.make_plan()).by_torch
+
+    def prepare_read(self) -> int:
+        """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
+        return (self.plan or self.make_plan()).shard_numel
+
+    def read(self) -> ShardValues:
+        """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
+        plan, device = self.plan or self.make_plan(), self._group.device
+        params = self._group.fsdp_params
+        shards = [param._sharded_param_data for param in params]
+        if shards[0].device != device:
+            shards = [shard.to(device, non_blocking=True) for shard in shards]
+        if plan.cast_before_joining:
+            shards = [shard.to(plan.dtype) for shard in shards]
+        trained = any(map(is_trained, params))
+        return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
+
+    def layout(self, numel: int) -> FlatLayout:
+        """Return where parameters lie in each rank's part of what is gathered."""
+        return (self.plan or self.make_plan()).layout
+
+    def shard_version(self) -> Hashable:
+        """Return a value that changes with every write to the shards that torch counts, and when they are moved."""
+        plan = self.plan or self.make_plan()
+        return self._version.of(plan.memory, plan.counted)
+
+    def is_trained(self) -> bool:
+        """Return whether any parameter requires a gradient, sharded or as modules show it."""
+        return any(map(is_trained, self._group.fsdp_params))
+
+
+def is_trained(param: FSDPParam) -> bool:
+    """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last.
+
+    ``requires_grad_`` on a module reaches what the module shows at that moment. A root that a forward left unsharded
+    then trains though its sharded parameters don't require a gradient: PEFT switches adapters off and on that way.
+    """
+    if param.sharded_param.requires_grad:
+        return True
+    unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather
+    return unsharded is not None and unsharded.requires_grad
