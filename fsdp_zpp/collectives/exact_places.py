@@ -83,9 +83,7 @@ class PlacesInChunks:
     """
 
     def __init__(self, mesh: ProcessMesh, codecs: Iterable[Codec | None]) -> None:
-        blocks = [codec.block_numel for codec in codecs if codec is not None]
-        # Blocks are powers of two, so that the largest one's bounds are those of all others, too.
-        self._block = max(blocks, default=1) if all(blocks) else 0
+        self._codecs = [codec for codec in codecs if codec is not None]
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
         self._computed: dict[tuple[str, int, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
@@ -99,8 +97,13 @@ class PlacesInChunks:
         entry = self._computed.get(key)
         if entry is None or entry[1] != device:
             # With the layout, so that its id stays its own.
-            entry = self._computed[key] = layout, device, _places(layout, numel, rows(), device, self._block)
+            entry = self._computed[key] = layout, device, _places(layout, numel, rows(), device, self._block())
         return entry[2]
+
+    def _block(self) -> int:
+        """Return the number of values, multiples of which no block of any codec spans; 0 if codecs don't tell."""
+        blocks = [codec.block_numel for codec in self._codecs]
+        return max(blocks, default=1) if all(blocks) else 0  # powers of two
 
     # ---- of tensors that have a chunk for each rank
 

@@ -9,7 +9,7 @@ kept apart, or the layout is widened to hold it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -74,19 +74,13 @@ class FlatLayout:
         pieces = tuple(pieces)
         bounds = (0, *accumulate(piece.numel for piece in pieces))
         small = tuple(bound for piece, bound in zip(pieces, pairwise(bounds), strict=True) if piece.name in exact)
-        return cls(
-            pieces, bounds[:-1], bounds[-1], small, boundaries=cls.boundaries_of(pieces, bounds[:-1], placements)
+        starts = bounds[:-1]
+        boundaries = boundaries_between(
+            (start, placements.get(piece.name))
+            for piece, start in zip(pieces, starts, strict=True)
+            if piece.name not in exact
         )
-
-    @staticmethod
-    def boundaries_of(
-        pieces: Sequence[Piece], starts: Sequence[int], placements: Mapping[str, Hashable]
-    ) -> tuple[int, ...]:
-        """Return where pieces begin that are placed differently from the one before them."""
-        placed = [placements.get(piece.name) for piece in pieces]
-        return tuple(
-            start for start, (before, after) in zip(starts[1:], pairwise(placed), strict=True) if before != after
-        )
+        return cls(pieces, starts, bounds[-1], small, boundaries=boundaries)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -131,6 +125,16 @@ class FlatLayout:
             to: The other layout.
         """
         return flat if self == to else to.join(self.split(flat), flat.numel() // self.numel, flat)
+
+
+def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...]:
+    """Return where parameters begin that are placed differently from those before them.
+
+    Args:
+        placed: Where each parameter begins, in order, and how another parallelism has placed it.
+    """
+    pairs = pairwise(placed)
+    return tuple(start for (_, before), (start, after) in pairs if before != after)
 
 
 NO_PARAMETERS = FlatLayout.dense(())

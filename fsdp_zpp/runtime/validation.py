@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.config.strategy import Strategy
 
@@ -68,19 +67,4 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
         if parameter.dtype not in DTYPES:
             raise TypeError(
                 f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; {remedy}"
-            )
-
-
-def check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a parameter is sharded already, by tensor parallelism say, and ``strategy`` can't be combined with that.
-
-    Raises:
-        NotImplementedError: It names the parameter.
-    """
-    # Under G the shards are those of torch's own FSDP, which composes with other parallelisms.
-    for name, parameter in parameters:
-        if isinstance(parameter, DTensor) and strategy.optimizer != "G":
-            raise NotImplementedError(
-                f"{strategy.levels!r} shards over a part of the data-parallel ranks, which can't be combined with "
-                f"another parallelism, but {name} is sharded already; use optimizer scope G, such as 'IGG'"
             )

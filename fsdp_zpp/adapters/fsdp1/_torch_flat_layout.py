@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.collectives.exact_places import sent_exactly
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece, boundaries_between
 
 
 class FlatParameterLayout:
@@ -54,7 +56,9 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
     pieces: list[Piece] = []
     starts: list[int] = []
     small: list[tuple[int, int]] = []
-    exact = sent_exactly(flat_param._shapes)
+    placed: list[tuple[int, tuple[int, ...]]] = []
+    axes = list(map(_sharded_along, flat_param._param_extensions))
+    exact = _sent_exactly(flat_param, axes)
     start = order = 0
     for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
         if not is_padding:
@@ -63,6 +67,33 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
                 starts.append(start)
             if exact[order]:
                 small.append((start, start + size))
+            else:
+                placed.append((start, axes[order]))
             order += 1
         start += size
-    return FlatLayout(tuple(pieces), tuple(starts), numel, tuple(small), is_fixed=True)
+    boundaries = boundaries_between(placed)
+    return FlatLayout(tuple(pieces), tuple(starts), numel, tuple(small), is_fixed=True, boundaries=boundaries)
+
+
+def _sent_exactly(flat_param: FlatParameter, axes: list[tuple[int, ...]]) -> list[bool]:
+    """Tell for each parameter whether codecs leave it as it is."""
+    exact = sent_exactly(flat_param._shapes)
+    # As in fsdp2/_torch_flat_layout.py: with parts of several sizes, copies have other places on each rank.
+    specs = flat_param._param_extensions
+    if any(map(_is_uneven, specs)):
+        most = max(map(len, axes))
+        return [is_exact or len(along) < most for is_exact, along in zip(exact, axes, strict=True)]
+    return exact
+
+
+def _sharded_along(spec: Any) -> tuple[int, ...]:
+    """Return the dimensions of the mesh along which another parallelism shards a parameter, if it has a ``spec``."""
+    return () if spec is None else tuple(i for i, each in enumerate(spec.placements) if not each.is_replicate())
+
+
+def _is_uneven(spec: Any) -> bool:
+    """Return whether another parallelism has left ranks parts of several sizes; the same on all of them."""
+    if spec is None:
+        return False
+    sizes = zip(spec.placements, spec.mesh.shape, strict=True)
+    return any(placement.is_shard() and spec.shape[placement.dim] % size for placement, size in sizes)

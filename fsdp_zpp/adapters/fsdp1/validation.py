@@ -56,8 +56,19 @@ def _check_what_is_sharded(
 ) -> RankLayout:
     layout = RankLayout.of(strategy, group)
     check_dtypes(own, "pass others in ignored_states")
+    _check_no_other_parallelism(strategy, own)
     _check_offload(offload)
     return layout
+
+
+def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if another parallelism has sharded a parameter that FSDP is not to shard, which FSDP can't write back."""
+    for name, parameter in parameters:
+        if isinstance(parameter, DTensor) and strategy.optimizer == "N":
+            raise NotImplementedError(
+                f"{strategy.levels!r} is FullyShardedDataParallel's NO_SHARD, which can't be combined with another "
+                f"parallelism, but {name} is sharded already; use another strategy, or fully_shard"
+            )
 
 
 def _check_group(arguments: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ NEEDED = (
     Needed(_GROUP, "_training_state", "telling which phase a group is in"),
     Needed(f"{_COMMON}.TrainingState", "IDLE FORWARD PRE_BACKWARD POST_BACKWARD", "the phases of a group in training"),
     Needed(_GROUP, "device device_handle comm_ctx", "the device and the streams of a group"),
+    Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
     # ---- parameters and their shards
     Needed(_PARAM, "sharded_param _sharded_param_data _sharded_local_tensor", "the shard of a parameter"),
     Needed(_PARAM, "_param_fqn _orig_size fsdp_placement", "the name and the shape of a parameter"),

@@ -17,12 +17,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.profiler import record_function
 
-from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import groups_of, names_in, numel_of
+from ._torch_flat_layout import order_parameters
 from ._torch_plan import GatherPlan, show_shards
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
@@ -59,7 +59,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def lazy_init(self) -> None:
         if not self._is_ordered:
-            self._put_small_last()
+            order_parameters(self)  # only now, since parameters may be quantized after sharding
+            self._is_ordered = True
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
@@ -69,16 +70,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             callback, self._on_lazy_init = self._on_lazy_init, None
             callback(states[0]._modules[0])  # the root's state comes first
-
-    def _put_small_last(self) -> None:
-        """Put small parameters last: among the others they would shift these, so that blocks straddled two of them.
-
-        Only now, since parameters may be quantized after sharding.
-        """
-        exact = sent_exactly([param._orig_size for param in self.fsdp_params])
-        places = sorted(range(len(exact)), key=exact.__getitem__)
-        self.fsdp_params = [self.fsdp_params[place] for place in places]
-        self._is_ordered = True
 
     def _name_what_was_unsharded(self, root: nn.Module) -> None:
         """Give parameters their FQNs that torch has not found, since ``unshard()`` came before the first forward."""

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_zpp.collectives.exact_places import sent_exactly
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
+from ._torch_flat_layout import layout_of
 
 
 class GatherPlan:
@@ -48,8 +47,7 @@ class GatherPlan:
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
         self.by_torch = self.self_encoding is not None or (self.mixed and not encodes)
         self.dtype = torch.uint8 if self.by_torch and self.mixed else reduce(torch.promote_types, dtypes)
-        pieces = [Piece(i, p._param_fqn or "", numel) for i, (p, numel) in enumerate(zip(params, numels, strict=True))]
-        self.layout = FlatLayout.dense(pieces, small_parameters(group))
+        self.layout = layout_of(group, params, range(len(params)))
         self.shard_numel = sum(numels)
         self.numel = self.shard_numel * self._world
         self.memory = [shard for shard in shards if type(shard) is Tensor]
@@ -145,16 +143,6 @@ class Swap(NamedTuple):
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         sites = ((info.module, info.param_name), *shared)
         return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
-
-
-def small_parameters(group: FSDPParamGroup) -> frozenset[str]:
-    """Return the FQNs of the parameters that codecs leave as they are.
-
-    See [Note: Small parameters] in exact_places.py.
-    """
-    params = group.fsdp_params
-    exact = sent_exactly([param._orig_size for param in params])
-    return frozenset(p._param_fqn or "" for p, is_exact in zip(params, exact, strict=True) if is_exact)
 
 
 def show_shards(params: Sequence[FSDPParam]) -> None:

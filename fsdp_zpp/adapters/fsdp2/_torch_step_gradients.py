@@ -11,14 +11,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
+from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
 
+from ._torch_flat_layout import layout_of
 from ._torch_gradients import flatten_gradients, has_gradient, take_gradient
-from ._torch_plan import small_parameters
 from ._torch_transforms import without_dynamo
 from ._torch_use import ParameterUse
 from ._torch_weights import GroupWeights
@@ -220,8 +220,7 @@ class StepGradients:
             group = self._group
             order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
             places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
-            pieces = (Piece(places[id(p)], p._param_fqn or "", p._sharded_param_data.numel()) for p in params)
-            layout = self.layouts[key] = FlatLayout.dense(pieces, small_parameters(group))
+            layout = self.layouts[key] = layout_of(group, params, [places[id(param)] for param in params])
         return layout
 
     # ---- the end of a backward or of a step

@@ -115,7 +115,7 @@ def _check_mesh(strategy: Strategy, mesh: DeviceMesh | None) -> None:
         return
     if mesh.ndim == 2:
         check_shards_part(strategy, mesh)
-    names = mesh.mesh_dim_names or tuple(mesh.shape)
+    names: tuple[object, ...] = mesh.mesh_dim_names or tuple(mesh.shape)
     raise ValueError(
         "a Strategy takes the 1-D mesh of the ranks to shard over, or a 2-D one of nodes x ranks of a node with names, "
         f"got {mesh.ndim} dimensions {names}; of a mesh with other parallelisms pass the data-parallel dimensions, as "
