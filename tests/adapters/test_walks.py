@@ -12,13 +12,13 @@ from harness.pool import device_type
 
 MOST = {
     "fsdp1 wrapping of a block": (90, 50),
-    "fsdp1 gather": (87, 40),
-    "fsdp1 gather that prefetches": (114, 51),
-    "fsdp1 gradient": (88, 42),
+    "fsdp1 gather": (68, 25),
+    "fsdp1 gather that prefetches": (84, 31),
+    "fsdp1 gradient": (81, 36),
     "fsdp2 wrapping of a block": (80, 45),
-    "fsdp2 gather": (86, 46),
-    "fsdp2 gather that prefetches": (114, 57),
-    "fsdp2 gradient": (107, 52),
+    "fsdp2 gather": (67, 31),
+    "fsdp2 gather that prefetches": (84, 37),
+    "fsdp2 gradient": (97, 41),
 }
 """Calls and changes of files, by walk."""
 
