@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece, boundaries_between
@@ -57,8 +56,9 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
     starts: list[int] = []
     small: list[tuple[int, int]] = []
     placed: list[tuple[int, tuple[int, ...]]] = []
-    axes = list(map(_sharded_along, flat_param._param_extensions))
-    exact = _sent_exactly(flat_param, axes)
+    specs = flat_param._param_extensions
+    axes = [() if spec is None else _sharded_along(spec) for spec in specs]
+    exact = sent_exactly(flat_param._shapes)
     start = order = 0
     for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
         if not is_padding:
@@ -75,25 +75,6 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
     return FlatLayout(tuple(pieces), tuple(starts), numel, tuple(small), is_fixed=True, boundaries=boundaries)
 
 
-def _sent_exactly(flat_param: FlatParameter, axes: list[tuple[int, ...]]) -> list[bool]:
-    """Tell for each parameter whether codecs leave it as it is."""
-    exact = sent_exactly(flat_param._shapes)
-    # As in fsdp2/_torch_flat_layout.py: with parts of several sizes, copies have other places on each rank.
-    specs = flat_param._param_extensions
-    if any(map(_is_uneven, specs)):
-        most = max(map(len, axes))
-        return [is_exact or len(along) < most for is_exact, along in zip(exact, axes, strict=True)]
-    return exact
-
-
-def _sharded_along(spec: Any) -> tuple[int, ...]:
-    """Return the dimensions of the mesh along which another parallelism shards a parameter, if it has a ``spec``."""
-    return () if spec is None else tuple(i for i, each in enumerate(spec.placements) if not each.is_replicate())
-
-
-def _is_uneven(spec: Any) -> bool:
-    """Return whether another parallelism has left ranks parts of several sizes; the same on all of them."""
-    if spec is None:
-        return False
-    sizes = zip(spec.placements, spec.mesh.shape, strict=True)
-    return any(placement.is_shard() and spec.shape[placement.dim] % size for placement, size in sizes)
+def _sharded_along(spec: DTensorSpec) -> tuple[int, ...]:
+    """Return the dimensions of its mesh along which another parallelism shards a parameter."""
+    return tuple(dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate())

@@ -6,7 +6,6 @@ with those that another parallelism shards least. See the notes in exact_places.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,15 +46,7 @@ def _small_parameters(group: FSDPParamGroup) -> set[FSDPParam]:
     """Return the parameters that codecs leave as they are."""
     params = group.fsdp_params
     exact = sent_exactly([param._orig_size for param in params])
-    # Where another parallelism shards unevenly, flat tensors have other sizes on each of its ranks, and chunks that cut
-    # them anywhere have other places in the copies: these are not to depend on blocks at all.
-    uneven = any(map(_is_uneven, params))
-    most = max((len(_sharded_along(param)) for param in params), default=0)
-    return {
-        param
-        for param, is_exact in zip(params, exact, strict=True)
-        if is_exact or (uneven and len(_sharded_along(param)) < most)
-    }
+    return {param for param, is_exact in zip(params, exact, strict=True) if is_exact}
 
 
 def _sharded_along(param: FSDPParam) -> tuple[str, ...]:
@@ -64,13 +55,3 @@ def _sharded_along(param: FSDPParam) -> tuple[str, ...]:
     names = sharded.device_mesh.mesh_dim_names or ("",)
     pairs = zip(names, sharded.placements, strict=True)
     return tuple(name for name, placement in pairs if not placement.is_replicate())
-
-
-def _is_uneven(param: FSDPParam) -> bool:
-    """Return whether another parallelism has left ranks parts of several sizes; the same on all of them."""
-    sharded: Any = param.sharded_param
-    mesh, axes = sharded.device_mesh, _sharded_along(param)
-    if len(axes) < 2:
-        return False
-    ranks = math.prod(mesh.size(dim) for dim, name in enumerate(mesh.mesh_dim_names) if name in axes)
-    return param._orig_size.numel() * ranks != sharded.numel() * mesh.size(mesh.mesh_dim_names.index(axes[0]))

@@ -1,4 +1,4 @@
-"""What only fully_shard composes with: tensor parallelism, recovery, tensors that encode themselves."""
+"""What only fully_shard composes with: recovery, tensors that encode themselves."""
 
 from __future__ import annotations
 
@@ -11,54 +11,14 @@ from harness import models
 from harness.adapter import STOCK, Case
 from harness.fsdp2 import Fsdp2
 from harness.messages import collected
-from harness.pool import Pool, device_type
+from harness.pool import Pool
 from harness.training import logits, train
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_zpp import Strategy
 
 HPZ = Strategy("IGG", gpus_per_node=2)
-
-
-class TensorParallelBlock(nn.Module):
-    """Two linears that tensor parallelism splits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(12, 20)
-        self.down = nn.Linear(20, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def two_dimensions(strategy: Strategy | None, optimizer: str) -> dict[str, Tensor]:
-    """In a worker: data parallel over nodes beside tensor parallel inside of them."""
-    adapter = Fsdp2()
-    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    net = nn.Sequential(TensorParallelBlock(), TensorParallelBlock()).to(models.device())
-    for block in net:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        adapter.apply(block, strategy, mesh=mesh["dp"])
-    adapter.apply(net, strategy, mesh=mesh["dp"])
-    step = torch.optim.SGD(net.parameters(), lr=0.1, foreach=optimizer == "foreach")
-    for i in range(3):
-        torch.manual_seed(100 * i + mesh["dp"].get_local_rank())
-        net(torch.randn(4, 12, device=models.device())).square().mean().backward()
-        step.step()
-        step.zero_grad()
-    return adapter.full_weights(net)
-
-
-@pytest.mark.parametrize("optimizer", ["foreach", "for each"])
-def test_training_beside_tensor_parallelism_equals_stock(pool: Callable[[int], Pool], optimizer: str) -> None:
-    strategy = Strategy("IGG", gpus_per_node=1)
-    ours, stock = pool(4).run(two_dimensions, strategy, optimizer), pool(4).run(two_dimensions, STOCK, optimizer)
-    assert max(map(models.distance, ours, stock)) <= 1e-6
 
 
 def recover(strategy: Strategy) -> None:
