@@ -48,7 +48,7 @@ class StrategyHandle(FlatParamHandle):
     _version_at_summon: Hashable
 
     def adopt(self, instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout) -> None:
-        """Set the attributes of this class, in place of a constructor; arguments as of `adopt_handle`."""
+        """Set the attributes of this class, in place of a constructor; arguments as of ``adopt_handle``."""
         self.parameter_layout = layout
         self._zero_padding()
         self._gather, self._keeps_unsharded = unit.gather, unit.keep_unsharded
@@ -157,7 +157,7 @@ class StrategyHandle(FlatParamHandle):
     def _use_unsharded_views(self, as_params: bool) -> None:
         if as_params:
             self.views.drop()  # parameters become views of what was gathered
-        elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_those_of_forward():
+        elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
             return
         super()._use_unsharded_views(as_params)
 
@@ -178,7 +178,7 @@ class StrategyHandle(FlatParamHandle):
     # ---- when weights change
 
     def weights_changed(self, by_step: bool) -> None:
-        """Between forwards, drop what FSDP still keeps unsharded, so that the next one gathers it anew.
+        """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew.
 
         It keeps the root, and units that a forward has prefetched and not run.
         """

@@ -41,7 +41,7 @@ class ParameterViews:
     # ---- while the unit is sharded, parameters are views of the shard
 
     def show_shard(self) -> bool:
-        """Let modules show views of the shard, if those of the last time hold; returns whether they do."""
+        """Let modules show views of the shard, if those of the last time hold; return whether they do."""
         views = self._of_shard
         if views is None or self._handle.flat_param.data_ptr() != views.address or not views.hold():
             return False
@@ -51,14 +51,14 @@ class ParameterViews:
     def keep(self) -> None:
         """Keep the views of the shard that torch has just made, for the next time."""
         handle = self._handle
-        lasts = (
+        may_last = (
             self.are_direct
             and handle.uses_sharded_strategy
             and not handle._skip_writeback_check
             and not handle.flat_param._shared_param_infos
             and not torch.is_inference_mode_enabled()  # whose tensors can't be trained
         )
-        self._of_shard = ShardViews(handle) if lasts else None
+        self._of_shard = ShardViews(handle) if may_last else None
 
     def are_written_back(self) -> bool:
         """Return whether parameters still are the views of the shard, so that nothing is to be copied to it."""
@@ -72,7 +72,7 @@ class ParameterViews:
 
     # ---- while it is unsharded, modules show views of what was gathered
 
-    def show_those_of_forward(self) -> bool:
+    def show_forward_views(self) -> bool:
         """Let modules show the views that the forward has saved, if they are views of what is gathered now.
 
         They are, unless a user gave them other values: between forward and backward, torch frees the memory and

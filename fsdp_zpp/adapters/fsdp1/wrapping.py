@@ -55,7 +55,7 @@ class HookedUnit:
 
     @property
     def keeps_weights(self) -> bool:
-        """Tell that stock FSDP keeps nothing else, either."""
+        """Return False, for stock FSDP keeps no weights."""
         return False
 
 
@@ -94,16 +94,16 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
         # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
-        not_again = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
+        done_outside = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
         own = {name: value for name, value in arguments.items() if name != "self"}
-        return FullyShardedDataParallel(**own | not_again | {"ignored_modules": None, "ignored_states": others})
+        return FullyShardedDataParallel(**own | done_outside | {"ignored_modules": None, "ignored_states": others})
 
-    works_in = _group_of(unit)
+    shard_group = _group_of(unit)
     packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
     with ExitStack() as stack:
-        stack.enter_context(_torch.sharding_over(module, strategy, works_in, sharded=unit.scopes.optimizer != "N"))
+        stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
-        if works_in is not group and works_in.size() == 1:  # as it is to be
+        if shard_group is not group and shard_group.size() == 1:  # as it is to be
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
         if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))

@@ -32,7 +32,7 @@ def take_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
-    """Return what torch has divided a gradient by when it calls for the reduction: in fp16, at least a part of ranks.
+    """Return what torch has divided a gradient by before its reduction: in fp16, a part of the number of ranks or more.
 
     Args:
         group: The group of the gradient.

@@ -48,7 +48,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
-        """Set the attributes of this class, in place of a constructor; arguments as of `adopt_group`."""
+        """Set the attributes of this class, in place of a constructor; arguments as of ``adopt_group``."""
         gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
@@ -64,14 +64,14 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
-            self._name_what_was_unsharded(states[0]._modules[0])
+            self._set_missing_names(states[0]._modules[0])
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             callback, self._on_lazy_init = self._on_lazy_init, None
             callback(states[0]._modules[0])  # the root's state comes first
 
-    def _name_what_was_unsharded(self, root: nn.Module) -> None:
+    def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters their FQNs that torch has not found, since ``unshard()`` came before the first forward."""
         if all(param._param_fqn is not None for param in self.fsdp_params):
             return
@@ -227,7 +227,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @property
     def name(self) -> str:
-        """Modules of the group, by their paths from the root."""
+        """Paths of the group's modules from the root."""
         return self._module_fqn or "root"
 
     def numel(self) -> int:
@@ -272,7 +272,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self.weights.plan = None
 
     def drop_unsharded(self) -> None:
-        """Between forwards, drop what FSDP still keeps unsharded, so that the next one gathers it anew."""
+        """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew."""
         if self._training_state == TrainingState.IDLE:
             self.weights.drop_kept()
             self.wait_for_unshard()

@@ -234,7 +234,7 @@ class StepGradients:
             self.use = ParameterUse(self._group, self.reduction)
 
     def drop(self) -> None:
-        """Outside of a backward, drop the gradients that torch has kept, and forget which parameters they were of."""
+        """Drop the gradients that torch has kept, and forget which parameters they were of; not within a backward."""
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
         self.use.forget_used()

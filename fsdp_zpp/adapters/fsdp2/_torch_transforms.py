@@ -13,7 +13,7 @@ without_functorch: Callable[[Any], Any] = getattr(_fsdp_common, "_disable_functo
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch's, for which dynamo is disabled once.
+    """Return a method of torch's for which dynamo is disabled once.
 
     From torch 2.13 on, its decorator makes a wrapper that disables dynamo anew in every call, which takes longer than
     much of what the methods do. A method that something else has wrapped is left as it is.

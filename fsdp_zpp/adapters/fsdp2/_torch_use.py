@@ -55,7 +55,7 @@ class ParameterUse:
         self._used = set()
 
     def note(self, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> bool:
-        """Note which of ``params`` have gradients in a micro-batch; returns whether any has."""
+        """Note which of ``params`` have gradients in a micro-batch; return whether any has."""
         used = {id(param) for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
         self._used |= used
         return bool(used)

@@ -25,7 +25,7 @@ from .comms import StrategyAllGather
 
 
 class GroupWeights:
-    """Knows of a parameter group's weights what gathers have in common, what they read, and what stays of them.
+    """A parameter group's weights: what its gathers have in common, what they read, and what stays of them.
 
     It is the source of the group's secondary shard, which may be read before torch asks for the gather.
 
