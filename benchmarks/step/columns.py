@@ -1,12 +1,12 @@
-"""The columns that tables of steps are made of: what each says of a row of a result, beside the others of its run."""
+"""Columns of tables of steps: the text of each for a row of a result, beside the others of its run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from markdown_tables import markdown
 from result_files import Row
-from result_pages import markdown
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Column:
     """A column.
 
     Attributes:
-        heading: What stands over it.
-        cell: Its text for a row, given all rows of that run; empty if the row lacks it.
+        heading: Text over it.
+        cell: Function that returns its text for a row, given all rows of that run; empty if the row lacks the figure.
     """
 
     heading: str
@@ -23,7 +23,7 @@ class Column:
 
 
 def measured(heading: str, key: str, form: str) -> Column:
-    """A column with one figure of a row."""
+    """Make a column with one figure of a row."""
     return Column(heading, lambda row, _: form.format(row[key]) if row.get(key) is not None else "")
 
 
@@ -50,7 +50,7 @@ def _exposed(row: Row, _: list[Row]) -> str:
 
 
 def sent(heading: str, hop: str) -> Column:
-    """MiB that a rank sends over one hop a step: weights + gradients."""
+    """Make a column with the MiB that a rank sends over one hop a step: weights + gradients."""
 
     def cell(row: Row, _: list[Row]) -> str:
         figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
@@ -60,12 +60,12 @@ def sent(heading: str, hop: str) -> Column:
 
 
 def first_named(rows: list[Row], strategy: str, key: str) -> float | None:
-    """A figure of the first row of that strategy, if it is there."""
+    """Return a figure of the first row of that strategy, if it is there."""
     return next((row[key] for row in rows if row["strategy"] == strategy and row.get(key)), None)
 
 
 def times_as_fast(than: str, heading: str) -> Column:
-    """How many times as fast as the strategy ``than``."""
+    """Make a column with the speedup over the strategy ``than``."""
 
     def cell(row: Row, rows: list[Row]) -> str:
         time = first_named(rows, than, "step_ms")
@@ -75,7 +75,7 @@ def times_as_fast(than: str, heading: str) -> Column:
 
 
 def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
-    """A figure as a share of that of the strategy ``of``."""
+    """Make a column with a figure as a share of that of the strategy ``of``."""
 
     def cell(row: Row, rows: list[Row]) -> str:
         whole = first_named(rows, of, key)
@@ -96,7 +96,7 @@ AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
 
 
 def summary(rows: list[Row]) -> str:
-    """A run's table while it runs: all there is to say, without columns that would be empty."""
+    """Return a run's table while it runs: all figures, without columns that would be empty."""
     columns = [
         Column("strategy", lambda row, _: row["strategy"]),
         STEP,

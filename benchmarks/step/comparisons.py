@@ -1,4 +1,4 @@
-"""Which runs the tables of steps show side by side, and what of each."""
+"""Runs that the tables of steps show side by side, and the columns of each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from columns import (
     share,
 )
 from labels import label
+from markdown_tables import markdown
 from result_files import Result, Row
-from result_pages import markdown
 
 HSDP, MEGATRON = "fsdp2:hybrid_shard", "megatron-hfsdp"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
@@ -31,10 +31,10 @@ class Comparison:
     """Runs beside each other, a line a strategy; or, with a heading for what tells them apart, below each other.
 
     Attributes:
-        runs: What a page calls each run, and its result.
-        columns: What is shown of each.
-        only: The strategies that are shown; by default, all.
-        below: The heading over what the runs are called, if they are below each other.
+        runs: Results by their labels on the page.
+        columns: Columns of each run.
+        only: Strategies that are shown; by default, all.
+        below: Heading over the labels of the runs, if they are below each other.
     """
 
     runs: dict[str, str]
@@ -43,7 +43,7 @@ class Comparison:
     below: str = ""
 
     def markdown(self, results: Results) -> str:
-        """The table."""
+        """Return the table."""
         return self._one_below_another(results) if self.below else self._side_by_side(results)
 
     def _side_by_side(self, results: Results) -> str:
@@ -71,7 +71,7 @@ class Comparison:
         return markdown([self.below, "strategy", *(column.heading for column in self.columns)], lines)
 
     def _named(self, rows: list[Row]) -> list[tuple[str, Row]]:
-        """The rows that are shown; a strategy's second row is called ``again``."""
+        """Return the rows that are shown; a strategy's second row is named ``again``."""
         seen: set[str] = set()
         named = []
         for row in rows:
@@ -83,7 +83,7 @@ class Comparison:
 
 
 def one(run: str, *columns: Column) -> Comparison:
-    """A run by itself."""
+    """Compare the strategies of one run."""
     return Comparison({"": run}, columns)
 
 

@@ -28,6 +28,7 @@ from single_runs import (
 
 FOLDER = Path(__file__).parent
 CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
+HOPS = {"hops-between": "between nodes", "hops-inside": "inside a node"}
 SINGLE = {
     "hop-settings": (hop_settings, "hops-2x1-shared"),
     "cpu": (cpu, "cpu-1.35B-2x2"),
@@ -36,10 +37,11 @@ SINGLE = {
     "planned": (planned_times, "planned-1.35B-2x2"),
     "planned-memory": (planned_memory, "planned-1.35B-2x2"),
 }
+MEMORY = {"6.7B, all parameters trained": "6.7B-2x2", "6.7B, LoRA on a frozen base": "lora-6.7B-2x2"}
 
 
 def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, str]:
-    """The tables of runs side by side."""
+    """Return the tables of runs side by side."""
     return {
         name: with_origin(one.markdown(results), "step", results, one.runs.values())
         for name, one in comparisons.items()
@@ -47,10 +49,10 @@ def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, 
 
 
 def pages(results: Results) -> dict[Path, Tables]:
-    """All tables, by page and name."""
+    """Return all tables, by page and name."""
     step_time = compared(results, STEP_TIME)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
-    for table, hop in {"hops-between": "between nodes", "hops-inside": "inside a node"}.items():
+    for table, hop in HOPS.items():
         step_time[table] = with_origin(hops(sizes, hop), "step", results, CHUNK_SIZES.values())
     for table, (make, name) in SINGLE.items():
         step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
@@ -62,7 +64,7 @@ def pages(results: Results) -> dict[Path, Tables]:
 
 
 def draw(name: str, results: Results) -> str:
-    """A figure's SVG."""
+    """Return a figure's SVG."""
     import figures  # tables need no matplotlib
 
     if name == "step-time.svg":
@@ -70,10 +72,7 @@ def draw(name: str, results: Results) -> str:
     return figures.memory({title: results[run]["rows"] for title, run in MEMORY.items()})
 
 
-MEMORY = {"6.7B, all parameters trained": "6.7B-2x2", "6.7B, LoRA on a frozen base": "lora-6.7B-2x2"}
-
-
 if __name__ == "__main__":
-    found = result_files.read(FOLDER / "results")
-    figures_of: Figures = {name: partial(draw, name, found) for name in ("step-time.svg", "memory.svg")}
-    result_pages.main(__doc__, pages(found), figures_of)
+    read = result_files.read(FOLDER / "results")
+    figures_of: Figures = {name: partial(draw, name, read) for name in ("step-time.svg", "memory.svg")}
+    result_pages.main(__doc__, pages(read), figures_of)
