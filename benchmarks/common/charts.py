@@ -1,6 +1,6 @@
 """Charts as SVG: the same bytes every time, legible on light and on dark pages.
 
-[Note: Ink] Ink (text, axes, grid) is drawn in colors that stand for it. In the SVG they become CSS variables, to which a
+[Note: Ink] Text, axes and grid are drawn in colors that stand for ink. In the SVG they become CSS variables, to which a
 style sheet in the file gives one value, and another one where the reader prefers dark pages. The background is
 transparent; colors of data are chosen to be seen on both.
 """

@@ -35,7 +35,9 @@ def counts(rows: list[Row], blocks: int) -> str:
             (collectives(row, blocks), f"{row['calls_around_a_unit']:.0f}", str(row["groups_of_this_rank"]))
             for row in of_case
         ]
-        lines.append([*case, *(" / ".join(texts if len(set(texts)) > 1 else texts[:1]) for texts in zip(*worlds, strict=True))])
+        lines.append(
+            [*case, *(" / ".join(texts if len(set(texts)) > 1 else texts[:1]) for texts in zip(*worlds, strict=True))]
+        )
     return markdown(headings, lines)
 
 

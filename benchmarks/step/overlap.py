@@ -2,7 +2,8 @@
 
 [Note: Time of communication]
 A NCCL kernel runs from when its rank enters the collective until the data has come, and spins while it waits for the
-other ranks. So the time of communication includes waiting for a rank that computes, on a fast network, too. Copies by the GPU's copy engines are neither communication nor computation.
+other ranks. So the time of communication includes waiting for a rank that computes, on a fast network, too. Copies by
+the GPU's copy engines are neither communication nor computation.
 """
 
 from __future__ import annotations
