@@ -5,7 +5,7 @@
 emulates the nodes on one host (common/nodes.py), measures their bandwidths, and then every strategy's step as run.py
 does. Memory is the largest that is allocated at three moments of a step (after a forward, with the gradients of all but
 the last micro-batch, and with all gradients), since activations and the units in flight are no model states. Prints
-Markdown tables and writes the result (planned.json) to ``--out``. Needs GPUs.
+a Markdown table and writes the result (planned.json) to ``--out``. Needs GPUs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def work(arguments: argparse.Namespace) -> None:
         bandwidth = {"inter_gbps_a_node": cluster.inter_gbps, "intra_gbps_a_gpu": cluster.intra_gbps}
         others = {"environment": nodes.environment(), "bandwidth": bandwidth}
         result_files.write(arguments.out / "planned.json", manifest(nodes.command()), arguments, rows, **others)
-        print(bandwidth, single_runs.planned_times(rows), single_runs.planned_memory(rows), sep="\n\n")
+        print(bandwidth, single_runs.planned(rows), sep="\n\n")
 
 
 if __name__ == "__main__":
