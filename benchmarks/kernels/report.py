@@ -13,13 +13,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import result_pages
-from markdown_tables import crossed, listed
+from markdown_tables import crossed
 from result_files import Result, Row, read
 from result_pages import RESULTS_PAGES, with_origin
 
 FOLDER = Path(__file__).parent
-OWN, BLOCKS, DEEPSPEED, COUNTERS = "block-256", "blocks", "deepspeed-block-256", "nsight-block-256"
-ON_H100, REGISTERS = "h100-block-256", "registers"
+OWN, BLOCKS, DEEPSPEED, ON_H100 = "block-256", "blocks", "deepspeed-block-256", "h100-block-256"
 OTHERS_MIB = 256
 
 
@@ -45,24 +44,9 @@ def beside(result: Result, column: str, kernels: set[str], prefix: str = "") -> 
     return [row for row in rows if row["kernel"] in kernels]
 
 
-def by_block(rows: list[Row], name: str, heading: str, form: str) -> str:
-    """Return a table with a key down, blocks across, each as a share of a copy's rate."""
-    return crossed(rows, {f"{heading}, in blocks of": f"{{{name}}}"}, "{block}", form)
-
-
-def counters(rows: list[Row]) -> str:
-    """Return a table of Nsight Compute's counters."""
-    return listed(
-        rows,
-        {
-            "kernel": "{kernel}",
-            "time, us": "{time_us:.1f}",
-            "instructions a value": "{instructions_a_value:.1f}",
-            "issue slots busy": "{issue_slots_busy:.0%}",
-            "least time if they were always busy, us": "{least_us_if_always_busy}",
-            "at a copy's speed, us": "{us_at_a_copys_speed}",
-        },
-    )
+def by_block(rows: list[Row]) -> str:
+    """Return a table with kernels down and blocks across, each as a share of a copy's rate."""
+    return crossed(rows, {"of a copy, in blocks of": "{kernel}"}, "{block}", "{of_a_copy:.2f}")
 
 
 def tables() -> dict[str, str]:
@@ -72,12 +56,9 @@ def tables() -> dict[str, str]:
     kernels = {row["kernel"] for row in rows}
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
-    registers = by_block(results[REGISTERS]["rows"], "registers", "registers a thread", "{of_a_copy:.3f}")
     made = {
         "kernels": (by_size(rows), [OWN, ON_H100, DEEPSPEED]),
-        "blocks": (by_block(results[BLOCKS]["rows"], "kernel", "of a copy", "{of_a_copy:.2f}"), [BLOCKS]),
-        "registers": (registers, [REGISTERS]),
-        "counters": (counters(results[COUNTERS]["rows"]), [COUNTERS]),
+        "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
     }
     return {name: with_origin(table, "kernels", results, runs) for name, (table, runs) in made.items()}
 

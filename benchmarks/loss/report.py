@@ -39,16 +39,13 @@ TABLES: dict[str, tuple[Callable[[list[Result]], str], tuple[str, ...]]] = {
     "zeropp on CPUs": (tables.by_seed, seeds("compare-cpu-zeropp")),
     "zeropp on GPUs": (tables.by_seed, seeds("compare-h200-zeropp")),
     "no codec on GPUs": (tables.by_seed, seeds("compare-h200-GGG")),
-    "times on GPUs": (tables.times, (*seeds("compare-h200-zeropp"), *seeds("compare-h200-GGG"))),
     "strategies on CPUs": (tables.by_strategy, STRATEGIES),
-    "all scopes": (tables.by_strategy, ("compare-cpu-scopes-seed0",)),
     "gradients on 2 x 1": (of_gaps(), (ON_2X1,)),
     "gradients and weights on 2 x 1": (of_gaps("w8:"), (ON_2X1,)),
     "gradients on 2 x 2": (of_gaps(), (ON_2X2,)),
     "small parameters": (lambda results: tables.small_parameters(results[0]["rows"]), ("small-parameters-cpu",)),
     "straddling": (lambda results: tables.straddling(results[0]["rows"]), ("straddling-cpu",)),
     "local steps": (local_gaps.table, (LOCAL_STEPS,)),
-    "learning rates of local steps": (local_gaps.learning_rates, (LOCAL_STEPS,)),
 }
 """Functions that make the tables, by their names on the page, and the paths of the results that they take."""
 

@@ -45,20 +45,6 @@ def by_seed(results: Sequence[Result]) -> str:
     )
 
 
-def times(results: Sequence[Result]) -> str:
-    """Return a table of the times of a step, of one strategy against FULL_SHARD with one seed."""
-    rows = [{"seed": result["arguments"]["seed"], "pair": result["rows"]} for result in results]
-    return listed(
-        rows,
-        {
-            "strategy": "{pair[1][label]}",
-            "seed": "{seed}",
-            "step, full_shard": lambda row: milliseconds(row["pair"][0]),
-            "step, strategy": lambda row: milliseconds(row["pair"][1]),
-        },
-    )
-
-
 def by_strategy(results: Sequence[Result]) -> str:
     """Return a table with a row for each strategy, after the FULL_SHARD that it is compared with."""
     rows: dict[str, tuple[str, ...]] = {}

@@ -72,9 +72,8 @@ def tables() -> dict[str, str]:
     results = read(FOLDER / "results")
     growth = by_world(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
     made = {
-        **{name: (table, "cpu") for name, table in growth.items()},
+        **{name: (table, "cpu") for name, table in growth.items() if name != "codecs"},
         "beside HSDP": (beside_hsdp(results["beside-hsdp"]["rows"]), "beside-hsdp"),
-        "beside HSDP first": (beside_hsdp(results["beside-hsdp-first"]["rows"]), "beside-hsdp-first"),
     }
     return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in made.items()}
 
