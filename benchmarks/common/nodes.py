@@ -65,7 +65,7 @@ def join(device: str) -> torch.device:
 
 
 def throttle(gbps: float) -> None:
-    """Limit what each process started from now on sends by NCCL's sockets to ``gbps`` Gbit/s; see throttle.c."""
+    """Limit each process started from now on to ``gbps`` Gbit/s sent by NCCL's sockets; see throttle.c."""
     library = Path(tempfile.mkdtemp()) / "throttle.so"
     source = Path(__file__).with_name("throttle.c")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
@@ -118,7 +118,7 @@ def run_on_emulated_nodes(
         variables.setdefault("OMP_NUM_THREADS", "4")
         variables[STARTED_BY] = json.dumps([part for part in command if part != "--worker"])
         if gpus < nodes * gpus_per_node:
-            # A hop that waits for other ranks must not hold up what another stream launched after it.
+            # A hop that waits for other ranks must not hold up later launches of another stream.
             variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # NCCL cuts sends and receives into pieces of 128 KiB, collectives into 512; sockets are slow with small ones.
         variables.setdefault("NCCL_P2P_NET_CHUNKSIZE", str(512 * 2**10))

@@ -1,4 +1,4 @@
-"""Results: one JSON file a run, which says how it was made before what was measured.
+"""Results: one JSON file a run, which says how it was made before its measurements.
 
     {"manifest": {...}, "arguments": {...}, "rows": [{...}, ...]}
 
@@ -16,7 +16,7 @@ from typing import Any
 Row = dict[str, Any]
 Result = dict[str, Any]
 NOT_RECORDED = ("out", "output", "resume", "worker")
-"""Options that change no figure: where a result goes, and what a script gives to its own processes."""
+"""Options that change no figure: where a result goes, and those of a script to its own processes."""
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:

@@ -40,9 +40,9 @@ def with_origin(table: str, folder: str, results: Mapping[str, Result], names: I
         alike = origins.setdefault(origin(results[name]["manifest"]), [])
         alike.append(f"`{below}/`" if below else f"`{file}.json`")
     groups = []
-    for made, files in origins.items():
+    for run, files in origins.items():
         runs = f"{len(files)} runs, " if len(set(files)) < len(files) else ""
-        groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{made})")
+        groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{run})")
     return f"{table}\n\nFrom `benchmarks/{folder}/results`: {'; '.join(groups)}."
 
 
@@ -96,7 +96,7 @@ def main(description: str | None, pages: Mapping[Path, Tables], figures: Figures
         different = [f"{page}: {table}" for page, tables in pages.items() for table in different_tables(page, tables)]
         different += [f"{FIGURES / name}" for name in different_figures(figures)]
         if different:
-            raise SystemExit("\n".join(["what differs from the results; run report.py without --check:", *different]))
+            raise SystemExit("\n".join(["differences from the results; run report.py without --check:", *different]))
         return
     texts = {page: with_tables(page.read_text(), tables, str(page)) for page, tables in pages.items()}
     for page, text in texts.items():

@@ -56,11 +56,11 @@ def tables() -> dict[str, str]:
     kernels = {row["kernel"] for row in rows}
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
-    made = {
+    sources = {
         "kernels": (by_size(rows), [OWN, ON_H100, DEEPSPEED]),
         "blocks": (by_block(results[BLOCKS]["rows"]), [BLOCKS]),
     }
-    return {name: with_origin(table, "kernels", results, runs) for name, (table, runs) in made.items()}
+    return {name: with_origin(table, "kernels", results, runs) for name, (table, runs) in sources.items()}
 
 
 if __name__ == "__main__":

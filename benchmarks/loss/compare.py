@@ -50,7 +50,7 @@ class Text:
 
 
 def main(arguments: list[str]) -> None:
-    """Compare, and report."""
+    """Compare and report."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.resume or options.stop_at:

@@ -71,11 +71,11 @@ def tables() -> dict[str, str]:
     """Return all tables of the page by name, each with the files that it is from."""
     results = read(FOLDER / "results")
     growth = by_world(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
-    made = {
+    sources = {
         **{name: (table, "cpu") for name, table in growth.items() if name != "codecs"},
         "beside HSDP": (beside_hsdp(results["beside-hsdp"]["rows"]), "beside-hsdp"),
     }
-    return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in made.items()}
+    return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in sources.items()}
 
 
 if __name__ == "__main__":

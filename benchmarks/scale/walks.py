@@ -43,7 +43,7 @@ class Visit(NamedTuple):
 
 
 class Walk(list[Visit]):
-    """The visits of one call, in order."""
+    """Visits of one call, in order."""
 
     @property
     def files(self) -> int:

@@ -62,7 +62,7 @@ def _name(axes: Axes, place: int, text: str) -> None:
     axes.text(0, place - 0.12, f" {text}", ha="left", va="bottom", fontsize=9.5)
 
 
-def _frame(axes: Axes, what: str, bars: int) -> None:
-    axes.set(xlabel=what, yticks=[], ylim=(bars - 0.4, -0.55))
+def _frame(axes: Axes, xlabel: str, bars: int) -> None:
+    axes.set(xlabel=xlabel, yticks=[], ylim=(bars - 0.4, -0.55))
     axes.spines["left"].set_visible(False)
     axes.locator_params(axis="x", nbins=4)

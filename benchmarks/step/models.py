@@ -1,4 +1,4 @@
-"""The models that benchmarks train: Llamas with random weights, made without ever holding more than one layer.
+"""Models that benchmarks train: Llamas with random weights, made without ever holding more than one layer.
 
 With ``lora`` the base is frozen and in bf16, beside trainable adapters on q, k, v and o.
 """
@@ -43,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """The model and the data that all strategies of a run train on.
+    """Model and the data that all strategies of a run train on.
 
     Attributes:
         nodes: Number of nodes.
