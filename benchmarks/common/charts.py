@@ -1,15 +1,14 @@
 """Charts as SVG: the same bytes every time, legible on light and on dark pages.
 
-[Note: Ink] What is ink (text, axes, grid) is drawn in colors that stand for it. In the SVG they become CSS variables,
-to which a style sheet in the file gives one value, and another one where the reader prefers dark pages. The background
-is transparent; colors of data are chosen to be seen on both.
+[Note: Ink] Text, axes and grid are drawn in colors that stand for ink. In the SVG they become CSS variables, to which a
+style sheet in the file gives one value, and another one where the reader prefers dark pages. The background is
+transparent; colors of data are chosen to be seen on both.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import wraps
 from io import StringIO
 from typing import Any
@@ -48,17 +47,12 @@ _STYLE = {
 }
 
 
-def style() -> AbstractContextManager[None]:
-    """How charts look, for what is drawn within; of what is set elsewhere nothing counts."""
-    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE})
-
-
 def drawn(draw: Callable[..., Figure]) -> Callable[..., str]:
-    """A function that draws a figure, as one that returns its SVG."""
+    """Make a function that draws a figure one that returns its SVG, whatever matplotlib's settings are."""
 
     @wraps(draw)
     def as_svg(*arguments: Any, **options: Any) -> str:
-        with style():
+        with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
             return _svg(draw(*arguments, **options))
 
     return as_svg
@@ -78,7 +72,7 @@ def _svg(figure: Figure) -> str:
 
 
 def same(old: str, new: str) -> bool:
-    """Whether two SVG are the same; if they are of different versions of matplotlib, whether their texts are."""
+    """Return whether two SVG are the same; from different versions of matplotlib, whether their texts are."""
     versions = [re.findall(r"<dc:title>(Matplotlib [^<]+)<", text) for text in (old, new)]
     if versions[0] == versions[1]:
         return old == new

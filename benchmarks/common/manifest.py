@@ -1,4 +1,4 @@
-"""What every result says of its run: when it ran, where, with which versions, from which commit, by which command."""
+"""Manifests: when and where a run was made, with which versions, from which commit, by which command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "deepspeed", "megatron-f
 
 
 def manifest(command: list[str] | None = None) -> dict[str, Any]:
-    """The manifest of this run.
+    """Return the manifest of this run.
 
     Args:
-        command: The command that started it; by default, this process's own.
+        command: Command that started it; by default, this process's own.
 
     Returns:
         ``date`` (ISO 8601, UTC), ``machine`` (names and counts of CPUs and GPUs), ``versions``, ``commit`` (with
@@ -35,50 +36,47 @@ def manifest(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Names and counts of CPU cores and GPUs; no ``gpu`` where there is none."""
+    """Return names and counts of CPU cores and GPUs, without ``gpu`` where there is none."""
     import torch  # only where something is measured: reports are made without it
 
-    found: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
+    names: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
-    return found
+        names |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+    return names
 
 
 def cpu_name() -> str:
-    """The processor's name, or its architecture if the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """Return the processor's name, or its architecture if the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of NCCL where there is a GPU, and of those of ``PACKAGES`` that are installed."""
+    """Return the versions of Python, of the installed ``PACKAGES``, and of NCCL where there is a GPU."""
     import torch
 
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with suppress(importlib.metadata.PackageNotFoundError):
+            numbers[package] = importlib.metadata.version(package)
     # torch's metadata leave out the build, as in 2.13.0+cpu.
-    found["torch"] = str(torch.__version__)
+    numbers["torch"] = str(torch.__version__)
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return numbers
 
 
 def commit() -> str | None:
-    """The commit that is checked out, ``+dirty`` if tracked files have changed since; None where there is no git."""
+    """Return the commit that is checked out, ``+dirty`` if tracked files have changed since; None without git."""
     head = _git("rev-parse", "HEAD")
-    if head is None:
-        return None
-    return f"{head}+dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
+    return f"{head}+dirty" if head and _git("status", "--porcelain", "--untracked-files=no") else head
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints about the repository of this file; None if it fails or is not there."""
+    """Return git's output about the repository of this file; None if it fails or is not there."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -15,45 +15,57 @@ import torch
 import torch.distributed as dist
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
-"""Where ranks of emulated nodes find what was typed to start them."""
+"""Environment variable that tells ranks of emulated nodes the command that started them."""
 SPEED_VARIABLES = ("NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_SCALE_LAUNCH_QUEUES", "THROTTLE_")
 """Environment variables that change how fast hops are, or how far the CPU gets ahead of the GPU."""
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`start` goes by."""
+    """Add the options of the nodes, of :func:`start` and of :func:`join`."""
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="GPUs that there are, for emulated nodes that share them (nodes.py)")
-    parser.add_argument("--gbps", type=float, help="Gbit/s that each node sends at most (throttle.c)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
     parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
+
+
+def add_throttle(parser: argparse.ArgumentParser) -> None:
+    """Add the option that limits the network between nodes."""
+    parser.add_argument("--gbps", type=float, help="Gbit/s that each node sends at most (throttle.c)")
 
 
 def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> None:
     """Start the nodes, or, with ``--worker``, be one rank of one and do its ``work``.
 
     Args:
-        arguments: The command line, with ``nodes``, ``gpus_per_node``, ``worker`` and, for a choice, ``device``.
-        work: What a rank does, with its GPU and the process group at hand.
+        arguments: Command line with the options of :func:`add_layout` and, for a choice, ``gbps`` and ``fast_network``.
+        work: Work of a rank that has its device and the process group.
     """
     if not arguments.worker:
-        options = {"slow": not getattr(arguments, "fast_network", False), "gpus": getattr(arguments, "gpus", None)}
         if (gbps := getattr(arguments, "gbps", None)) is not None:
             throttle(gbps)
-        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, [*sys.argv, "--worker"], **options)
+        slow = not getattr(arguments, "fast_network", False)
+        command = [*sys.argv, "--worker"]
+        run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, command, slow=slow, gpus=arguments.gpus)
         return
-    if getattr(arguments, "device", "cuda") == "cpu":
-        dist.init_process_group("gloo")
-    else:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    join(arguments.device)
     work(arguments)
     dist.destroy_process_group()
 
 
+def join(device: str) -> torch.device:
+    """Join the process group under torchrun and return this rank's device."""
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(own)
+    dist.init_process_group("nccl", device_id=own)
+    return own
+
+
 def throttle(gbps: float) -> None:
-    """Have processes that this one starts send at most so many Gbit/s each, by NCCL's sockets; see throttle.c."""
+    """Limit each process started from now on to ``gbps`` Gbit/s sent by NCCL's sockets; see throttle.c."""
     library = Path(tempfile.mkdtemp()) / "throttle.so"
     source = Path(__file__).with_name("throttle.c")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
@@ -61,19 +73,13 @@ def throttle(gbps: float) -> None:
 
 
 def command() -> list[str]:
-    """What was typed to start this run, also in a rank that :func:`start` has started."""
+    """Return the command that started this run, also in a rank that :func:`start` has started."""
     return ["python", *json.loads(os.environ.get(STARTED_BY, json.dumps(sys.argv)))]
 
 
 def environment() -> dict[str, str]:
-    """This rank's :data:`SPEED_VARIABLES`."""
+    """Return this rank's :data:`SPEED_VARIABLES`."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SPEED_VARIABLES)}
-
-
-def layout(arguments: argparse.Namespace) -> str:
-    """Nodes and GPUs in words."""
-    shared = f", sharing {arguments.gpus}" if arguments.gpus else ""
-    return f"{arguments.nodes} nodes x {arguments.gpus_per_node} GPUs{shared}"
 
 
 def run_on_emulated_nodes(
@@ -82,8 +88,8 @@ def run_on_emulated_nodes(
     """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
 
     ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated. Nodes that share
-    GPUs also share their speed, so what computes longest loses most; run NVIDIA's MPS (``nvidia-cuda-mps-control -d``)
-    before, or kernels that wait for other ranks hold up those they wait for.
+    GPUs also share their speed, so the strategy that computes longest loses most; they need NVIDIA's MPS
+    (``nvidia-cuda-mps-control -d``), or kernels that wait for other ranks hold up those they wait for.
 
     Args:
         nodes: Number of nodes.
@@ -112,7 +118,7 @@ def run_on_emulated_nodes(
         variables.setdefault("OMP_NUM_THREADS", "4")
         variables[STARTED_BY] = json.dumps([part for part in command if part != "--worker"])
         if gpus < nodes * gpus_per_node:
-            # A hop that waits for other ranks must not hold up what another stream launched after it.
+            # A hop that waits for other ranks must not hold up later launches of another stream.
             variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # NCCL cuts sends and receives into pieces of 128 KiB, collectives into 512; sockets are slow with small ones.
         variables.setdefault("NCCL_P2P_NET_CHUNKSIZE", str(512 * 2**10))

@@ -1,9 +1,9 @@
-"""Results: one JSON file a run, which says how it was made before what was measured.
+"""Results: one JSON file a run, which says how it was made before its measurements.
 
     {"manifest": {...}, "arguments": {...}, "rows": [{...}, ...]}
 
-A result may have more beside its rows. ``manifest.py`` says what a manifest holds; one with ``"recovered": true`` was
-written after the run, from what the run printed and from when its figures were committed.
+A result may have more beside its rows. A manifest (``manifest.py``) with ``"recovered": true`` was written after the
+run, from what the run printed and from when its figures were committed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 Row = dict[str, Any]
 Result = dict[str, Any]
-NO_FIGURES = ("out", "output", "resume", "worker", "case")
-"""Options that say where a result goes, or that a script gives to its own processes."""
+NOT_RECORDED = ("out", "output", "resume", "worker")
+"""Options that change no figure: where a result goes, and those of a script to its own processes."""
 
 
 def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Row], **others: Any) -> None:
     """Write one run's result, a line for each row; the file is there when it is complete.
 
     Args:
-        path: The file; its folder is made.
-        manifest: When, where and how it was made.
-        arguments: Its attributes are the options, of which those that change no figure are left out.
-        rows: What was measured, a row for each case.
-        others: What else the result says.
+        path: File; its folder is made.
+        manifest: When, where and how the result was made.
+        arguments: Object whose attributes are the options; those of ``NOT_RECORDED`` are left out.
+        rows: Measurements, a row for each case.
+        others: Further entries of the result.
     """
-    options = {name: value for name, value in vars(arguments).items() if name not in NO_FIGURES}
+    options = {name: value for name, value in vars(arguments).items() if name not in NOT_RECORDED}
     head = {"manifest": manifest, "arguments": options, **others}
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
     lines += ['"rows": [', ",\n".join(json.dumps(row) for row in rows), "]"]
@@ -43,8 +43,8 @@ def read(folder: Path, *names: str) -> dict[str, Result]:
     """Return results of a folder, by the names of their files without ``.json``.
 
     Args:
-        folder: Where they are.
-        names: Of those to read; a ``*`` stands for all that there are. Default: all that lie in no folder below.
+        folder: Folder of the files.
+        names: Names of the files to read; a ``*`` stands for all. Default: all that lie in no folder below.
     """
     files = [file for name in names or ("*",) for file in sorted(folder.glob(f"{name}.json"))]
     return {file.relative_to(folder).as_posix().removesuffix(".json"): json.loads(file.read_text()) for file in files}

@@ -20,26 +20,19 @@ ROOT = Path(__file__).parents[2]
 RESULTS_PAGES, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
 MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n.*?<!-- end -->\n", re.DOTALL)
 Tables = Mapping[str, str]
-"""Tables of a page, with what stands under each, by their names."""
+"""Tables of a page, each with its origin under it, by their names."""
 Figures = Mapping[str, Callable[[], str]]
-"""What draws each figure, by the name of its file in docs/figures."""
-
-
-def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table as Markdown."""
-    headings = list(headings)
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+"""Functions that return a figure's SVG, by the name of its file in docs/figures."""
 
 
 def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
     """Return a table with a line under it that says where it is from; runs that were made alike are named together.
 
     Args:
-        table: In Markdown.
-        folder: In benchmarks/, whose ``results/`` the results are in.
-        results: By path there, without ``.json``.
-        names: Of the results that the table shows. Of those in folders below, the folder is named.
+        table: Table in Markdown.
+        folder: Folder in benchmarks/, whose ``results/`` the results are in.
+        results: Results by path there, without ``.json``.
+        names: Names of the results that the table shows. Of those in folders below, the folder is named.
     """
     origins: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
@@ -47,9 +40,9 @@ def with_origin(table: str, folder: str, results: Mapping[str, Result], names: I
         alike = origins.setdefault(origin(results[name]["manifest"]), [])
         alike.append(f"`{below}/`" if below else f"`{file}.json`")
     groups = []
-    for made, files in origins.items():
+    for run, files in origins.items():
         runs = f"{len(files)} runs, " if len(set(files)) < len(files) else ""
-        groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{made})")
+        groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{run})")
     return f"{table}\n\nFrom `benchmarks/{folder}/results`: {'; '.join(groups)}."
 
 
@@ -63,7 +56,7 @@ def origin(manifest: Mapping[str, Any]) -> str:
 
 
 def with_tables(text: str, tables: Tables, page: str = "the page") -> str:
-    """A page's text with the present tables; ``page`` is what an error calls it.
+    """Return a page's text with the present tables; ``page`` is its name in an error.
 
     Raises:
         ValueError: If a table has no place in the text, or a place has no table.
@@ -75,38 +68,39 @@ def with_tables(text: str, tables: Tables, page: str = "the page") -> str:
 
 
 def different_tables(page: Path, tables: Tables) -> list[str]:
-    """The tables that a page shows otherwise than the results say."""
+    """Return the names of the tables that a page shows otherwise than the results say."""
     old = page.read_text()
     new = with_tables(old, tables, str(page))
-    shown = {match["name"]: match.group() for match in MARKED.finditer(old)}
-    return [match["name"] for match in MARKED.finditer(new) if match.group() != shown[match["name"]]]
+    both = zip(MARKED.finditer(old), MARKED.finditer(new), strict=True)
+    return [shown["name"] for shown, present in both if shown.group() != present.group()]
 
 
 def different_figures(figures: Figures) -> list[str]:
-    """The figures that differ from what is drawn of the results now."""
+    """Return the names of the figures that differ from a drawing of the present results."""
     from charts import same
 
     files = {name: FIGURES / name for name in figures}
     return [name for name, file in files.items() if not file.exists() or not same(file.read_text(), figures[name]())]
 
 
-def main(description: str | None, pages: Mapping[Path, Tables], figures: Figures) -> None:
-    """The command line of a folder's report.py. Without matplotlib it leaves figures alone."""
+def main(description: str | None, pages: Mapping[Path, Tables], figures: Figures | None = None) -> None:
+    """Run the command line of a folder's report.py; without matplotlib it leaves figures alone."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs from the results")
     check = parser.parse_args().check
+    figures = figures or {}
     if figures and not find_spec("matplotlib"):
         print("no figures without matplotlib")
         figures = {}
     if check:
-        found = [f"{page}: {table}" for page, tables in pages.items() for table in different_tables(page, tables)]
-        found += [f"{FIGURES / name}" for name in different_figures(figures)]
-        if found:
-            raise SystemExit("\n".join(["what differs from the results; run report.py without --check:", *found]))
+        different = [f"{page}: {table}" for page, tables in pages.items() for table in different_tables(page, tables)]
+        different += [f"{FIGURES / name}" for name in different_figures(figures)]
+        if different:
+            raise SystemExit("\n".join(["differences from the results; run report.py without --check:", *different]))
         return
     texts = {page: with_tables(page.read_text(), tables, str(page)) for page, tables in pages.items()}
     for page, text in texts.items():
         page.write_text(text)
+    FIGURES.mkdir(parents=True, exist_ok=True)
     for name, draw in figures.items():
-        FIGURES.mkdir(parents=True, exist_ok=True)
         (FIGURES / name).write_text(draw())

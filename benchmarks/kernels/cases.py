@@ -1,4 +1,4 @@
-"""The calls of this project's kernels that are measured, with how many bytes each reads and writes."""
+"""Calls of this project's kernels that are measured, with the bytes that each reads and writes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ from fsdp_zpp.kernels import (
 CHUNKS = 8
 GRID = (2, 4)
 BETA = 0.8
-ERROR_BLOCK = 256
+ERRORS = {"fp32": 0, "int8": 256}
+"""Blocks of the errors; 0 keeps them in fp32."""
 
 
 def _values(numel: int) -> torch.Tensor:
     return torch.randn(numel, device="cuda", dtype=torch.bfloat16)
 
 
-def _errors(numel: int, chunks: int, error_block: int) -> torch.Tensor:
-    """No errors yet, in fp32 if ``error_block`` is 0, else in int8."""
+def _zero_errors(numel: int, chunks: int, error_block: int) -> torch.Tensor:
     errors = torch.zeros(numel, device="cuda")
     return quantize(errors, 1, chunks, 8, error_block) if error_block else errors
 
 
+def _payload_of_peers(numel: int, bits: int, block: int, peers: int) -> torch.Tensor:
+    return quantize(_values(numel), *GRID, bits, block).view(peers, CHUNKS // peers, -1)
+
+
 def copy_case(numel: int) -> Case:
-    """A copy of ``numel`` values on the device."""
+    """Copy ``numel`` values on the device."""
 
     def prepare() -> Prepared:
         source = _values(numel)
@@ -46,7 +50,7 @@ def copy_case(numel: int) -> Case:
 
 
 def quantize_case(numel: int, bits: int, block: int) -> Case:
-    """Quantization alone."""
+    """Quantize."""
 
     def prepare() -> Prepared:
         x = _values(numel)
@@ -55,23 +59,23 @@ def quantize_case(numel: int, bits: int, block: int) -> Case:
     return Case(f"quantize int{bits}", prepare)
 
 
-def feedback_case(numel: int, bits: int, block: int, error_block: int) -> Case:
-    """Quantization with error feedback, whose errors are read and written, too."""
+def feedback_case(numel: int, bits: int, block: int, errors_in: str) -> Case:
+    """Quantize with error feedback, whose errors are read and written, too."""
+    error_block = ERRORS[errors_in]
 
     def prepare() -> Prepared:
-        x = _values(numel)
-        errors = _errors(numel, CHUNKS, error_block)
+        x, errors = _values(numel), _zero_errors(numel, CHUNKS, error_block)
         payload = quantize(x, *GRID, bits, block)
         return (
             lambda: quantize_with_feedback(x, errors, *GRID, bits, block, error_block, BETA),
             tensors_nbytes(x, payload, errors, errors),
         )
 
-    return Case(f"quantize int{bits} with {'int8' if error_block else 'fp32'} errors", prepare)
+    return Case(f"quantize int{bits} with {errors_in} errors", prepare)
 
 
 def dequantize_case(numel: int, bits: int, block: int) -> Case:
-    """Dequantization alone."""
+    """Dequantize."""
 
     def prepare() -> Prepared:
         x = _values(numel)
@@ -82,69 +86,54 @@ def dequantize_case(numel: int, bits: int, block: int) -> Case:
 
 
 def sum_case(numel: int, bits: int, block: int, peers: int) -> Case:
-    """The last step of a reduction, to bf16."""
+    """Sum to bf16, the last step of a reduction."""
 
     def prepare() -> Prepared:
-        payload = quantize(_values(numel), *GRID, bits, block).view(peers, CHUNKS // peers, -1)
+        payload = _payload_of_peers(numel, bits, block, peers)
         out = torch.empty(numel // peers, device="cuda", dtype=torch.bfloat16)
-        return (
-            lambda: dequantize_sum(payload, out, 1, CHUNKS // peers, bits, block, 1 / peers),
-            tensors_nbytes(payload, out),
-        )
+        layouts = (1, CHUNKS // peers, bits, block, 1 / peers)
+        return lambda: dequantize_sum(payload, out, *layouts), tensors_nbytes(payload, out)
 
     return Case(f"dequantize + sum int{bits} over {peers}", prepare)
 
 
-def requantize_case(numel: int, bits: int, block: int, peers: int, out_bits: int) -> Case:
-    """The step of a reduction between its hops."""
+def requantize_case(numel: int, bits: int, block: int, peers: int, out_bits: int, errors_in: str = "") -> Case:
+    """Sum and quantize again, the step of a reduction between its hops, with error feedback or without."""
 
     def prepare() -> Prepared:
-        payload = quantize(_values(numel), *GRID, bits, block).view(peers, CHUNKS // peers, -1)
-
-        def call() -> torch.Tensor:
-            chunks = CHUNKS // peers
-            return dequantize_sum_quantize(payload, numel // CHUNKS, 1, chunks, bits, block, out_bits, block, 1 / peers)
-
+        chunks, chunk_numel = CHUNKS // peers, numel // CHUNKS
+        payload = _payload_of_peers(numel, bits, block, peers)
+        if errors_in:
+            error_block = ERRORS[errors_in]
+            errors = _zero_errors(numel // peers, chunks, error_block)
+            layouts = (chunk_numel, bits, block, out_bits, block, 1 / peers, error_block, BETA)
+            call = lambda: dequantize_sum_quantize_with_feedback(payload, errors, *layouts)  # noqa: E731
+            return call, tensors_nbytes(payload, call(), errors, errors)
+        layouts = (chunk_numel, 1, chunks, bits, block, out_bits, block, 1 / peers)
+        call = lambda: dequantize_sum_quantize(payload, *layouts)  # noqa: E731
         return call, tensors_nbytes(payload, call())
 
-    return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits}", prepare)
-
-
-def requantize_feedback_case(numel: int, bits: int, block: int, peers: int, out_bits: int, error_block: int) -> Case:
-    """The step of a reduction between its hops, with error feedback."""
-
-    def prepare() -> Prepared:
-        chunks = CHUNKS // peers
-        payload = quantize(_values(numel), *GRID, bits, block).view(peers, chunks, -1)
-        errors = _errors(numel // peers, chunks, error_block)
-        layouts = (numel // CHUNKS, bits, block, out_bits, block, 1 / peers, error_block, BETA)
-
-        def call() -> torch.Tensor:
-            return dequantize_sum_quantize_with_feedback(payload, errors, *layouts)
-
-        return call, tensors_nbytes(payload, call(), errors, errors)
-
-    errors = "int8" if error_block else "fp32"
-    return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits} with {errors} errors", prepare)
+    feedback = f" with {errors_in} errors" if errors_in else ""
+    return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits}{feedback}", prepare)
 
 
 def delta_cases(numel: int, block: int) -> Iterator[Case]:
-    """Weights as changes: int4 against int8."""
+    """Encode weights as changes, and add them: int4 against int8."""
     layouts = (8, block, 4, block)
 
     def prepare(add: bool) -> Prepared:
         x, rows = _values(numel), (1, CHUNKS)
-        held, change = quantize(x, *rows, 8, block), quantize(x, *rows, 4, block)
+        base, delta = quantize(x, *rows, 8, block), quantize(x, *rows, 4, block)
         if add:
-            return lambda: add_delta(held, change, numel // CHUNKS, *layouts), tensors_nbytes(held, change, held)
-        return lambda: quantize_delta(x, held, *layouts), tensors_nbytes(x, held, change)
+            return lambda: add_delta(base, delta, numel // CHUNKS, *layouts), tensors_nbytes(base, delta, base)
+        return lambda: quantize_delta(x, base, *layouts), tensors_nbytes(x, base, delta)
 
     yield Case("quantize int4 difference from int8", lambda: prepare(False))
     yield Case("add int4 difference to int8", lambda: prepare(True))
 
 
 def own_cases(numel: int, block: int) -> Iterator[Case]:
-    """All of this project's kernels."""
+    """Yield all of this project's kernels."""
     for bits in (8, 4):
         yield quantize_case(numel, bits, block)
         yield dequantize_case(numel, bits, block)
@@ -153,7 +142,7 @@ def own_cases(numel: int, block: int) -> Iterator[Case]:
         for out_bits in (8, 4)[bits == 4 :]:
             for peers in (4, 8):
                 yield requantize_case(numel, bits, block, peers, out_bits)
-        for error_block in (0, ERROR_BLOCK):
-            yield feedback_case(numel, bits, block, error_block)
-            yield requantize_feedback_case(numel, bits, block, 4, 4, error_block)
+        for errors_in in ERRORS:
+            yield feedback_case(numel, bits, block, errors_in)
+            yield requantize_case(numel, bits, block, 4, 4, errors_in)
     yield from delta_cases(numel, block)

@@ -3,11 +3,10 @@
     python benchmarks/kernels/run.py --blocks 64 128 256 512 1024 2048 4096 --mib 1 4 16 64 256 1024
     python benchmarks/kernels/run.py --blocks 256 --mib 256 --only "int4 over"
 
-Beside them, on the same values, what other libraries have for the same work, where they are installed
-(``elsewhere.py``). A size is that of the values in 16 bits: of the input of a quantization, the output of a
-dequantization, and of what all peers of a sum sent, before they quantized it. ``timing.py`` says how time is taken.
-Prints a Markdown table for each block and writes the result (kernels.json) to ``--out``, after each block what there
-is.
+Beside them come other libraries' kernels for the same work, where they are installed (``elsewhere.py``). A size is that
+of the values in 16 bits: of the input of a quantization, the output of a dequantization, and the values that all peers
+of a sum quantized. ``timing.py`` says how time is taken.
+Prints a Markdown table for each block and writes the result (kernels.json) to ``--out``, after each block.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ import elsewhere
 import result_files
 from cases import copy_case, own_cases
 from manifest import manifest
-from report import by_size
+from report import by_size, with_copies
 from timing import Case, measure
 
 
 def wanted(case: Case, only: str) -> bool:
-    """Whether the case's name holds a match."""
+    """Return whether the case's name holds a match."""
     return re.search(only, case.name) is not None
 
 
 def _compile(block: int, index: int) -> None:
-    """Compile one case; in a process of its own."""
+    """Compile one case, in a process of its own."""
     case = list(own_cases(2**19, block))[index]
     case.prepare()[0]()
 
 
 def compile_all(blocks: list[int], only: str) -> None:
-    """Fill Triton's cache from many processes at once: one after another, compiling takes most of the time."""
+    """Fill Triton's cache from many processes at once: one by one, compiling would take most of the time."""
     names = list(enumerate(own_cases(2**19, blocks[0])))
     jobs = [(block, index) for block in blocks for index, case in names if wanted(case, only)]
     if len(jobs) < 2:
@@ -55,7 +54,7 @@ def compile_all(blocks: list[int], only: str) -> None:
 
 
 def measure_block(block: int, mibs: list[int], only: str, copies: dict[int, float], failed: list[str]) -> list[Any]:
-    """A row for each kernel and size. What fails of another library is named in ``failed`` and does not end the run."""
+    """Measure each kernel and size. Kernels of other libraries that fail are named in ``failed``."""
     rows = []
     for mib in mibs:
         own = list(own_cases(mib * 2**19, block))
@@ -75,7 +74,7 @@ def measure_block(block: int, mibs: list[int], only: str, copies: dict[int, floa
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[256])
     parser.add_argument("--mib", type=int, nargs="+", default=[512], help="sizes of the values in 16 bits, in MiB")
@@ -96,9 +95,9 @@ def main() -> None:
     for block in arguments.blocks:
         new = measure_block(block, arguments.mib, arguments.only, copies, others["not_measured"])
         rows += new
-        # After every block: what has been measured outlives a run that is cut short.
+        # After every block, so that a run that is cut short leaves its measurements.
         result_files.write(arguments.out / "kernels.json", made_by, arguments, rows, **others)
-        print(f"blocks of {block}", by_size(new, copies), "", sep="\n")
+        print(f"blocks of {block}", by_size(with_copies(new, copies)), "", sep="\n")
 
 
 if __name__ == "__main__":

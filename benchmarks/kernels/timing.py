@@ -1,4 +1,4 @@
-"""The time of a kernel on a GPU: from memory, not from caches, and without the host's share.
+"""Time of a kernel on a GPU: from memory, not from caches, and without the host's share.
 
 A case is prepared as often as it takes for its tensors to exceed the second-level cache many times, all calls are
 captured into one CUDA graph, and the graph is replayed: each call finds its input in memory and writes where nothing is
@@ -30,8 +30,8 @@ class Case:
     """A kernel at one size.
 
     Args:
-        name: What the tables call it.
-        prepare: Makes a call on tensors of its own; says how many bytes that reads and writes.
+        name: Name in tables.
+        prepare: Makes a call on tensors of its own, and returns it with the bytes that it reads and writes.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Case:
 
 
 def tensors_nbytes(*tensors: Tensor) -> int:
-    """Their bytes, together."""
+    """Return the bytes of tensors together."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def measure(case: Case) -> float:
-    """Bytes that a case reads and writes in a second: of the median lap over all that it was prepared for."""
+    """Return the bytes that a case reads and writes in a second, in the median lap over all its prepared calls."""
     call, nbytes = case.prepare()
     count = math.ceil(ROTATED_NBYTES / nbytes)
     calls = [call, *(case.prepare()[0] for _ in range(count - 1))]
@@ -69,7 +69,7 @@ def measure(case: Case) -> float:
 
 
 def _laps(graph: torch.cuda.CUDAGraph) -> list[float]:
-    """Seconds of each of many replays."""
+    """Return the seconds of each of many replays."""
     graph.replay()
     first = _timed(graph, 1)[0]
     return _timed(graph, max(MIN_LAPS, int(LAPS_MS / 1e3 / first)))

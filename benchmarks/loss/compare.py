@@ -1,4 +1,4 @@
-"""The training of examples/train.py under strategies and under torch's FULL_SHARD: loss, time, memory, bytes.
+"""Training of examples/train.py under strategies and under torch's FULL_SHARD: loss, time, memory, bytes.
 
     torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --gpus-per-node 2 --strategy zeropp
 
@@ -26,8 +26,10 @@ import torch.distributed as dist
 import train
 from figures import draw_losses
 from manifest import manifest
+from markdown_tables import aligned
+from nodes import join
 from result_files import Row
-from tables import comparison, in_columns
+from tables import comparison
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, plan, traffic
@@ -48,7 +50,7 @@ class Text:
 
 
 def main(arguments: list[str]) -> None:
-    """Compare, and report."""
+    """Compare and report."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.resume or options.stop_at:
@@ -57,33 +59,22 @@ def main(arguments: list[str]) -> None:
         strategies = labelled_strategies(options)
     except ValueError as error:
         parser.error(str(error))
-    device = start()
+    device = join("cuda" if torch.cuda.is_available() else "cpu")
     tokens = train.load_text(options.data, device)
     held_out = len(tokens) // 50
     if held_out <= options.sequence:
         raise SystemExit(f"a text of {len(tokens)} bytes is too short: a fiftieth must hold {options.sequence + 1}")
     text = Text(tokens[:-held_out], tokens[-held_out:])
-    # FULL_SHARD goes last: what strategies refuse, they refuse before it has run for nothing.
+    # FULL_SHARD goes last: a strategy that refuses an option does so before FULL_SHARD has run for nothing.
     strategies.append((f"{prefix(options)}full_shard", None))
-    *ours, full_shard = [measure(*each, options, text, device) for each in strategies]
+    *others, full_shard = [measure(*each, options, text, device) for each in strategies]
     if dist.get_rank() == 0:
-        report([full_shard, *ours], options, text)
+        report([full_shard, *others], options, text)
     dist.destroy_process_group()
 
 
-def start() -> torch.device:
-    """Join the process group; returns the device of this rank."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
-    return device
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """The options of examples/train.py, and those that change its strategy."""
+    """Make a parser of the options of examples/train.py, and of those that change its strategy."""
     parser = train.make_parser(__doc__)
     parser.add_argument("--levels", nargs="+", metavar="XYZ", help="scopes instead of the strategy's; each is compared")
     for name in ("weights", "gradients"):
@@ -92,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def labelled_strategies(options: argparse.Namespace) -> list[tuple[str, Strategy | None]]:
-    """Return the strategies on the command line, each after what tables call it.
+    """Return the strategies on the command line, each after its name in tables.
 
     Raises:
         ValueError: If there is nothing to set against FULL_SHARD, or a name, scopes or a codec is unknown.
@@ -112,12 +103,16 @@ def labelled_strategies(options: argparse.Namespace) -> list[tuple[str, Strategy
 
 
 def prefix(options: argparse.Namespace) -> str:
-    """What stands before the names of strategies under ``fully_shard``."""
+    """Return the prefix of the names of strategies under ``fully_shard``."""
     return "fsdp2:" if options.fsdp2 else ""
 
 
 def parse_codec(name: str, text: str) -> Any:
-    """The codec, by the names that the planner's command line gives them."""
+    """Parse a codec by its name on the planner's command line.
+
+    Raises:
+        ValueError: If there is none.
+    """
     try:
         return codec(text)
     except argparse.ArgumentTypeError as error:
@@ -127,7 +122,7 @@ def parse_codec(name: str, text: str) -> Any:
 def measure(
     label: str, strategy: Strategy | None, options: argparse.Namespace, text: Text, device: torch.device
 ) -> Row:
-    """Train once, under torch's FULL_SHARD if ``strategy`` is None, and forget all but the figures. Collective."""
+    """Train once, under torch's FULL_SHARD if ``strategy`` is None, and free all but the figures. Collective."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model = train.make_model(options)
@@ -156,7 +151,7 @@ def measure(
 
 @dataclass
 class Log:
-    """What a run has come to: training losses, validation losses by step, seconds a step by window, bytes by step."""
+    """Training losses, validation losses by step, seconds a step by window, and bytes by step of a run."""
 
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -165,7 +160,7 @@ class Log:
 
     @property
     def sent_per_step(self) -> dict[str, int]:
-        """The median over steps, by hop."""
+        """Return the median over steps, by hop."""
         return {hop: int(median(step[hop] for step in self.sent)) for hop in HOPS}
 
 
@@ -177,7 +172,7 @@ def run_steps(model: Any, label: str, strategy: Strategy | None, options: argpar
     for done in range(1, options.steps + 1):
         before = sent_by(model, strategy)
         pending.append(train.train_step(model, optimizer, text.training, done - 1, options))
-        # A step right after a validation finds the weights that it has gathered, and sends less.
+        # A step right after a validation finds the weights that this has gathered, and sends less.
         if not validated:
             log.sent.append({hop: now - before[hop] for hop, now in sent_by(model, strategy).items()})
         validated = done == options.steps or done % math.ceil(options.steps / 10) == 0
@@ -193,7 +188,7 @@ def run_steps(model: Any, label: str, strategy: Strategy | None, options: argpar
 
 @torch.no_grad()
 def validate(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> float:
-    """Mean loss of sequences spread evenly over ``tokens``. Collective."""
+    """Return the mean loss of sequences spread evenly over ``tokens``. Collective."""
     model.eval()
     shape = (16, dist.get_world_size(), options.batch)
     starts = torch.linspace(0, len(tokens) - options.sequence - 1, math.prod(shape)).long().view(shape)
@@ -205,7 +200,7 @@ def validate(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> f
 
 
 def full_shard_sends(model: nn.Module, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
-    """Bytes that one rank has to send in a step of FULL_SHARD, which torch does not count.
+    """Return the bytes that one rank has to send in a step of FULL_SHARD, which torch does not count.
 
     FULL_SHARD accumulates whole gradients under ``no_sync``, which is what the planner calls GNG. It counts two hops: a
     shard goes once to each other node, and is passed on inside. A flat ring, as NCCL may choose it, sends more.
@@ -227,13 +222,13 @@ def full_shard_sends(model: nn.Module, options: argparse.Namespace, device: torc
 
 
 def sent_by(model: nn.Module, strategy: Strategy | None) -> dict[str, int]:
-    """Bytes that this rank has sent so far, by hop."""
+    """Return the bytes that this rank has sent so far, by hop."""
     kinds = traffic(model).values() if strategy else ()
     return {hop: sum(sent[hop] for sent in kinds) for hop in HOPS}
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The largest of all ranks' GPU memory that torch has allocated, in bytes; None on a CPU. Collective."""
+    """Return the largest peak of all ranks' memory on the GPU, in bytes; None on a CPU. Collective."""
     if device.type == "cpu":
         return None
     peak = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
@@ -249,7 +244,7 @@ def report(rows: list[Row], options: argparse.Namespace, text: Text) -> None:
     made_by, ranks = manifest(command), dist.get_world_size()
     result_files.write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
     draw_losses(rows, folder / "loss.png")
-    print(in_columns(comparison(rows)))
+    print(aligned(comparison(rows)))
     print("Bytes are what one rank sends in a step; FULL_SHARD's are counted, not measured: the fewest that do.")
     print(f"Wrote loss.png and result.json to {folder}")
 

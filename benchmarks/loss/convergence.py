@@ -2,33 +2,31 @@
 
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 2 --seeds 0,1,2 --tokens 50e6
 
-Same initial weights and same data for a seed, whatever the configuration (configurations.py). jobs.py says how runs are
-made; each finished run is a file in ``--output``. At the end come a table and a figure of all runs there.
+All configurations (configurations.py) have the same initial weights and the same data for a seed. jobs.py says how runs
+are made; each finished run is a file in ``--output``. At the end come a table and a figure of all runs there.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from configurations import NAMES
-from corpus import load_corpus
-from figures import draw_gaps
+from figures import gaps_svg
 from gaps import FAMILIES, REFERENCE, Runs, table
 from gpt2_training import Settings
-from jobs import Run, add_options, carry_out, settings_of
-from result_files import read
-from tables import in_columns
+from jobs import Run, add_options, carry_out, parser_of, settings_of
+from markdown_tables import aligned
+from result_files import Result
 
 WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights"}
-"""What the prefix of a configuration's name means."""
+"""Kinds of weights by the prefix of a configuration's name."""
 
 
 def parse(given: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse the command line."""
+    parser = parser_of(__doc__)
     parser.add_argument("--configs", default=",".join(NAMES), help="in this order; default: all")
     parser.add_argument("--lr", type=float, default=1e-3)
     add_options(parser, Path("runs/convergence"))
@@ -39,24 +37,21 @@ def parse(given: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def report(folder: Path, settings: Settings) -> None:
+def report(folder: Path, results: list[Result], settings: Settings) -> None:
     """Print a table, and draw a figure, for each kind of weights."""
-    wanted = asdict(settings)
-    runs = Runs([result for result in read(folder).values() if result["arguments"] == wanted])
+    runs = Runs([result for result in results if result["arguments"] == asdict(settings)])
     for prefix, weights in WEIGHTS.items():
         if {REFERENCE, prefix + REFERENCE} <= runs.names and any(runs.members(prefix + family) for family in FAMILIES):
-            print(f"\n{weights}\n\n{in_columns(table(runs, prefix))}")
-            draw_gaps(runs, folder / f"{weights.split('(')[0].replace(' weights', '')}-weights.png", prefix)
+            print(f"\n{weights}\n\n{aligned(table(runs, prefix))}")
+            (folder / f"{weights.split('(')[0].replace(' weights', '')}-weights.svg").write_text(gaps_svg(runs, prefix))
 
 
 def main(given: list[str]) -> None:
     """Train and report, or be one rank of a job."""
     arguments = parse(given)
-    corpus = load_corpus(arguments.text)
-    settings = settings_of(arguments, corpus)
-    runs = [Run(name, seed, settings, name) for name in arguments.configs for seed in arguments.seeds]
-    well = carry_out(arguments, runs, corpus)
-    if arguments.worker:
-        return
-    report(arguments.output, settings)
-    sys.exit(0 if well else 1)
+
+    def runs(sha256: str) -> list[Run]:
+        settings = settings_of(arguments, sha256)
+        return [Run(name, seed, settings, name) for name in arguments.configs for seed in arguments.seeds]
+
+    carry_out(arguments, runs, report)

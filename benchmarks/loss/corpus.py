@@ -1,4 +1,4 @@
-"""Real text as bytes, the same for whoever has the same Python packages: their sources and documents."""
+"""Real text as bytes, the same for all users with the same Python packages: their sources and documents."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,21 +35,21 @@ class Corpus:
     files: int
     sha256: str
 
+    def to(self, device: torch.device) -> Corpus:
+        """Return the corpus on a device."""
+        return replace(self, training=self.training.to(device), held_out=self.held_out.to(device))
+
     def summary(self) -> dict[str, int | str]:
-        """What tells a reader whether he has the same text."""
-        return {
-            "files": self.files,
-            "training_bytes": len(self.training),
-            "held_out_bytes": len(self.held_out),
-            "sha256": self.sha256,
-        }
+        """Return figures by which a reader can tell whether he has the same text."""
+        lengths = {"training_bytes": len(self.training), "held_out_bytes": len(self.held_out)}
+        return {"files": self.files, **lengths, "sha256": self.sha256}
 
 
 def load_corpus(folders: list[Path]) -> Corpus:
-    """The text of ``folders``, from the disk if it was read before.
+    """Load the text of ``folders``, from the disk if it was read before.
 
     Args:
-        folders: Where to look for text; empty for the standard library and the installed packages.
+        folders: Folders with text; empty for the standard library and the installed packages.
     """
     folders = [folder.resolve() for folder in folders] or _python_folders()
     key = hashlib.sha256("\n".join(map(str, (*folders, *SUFFIXES, HELD_OUT))).encode()).hexdigest()[:16]
@@ -64,16 +63,16 @@ def load_corpus(folders: list[Path]) -> Corpus:
 
 def _python_folders() -> list[Path]:
     packages = [Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    folders = {Path(sysconfig.get_paths()["stdlib"]).resolve(), *(path.resolve() for path in packages)}
-    return sorted(folders)
+    return sorted({path.resolve() for path in (Path(sysconfig.get_paths()["stdlib"]), *packages)})
 
 
 def _read(folders: list[Path]) -> Corpus:
     # By path inside its folder, so that the order does not depend on where Python is installed.
-    named = [(path.relative_to(folder).as_posix(), path) for folder in folders for path in _text_files(folder)]
+    paths = [(path.relative_to(folder).as_posix(), path) for folder in folders for path in _text_files(folder)]
     with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(lambda item: _content(item[1]), named))
-    files = sorted((name, hashlib.sha256(text).digest(), text) for (name, _), text in zip(named, texts, strict=True))
+        # Packages hold broken links.
+        texts = list(pool.map(lambda item: item[1].read_bytes() if item[1].is_file() else b"", paths))
+    files = sorted((name, hashlib.sha256(text).digest(), text) for (name, _), text in zip(paths, texts, strict=True))
     parts: tuple[list[bytes], list[bytes]] = [], []
     seen: set[bytes] = set()
     for _, digest, text in files:
@@ -81,19 +80,9 @@ def _read(folders: list[Path]) -> Corpus:
             seen.add(digest)
             parts[digest[0] < 256 * HELD_OUT].append(text)
     training, held_out = (b"\n".join(part) for part in parts)
-    sha256 = hashlib.sha256(training + held_out).hexdigest()
-    return Corpus(_tensor(training), _tensor(held_out), len(seen), sha256)
+    tensors = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (training, held_out))
+    return Corpus(*tensors, len(seen), hashlib.sha256(training + held_out).hexdigest())
 
 
-def _text_files(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in names if name.endswith(SUFFIXES))
-
-
-def _content(path: Path) -> bytes:
-    # Packages hold broken links.
-    return path.read_bytes() if path.is_file() else b""
-
-
-def _tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def _text_files(folder: Path) -> list[Path]:
+    return [Path(at, name) for at, _, names in os.walk(folder) for name in names if name.endswith(SUFFIXES)]

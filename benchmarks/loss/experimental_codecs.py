@@ -1,14 +1,12 @@
-"""Codecs that the library does not have, for what they do to the loss: Hadamard, stochastic rounding, 2 bits.
+"""Codecs that the library does not have, for their effect on the loss: Hadamard, stochastic rounding, 2 bits.
 
-They are plain torch operations, and codes travel one to a byte: neither their speed nor their bytes mean anything.
+They are plain torch operations, and codes travel one to a byte: their speed and their bytes have no meaning.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -61,15 +59,25 @@ class Hadamard(Codec):
         out.view(-1, numel).copy_(_transform(transformed)[:, :numel])
 
 
-class _Bytewise(Codec):
-    """Symmetric blockwise integers, one code a byte; a subclass says how values become codes."""
+@dataclass(frozen=True)
+class Bytewise(Codec):
+    """Symmetric blockwise integers in [-qmax, qmax], one code a byte, with the largest magnitude of a block as scale.
+
+    Stochastic rounding goes up or down at random so that the mean is right. It draws from the device's default
+    generator: ranks must be seeded differently, or their errors would not average out.
+
+    Args:
+        block: Values that share one fp32 scale.
+        qmax: Largest code; 1 takes 2 bits, 7 takes 4.
+        stochastic: Whether rounding is stochastic, and not to nearest.
+    """
 
     block: int
-    qmax: ClassVar[int]
+    qmax: int
+    stochastic: bool = False
 
-    @abstractmethod
-    def _round(self, values: Tensor) -> Tensor:
-        """Integers of ``values``, which lie in [-qmax, qmax]."""
+    def __str__(self) -> str:
+        return f"{'stochastic-' if self.stochastic else ''}codes of {self.qmax} ({self.block})"
 
     def nbytes(self, numel: int) -> int:
         padded = _padded(numel, self.block)
@@ -80,7 +88,8 @@ class _Bytewise(Codec):
         scales = blocks.abs().amax(dim=2, keepdim=True) / self.qmax
         # A block of zeros has no scale; one that holds an infinity becomes NaN by its scale, whatever the codes.
         unit = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num_()
-        codes = self._round(unit).clamp_(-self.qmax, self.qmax).to(torch.int8)
+        unit = unit.add_(torch.rand_like(unit)).floor_() if self.stochastic else unit.round_()
+        codes = unit.clamp_(-self.qmax, self.qmax).to(torch.int8)
         payload = torch.cat([scales.flatten(1).view(torch.uint8), codes.flatten(1).view(torch.uint8)], dim=1)
         return payload.view(rows, cols, -1).transpose(0, 1).reshape(rows * cols, -1)
 
@@ -96,56 +105,18 @@ class _Bytewise(Codec):
         out.view(cols, rows, numel).copy_(sums.unflatten(0, (rows, cols)).transpose(0, 1))
 
 
-@dataclass(frozen=True)
-class StochasticInt4(_Bytewise):
-    """Codes in [-7, 7], rounded up or down at random so that the mean is right.
-
-    Draws from the device's default generator: ranks must be seeded differently, or their errors would not average out.
-
-    Args:
-        block: Values that share one fp32 scale.
-    """
-
-    block: int = 128
-    qmax: ClassVar[int] = 7
-
-    def __str__(self) -> str:
-        return f"stochastic-int4({self.block})"
-
-    def _round(self, values: Tensor) -> Tensor:
-        return torch.rand_like(values).add_(values).floor_()
-
-
-@dataclass(frozen=True)
-class Int2(_Bytewise):
-    """Codes in {-1, 0, 1}, to nearest, with the largest magnitude of a block as its scale.
-
-    Args:
-        block: Values that share one fp32 scale.
-    """
-
-    block: int = 128
-    qmax: ClassVar[int] = 1
-
-    def __str__(self) -> str:
-        return f"int2({self.block})"
-
-    def _round(self, values: Tensor) -> Tensor:
-        return values.round()
-
-
 def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
 def _chunks(values: Tensor, count: int, multiple: int) -> Tensor:
-    """fp32 [count, numel], each chunk completed with zeros to a multiple."""
+    """Return fp32 [count, numel], each chunk completed with zeros to a multiple."""
     numel = values.numel() // count
     return F.pad(values.float().view(count, numel), (0, _padded(numel, multiple) - numel))
 
 
 def _transform(chunks: Tensor) -> Tensor:
-    """The orthonormal transform of each run of [n, numel]; it is its own inverse."""
+    """Apply the orthonormal transform to each run of [n, numel]; it is its own inverse."""
     return (chunks.unflatten(1, (-1, RUN)) @ _hadamard(chunks.device)).flatten(1)
 
 

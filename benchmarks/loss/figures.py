@@ -1,13 +1,12 @@
-"""Figures: losses of comparisons, and of the convergence study the losses and how far they are above the reference."""
+"""Figures of losses: of comparisons, and of the convergence study with gaps to the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import charts
 import numpy as np
-from charts import INK, PEER, SERIES, Figure
+from charts import INK, PEER, SERIES, Figure, drawn
 from gaps import FAMILIES, REFERENCE, Runs
 from matplotlib.axes import Axes
 from result_files import Result, Row
@@ -30,12 +29,13 @@ def draw_losses(runs: Sequence[Row], path: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="cross-entropy, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path, dpi=150)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
-@charts.drawn
+@drawn
 def seeds_compared(results: Sequence[Result]) -> Figure:
-    """FULL_SHARD and one strategy: the losses of the first seed, and for all seeds how far validation losses differ."""
+    """Draw FULL_SHARD and a strategy: losses of the first seed, and differences of validation losses for all seeds."""
     figure = Figure(figsize=(4.6, 5.4), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(1.5, 1))
     for run, color, width in zip(results[0]["rows"], (PEER, SERIES[0]), (3.5, 1.2), strict=True):
@@ -58,34 +58,30 @@ def seeds_compared(results: Sequence[Result]) -> Figure:
     return figure
 
 
-def draw_gaps(runs: Runs, path: Path, prefix: str = "") -> None:
-    """Draw the convergence study as a PNG.
+@drawn
+def gaps_svg(runs: Runs, prefix: str = "") -> Figure:
+    """Draw a row of two panels for every family: losses, and gaps to the reference with the same seed.
 
     Args:
-        runs: What is drawn.
-        path: Of the PNG.
+        runs: Runs of the convergence study.
         prefix: ``w8:`` for int8 weights.
     """
-    with charts.style():
-        _save(_gaps(runs, prefix), path, dpi=120)
-
-
-def gaps_svg(runs: Runs, prefix: str = "") -> str:
-    """The same as SVG."""
-    return charts.drawn(_gaps)(runs, prefix)
-
-
-def _gaps(runs: Runs, prefix: str) -> Figure:
-    """A row of two panels for every family: losses, and gaps to the reference with the same seed."""
-    families = {prefix + family: what for family, what in FAMILIES.items() if runs.members(prefix + family)}
+    families = {prefix + family: title for family, title in FAMILIES.items() if runs.members(prefix + family)}
     reference = prefix + REFERENCE
     figure = Figure(figsize=(7.6, 3.4 * len(families)), layout="constrained")
     rows = figure.subplots(len(families), 2, squeeze=False, sharex=True)
+
+    def loss(name: str, seed: int) -> np.ndarray:
+        return np.array(runs.curve(name, seed))[:, 1]
+
+    def gap(name: str, seed: int) -> np.ndarray:
+        return 100 * (loss(name, seed) / loss(reference, seed) - 1)
+
     for (family, title), (losses, gaps) in zip(families.items(), rows, strict=True):
         for index, name in enumerate([reference, *runs.members(family)]):
             color = INK if name == reference else SERIES[index - 1]
-            _band(losses, runs, name, runs.seeds(name), color, lambda name, seed: _curve(runs, name, seed)[1])
-            _band(gaps, runs, name, runs.seeds(name, reference), color, _gap_to(runs, reference))
+            _band(losses, runs, name, runs.seeds(name), color, loss)
+            _band(gaps, runs, name, runs.seeds(name, reference), color, gap)
         losses.set_title(title, loc="left")
         losses.set(ylabel="validation loss, nats a byte")
         gaps.set(ylabel=f"above {reference}, %")
@@ -98,34 +94,15 @@ def _gaps(runs: Runs, prefix: str) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path, dpi: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-
-
 def _band(
-    axes: Axes,
-    runs: Runs,
-    name: str,
-    seeds: Sequence[int],
-    color: str,
-    values: Callable[[str, int], np.ndarray],
+    axes: Axes, runs: Runs, name: str, seeds: list[int], color: str, values: Callable[[str, int], np.ndarray]
 ) -> None:
-    """The mean over seeds as a line, in a band from the lowest to the highest."""
+    """Draw the mean over seeds as a line, in a band from the lowest to the highest."""
     if not seeds:
         return
-    tokens = _curve(runs, name, seeds[0])[0]
+    tokens = np.array(runs.curve(name, seeds[0]))[:, 0]
     curves = np.stack([values(name, seed) for seed in seeds])
     shown = tokens >= _WARM * tokens[-1]
     tokens, curves = tokens[shown] / 1e6, curves[:, shown]
     axes.plot(tokens, curves.mean(axis=0), color=color, lw=1.4, label=f"{name} ({len(seeds)} seeds)")
     axes.fill_between(tokens, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.15, lw=0)
-
-
-def _curve(runs: Runs, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    tokens, losses = np.array(runs.curve(name, seed)).T
-    return tokens, losses
-
-
-def _gap_to(runs: Runs, reference: str) -> Callable[[str, int], np.ndarray]:
-    return lambda name, seed: 100 * (_curve(runs, name, seed)[1] / _curve(runs, reference, seed)[1] - 1)

@@ -1,12 +1,16 @@
-"""How far above the reference the runs of the convergence study end, and what share of a gap a change closes."""
+"""Gaps of the convergence study: how far above the reference runs end, and the share of a gap that a change closes.
+
+A name is ``FAMILY`` or ``FAMILY+CHANGE``, so that the plain member of a family is the one without a change; ``w8:``
+before it means that weights travel as int8(256).
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
+from markdown_tables import markdown
 from result_files import Result
-from result_pages import markdown
 
 REFERENCE = "full_shard"
 FAMILIES = {
@@ -15,19 +19,18 @@ FAMILIES = {
     "int4x2": "int4(2048) on both hops",
     "int2": "2 bits, blocks of 128, between nodes, int8(128) inside",
 }
-"""The plain configurations whose gap is to be closed, and what they are.
-
-A name is ``FAMILY`` or ``FAMILY+CHANGE``, so that the plain member of a family is the one without a change; ``w8:``
-before it means that weights travel as int8(256).
-"""
-CHANGES = ("", "+loco", "+loco-beta0", "+loco-both", "+loco-int8state", "+hadamard", "+stochastic")
+"""The plain configurations whose gap is to be closed."""
+CHANGES = ("", "+loco", "+loco-beta0", "+hadamard", "+stochastic")
 
 
 class Runs:
     """Finished runs by configuration and seed.
 
     Args:
-        results: As the study writes them; all with the same settings.
+        results: Results of the study, all with the same settings.
+
+    Attributes:
+        names: Configurations that were trained.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -35,41 +38,40 @@ class Runs:
         self.names = {name for name, _ in self._rows}
 
     def seeds(self, *names: str) -> list[int]:
-        """The seeds that all ``names`` have been trained with."""
-        trained = [{seed for name, seed in self._rows if name == wanted} for wanted in names]
-        return sorted(set.intersection(*trained))
+        """Return the seeds that all ``names`` have been trained with."""
+        return sorted(set.intersection(*({seed for name, seed in self._rows if name == each} for each in names)))
 
     def curve(self, name: str, seed: int) -> list[tuple[int, float]]:
-        """Validation losses, each with the tokens trained on before it."""
-        return [(tokens, loss) for tokens, loss in self._rows[name, seed]["validation"]]
+        """Return validation losses, each with the tokens trained on before it."""
+        return self._rows[name, seed]["validation"]
 
     def final(self, name: str, seed: int) -> float:
-        """The last validation loss."""
+        """Return the last validation loss."""
         return self.curve(name, seed)[-1][1]
 
     def gaps(self, name: str, reference: str) -> list[float]:
-        """By how many percent ``name`` ends above ``reference``, seed by seed."""
+        """Return by how many percent ``name`` ends above ``reference``, seed by seed."""
         return [
             100 * (self.final(name, seed) / self.final(reference, seed) - 1) for seed in self.seeds(name, reference)
         ]
 
     def members(self, family: str) -> list[str]:
-        """A family's configurations that were trained, the plain one first."""
+        """Return a family's configurations that were trained, the plain one first."""
         return [family + change for change in CHANGES if family + change in self.names]
 
 
 def table(runs: Runs, prefix: str = "") -> str:
-    """All configurations with one kind of weights: mean and standard deviation over the seeds.
+    """Return a table of all configurations with one kind of weights: mean and standard deviation over the seeds.
 
     Args:
-        runs: Of which seeds are compared with the same seeds of the reference.
+        runs: Runs, whose seeds are compared with the same seeds of the reference.
         prefix: ``w8:`` for int8 weights.
     """
     references = [REFERENCE, *([prefix + REFERENCE] if prefix else [])]
     head = ["configuration", "seeds", "validation loss", *(f"above {name}, %" for name in references)]
     plain = {name: prefix + family for family in FAMILIES for name in runs.members(prefix + family)}
     rows = []
-    for name in [*(prefix + name for name in (REFERENCE, "IGG", "int8") if prefix + name in runs.names), *plain]:
+    for name in [*(prefix + name for name in (REFERENCE, "int8") if prefix + name in runs.names), *plain]:
         losses = [runs.final(name, seed) for seed in runs.seeds(name)]
         above = ["" if name == reference else spread(runs.gaps(name, reference), "+.2f") for reference in references]
         changed = plain.get(name, name) != name
@@ -79,7 +81,7 @@ def table(runs: Runs, prefix: str = "") -> str:
 
 
 def closed(runs: Runs, name: str, plain: str, reference: str) -> str:
-    """The share of ``plain``'s mean gap to ``reference`` that ``name`` does not have, and the extremes of the seeds."""
+    """Return the share of ``plain``'s mean gap to ``reference`` that ``name`` closes, and the extremes of the seeds."""
     seeds = runs.seeds(name, plain, reference)
     if not seeds:
         return "plain is missing"
@@ -94,7 +96,7 @@ def closed(runs: Runs, name: str, plain: str, reference: str) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean and standard deviation."""
+    """Return mean and standard deviation as text."""
     if not values:
         return ""
     mean = f"{statistics.fmean(values):{form}}"

@@ -32,7 +32,7 @@ AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
 
 @dataclass(frozen=True)
 class Settings:
-    """What runs must have in common to be compared.
+    """Settings that runs must have in common to be compared.
 
     Args:
         tokens: Training tokens of a run.
@@ -49,7 +49,7 @@ class Settings:
         device: ``cuda`` or ``cpu``.
         nodes: Number of nodes that strategies are told of.
         gpus_per_node: Ranks of each.
-        text: The SHA-256 of the text.
+        text: SHA-256 of the text.
     """
 
     tokens: int
@@ -70,28 +70,28 @@ class Settings:
 
     @property
     def tokens_a_step(self) -> int:
-        """Over all ranks."""
+        """Return the tokens of a step over all ranks."""
         return self.batch * self.sequence * self.nodes * self.gpus_per_node
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; the last one completes ``tokens``."""
+        """Return the number of optimizer steps; the last one completes ``tokens``."""
         return math.ceil(self.tokens / self.tokens_a_step)
 
 
 def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     """Train once. Collective.
 
-    With local steps nodes hold weights of their own, and what is validated is the one model that nodes agree on: in the
-    middle of training that of their last exchanges, each unit's up to ``every`` steps ago (at the start, when all nodes
-    hold the same, the model itself), and at the end the model after all units were exchanged once more.
+    With local steps nodes hold weights of their own, and the one model that nodes agree on is validated: in the middle
+    of training that of their last exchanges, each unit's up to ``every`` steps ago (at the start, when all nodes hold
+    the same, the model itself), and at the end the model after all units were exchanged once more.
 
     Args:
-        settings: The model, the data and the schedule.
-        strategy: How the model is sharded.
-        seed: Of the initial weights and of the order of the data.
-        corpus: On ``device``.
-        device: Of this rank.
+        settings: Model, data and schedule.
+        strategy: Sharding of the model.
+        seed: Seed of the initial weights and of the order of the data.
+        corpus: Text on ``device``.
+        device: This rank's device.
 
     Returns:
         The losses on all ranks' data, against the tokens trained on, and the time. With local steps, also the loss just
@@ -142,9 +142,9 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
 
 
 def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHeadModel, int]:
-    """The model and its number of parameters; the same weights on all ranks."""
+    """Build the model, with the same weights on all ranks, and count its parameters."""
     torch.manual_seed(seed)
-    # Its norms and activations are a kernel each, so that a small model on many GPUs spends its time on matrices.
+    # GPT-2's norms and activations are a kernel each, so a small model on many GPUs spends its time on matrices.
     config = GPT2Config(
         vocab_size=256,
         n_embd=settings.hidden,
@@ -168,7 +168,7 @@ def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHe
 
 
 def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> FullyShardedDataParallel:
-    """A unit for every layer; bf16 compute and communication, fp32 master weights."""
+    """Make every layer a unit, with bf16 compute and communication and fp32 master weights."""
     return FullyShardedDataParallel(
         model,
         # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
@@ -181,12 +181,12 @@ def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> F
 
 
 def agreed(model: FullyShardedDataParallel, is_local: bool) -> AbstractContextManager[None]:
-    """A context in which the model is the one that nodes agree on, if they have weights of their own."""
+    """Return a context in which the model is the one that nodes agree on, if they have weights of their own."""
     return agreed_weights(model) if is_local else nullcontext()
 
 
 def learning_rate(settings: Settings) -> Callable[[int], float]:
-    """The factor of a step: linear warmup, then a cosine to zero, which leaves less noise in the last losses."""
+    """Return the factor of a step: linear warmup, then a cosine to zero, which leaves less noise in the last losses."""
     warmup = round(settings.steps * settings.warmup)
 
     def factor(step: int) -> float:
@@ -199,7 +199,7 @@ def learning_rate(settings: Settings) -> Callable[[int], float]:
 
 
 def data_order(settings: Settings, seed: int, tokens: Tensor) -> Tensor:
-    """Where this rank's sequences start, [steps, batch]: no text twice before all of it was seen."""
+    """Return the starts of this rank's sequences, [steps, batch]: no text twice before all of it was seen."""
     places = (len(tokens) - 1) // settings.sequence
     world = settings.nodes * settings.gpus_per_node
     needed = settings.steps * world * settings.batch
@@ -210,19 +210,19 @@ def data_order(settings: Settings, seed: int, tokens: Tensor) -> Tensor:
 
 
 def windows(tokens: Tensor, starts: Tensor, sequence: int) -> Tensor:
-    """[batch, sequence + 1]: what is read, and, one further, what is to be told."""
+    """Return tokens [batch, sequence + 1]: the inputs and, one further, the targets."""
     return tokens[starts[:, None] + torch.arange(sequence + 1, device=tokens.device)].long()
 
 
 def cross_entropy(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean over the batch, in nats a byte."""
+    """Return the mean over the batch, in nats a byte."""
     logits = model(batch[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 @torch.no_grad()
 def validate(settings: Settings, model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean over the same held-out sequences each time; a scalar on the device."""
+    """Return the mean loss over the same held-out sequences each time, a scalar on the device. Collective."""
     world = settings.nodes * settings.gpus_per_node
     # No gradients are kept, so that fewer and larger batches fit.
     batch = 4 * settings.batch

@@ -1,49 +1,36 @@
-"""The figure of the study of local steps: how far above synchronous training it ends, against ``every``."""
+"""Figure of the study of local steps: how far above synchronous training it ends, against ``every``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import charts
 import numpy as np
-from charts import INK, SERIES, Figure
+from charts import INK, SERIES, Figure, drawn
 from gaps import REFERENCE
 from local_gaps import TunedRuns, every
 from matplotlib.axes import Axes
 
 _LINES: tuple[dict[str, Any], ...] = ({"fmt": "o-"}, {"fmt": "s--", "mfc": "none"}, {"fmt": "^:", "mfc": "none"})
-"""How lines look, each way in all colors before the next."""
+"""Styles of lines, each in all colors before the next."""
 
 
-def draw_every(runs: Mapping[int, TunedRuns], path: Path) -> None:
-    """Draw the figure as a PNG.
+@drawn
+def every_svg(runs: Mapping[int, TunedRuns]) -> Figure:
+    """Draw a panel for each number of nodes, with a line for each codec and other change.
 
     Args:
-        runs: By the number of nodes; those that have the reference, too, are drawn.
-        path: Of the PNG.
+        runs: Runs by the number of nodes; those that have the reference, too, are drawn.
     """
-    with charts.style():
-        _gaps(runs).savefig(path, dpi=120)
-
-
-def every_svg(runs: Mapping[int, TunedRuns]) -> str:
-    """The same as SVG."""
-    return charts.drawn(_gaps)(runs)
-
-
-def _gaps(runs: Mapping[int, TunedRuns]) -> Figure:
-    """A panel for each number of nodes, with a line for each codec and for what else is changed."""
-    drawn = {nodes: tuned for nodes, tuned in runs.items() if REFERENCE in tuned.rates and tuned.variants()}
-    figure = Figure(figsize=(2.6 + 3 * max(len(drawn), 1), 4), layout="constrained")
-    if not drawn:
+    shown = {nodes: tuned for nodes, tuned in runs.items() if REFERENCE in tuned.rates and tuned.variants()}
+    figure = Figure(figsize=(2.6 + 3 * max(len(shown), 1), 4), layout="constrained")
+    if not shown:
         return figure
-    panels = figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
     # A color means the same in all panels.
-    variants = list(dict.fromkeys(variant for tuned in drawn.values() for variant in tuned.variants()))
+    variants = list(dict.fromkeys(variant for tuned in shown.values() for variant in tuned.variants()))
     lines: dict[str, Any] = {}
-    for axes, (nodes, tuned) in zip(panels, drawn.items(), strict=True):
+    for axes, (nodes, tuned) in zip(panels, shown.items(), strict=True):
         for variant, names in tuned.variants().items():
             _line(axes, tuned, names, variant, variants.index(variant))
         axes.axhline(0, color=INK, lw=1)
@@ -62,15 +49,12 @@ def _gaps(runs: Mapping[int, TunedRuns]) -> Figure:
 
 
 def _line(axes: Axes, tuned: TunedRuns, names: list[str], variant: str, index: int) -> None:
-    """The mean gaps over seeds, with bars from the lowest to the highest, beside the bars of others."""
-    gaps = {name: tuned.runs.gaps(name, REFERENCE) for name in names}
-    gaps = {name: of_seeds for name, of_seeds in gaps.items() if of_seeds}
+    """Draw the mean gaps over seeds, with bars from the lowest to the highest, beside the bars of others."""
+    gaps = {name: of_seeds for name in names if (of_seeds := tuned.runs.gaps(name, REFERENCE))}
     if not gaps:
         return
     means = np.array([np.mean(of_seeds) for of_seeds in gaps.values()])
     extremes = np.array([(min(of_seeds), max(of_seeds)) for of_seeds in gaps.values()]).T
     places = np.array([every(name) for name in gaps]) * 1.03 ** (index - 2)
-    color, line = SERIES[index % len(SERIES)], _LINES[index // len(SERIES) % len(_LINES)]
-    axes.errorbar(
-        places, means, np.abs(extremes - means), color=color, lw=1.4, ms=4.5, capsize=3, label=variant, **line
-    )
+    look = {"color": SERIES[index % len(SERIES)], **_LINES[index // len(SERIES) % len(_LINES)]}
+    axes.errorbar(places, means, np.abs(extremes - means), lw=1.4, ms=4.5, capsize=3, label=variant, **look)

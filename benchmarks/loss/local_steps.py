@@ -6,35 +6,32 @@
 
 All see the same tokens, in the same steps, from the same weights. The learning rate must be tuned for each, since local
 steps train on the batch of a node: a configuration (configurations.py) is trained with all of ``--lr``, or with the one
-after an ``@``. What is validated is the one model that nodes agree on (gpt2_training.py). jobs.py says how runs are
-made; each finished run is a file in ``--output``, for any number of nodes. At the end come tables and a figure of all
-there.
+after an ``@``. The one model that nodes agree on is validated (gpt2_training.py). jobs.py says how runs are made; each
+finished run is a file in ``--output``, for any number of nodes. At the end come tables and a figure of all there.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from configurations import local_steps
-from corpus import load_corpus
 from gaps import REFERENCE
 from gpt2_training import Settings
-from jobs import Run, add_options, carry_out, settings_of
-from local_figures import draw_every
-from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, rate_of, table
-from result_files import read
-from tables import in_columns
+from jobs import Run, add_options, carry_out, parser_of, settings_of
+from local_figures import every_svg
+from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, table
+from markdown_tables import aligned
+from result_files import Result
 
 BATCH = 32
 """Sequences of a step, on all nodes together."""
 
 
 def parse(given: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse the command line."""
+    parser = parser_of(__doc__)
     parser.add_argument("--configs", default=",".join(LOCAL_NAMES), help="NAME[@LR], in this order; default: all")
     parser.add_argument("--lr", default="1e-3", help="learning rates of configurations that name none")
     add_options(parser, Path("runs/local-steps"))
@@ -51,49 +48,46 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def configurations(given: str, rates: list[float]) -> list[tuple[str, float]]:
-    """The configurations to train, each with its learning rate.
+    """Return the configurations to train, each with its learning rate.
 
     Args:
-        given: Names with commas between them, a learning rate after an ``@`` where one is named.
-        rates: Of the names without.
+        given: Names with commas between them, each with a learning rate after an ``@`` or without.
+        rates: Learning rates of the names without.
 
     Raises:
         ValueError: If one is unknown.
     """
-    found = []
+    pairs = []
     for each in given.split(","):
         name, _, rate = each.partition("@")
         if name != REFERENCE:
             local_steps(name)
-        found += [(name, float(lr)) for lr in ([rate] if rate else rates)]
-    return found
+        pairs += [(name, float(lr)) for lr in ([rate] if rate else rates)]
+    return pairs
 
 
-def label(name: str, settings: Settings) -> str:
-    """What sets a run apart, but for its seed."""
-    return f"{settings.nodes}x{settings.gpus_per_node}-{name}-lr{rate_of(settings.lr)}"
-
-
-def report(folder: Path, settings: Settings) -> None:
+def report(folder: Path, results: list[Result], settings: Settings) -> None:
     """Print the tables, and draw the figure, of runs with these settings."""
     wanted = comparable(asdict(settings))
-    results = [result for result in read(folder).values() if comparable(result["arguments"]) == wanted]
+    results = [result for result in results if comparable(result["arguments"]) == wanted]
     if not results:
         return
-    print(f"\n{in_columns(table(results))}")
+    print(f"\n{aligned(table(results))}")
     if any(len(tried) > 1 for tuned in by_nodes(results).values() for tried in tuned.tried.values()):
-        print(f"\n{in_columns(learning_rates(results))}")
-    draw_every(by_nodes(results), folder / "local-steps.png")
+        print(f"\n{aligned(learning_rates(results))}")
+    (folder / "local-steps.svg").write_text(every_svg(by_nodes(results)))
 
 
 def main(given: list[str]) -> None:
     """Train and report, or be one rank of a job."""
     arguments = parse(given)
-    corpus = load_corpus(arguments.text)
-    named = [(name, settings_of(arguments, corpus, lr=lr)) for name, lr in arguments.configs]
-    runs = [Run(name, seed, settings, label(name, settings)) for name, settings in named for seed in arguments.seeds]
-    well = carry_out(arguments, runs, corpus)
-    if arguments.worker:
-        return
-    report(arguments.output, runs[0].settings)
-    sys.exit(0 if well else 1)
+
+    def runs(sha256: str) -> list[Run]:
+        layout = f"{arguments.nodes}x{arguments.gpus_per_node}"
+        return [
+            Run(name, seed, settings_of(arguments, sha256, lr=lr), f"{layout}-{name}-lr{lr:g}")
+            for name, lr in arguments.configs
+            for seed in arguments.seeds
+        ]
+
+    carry_out(arguments, runs, report)

@@ -1,4 +1,4 @@
-"""Measures what sharding strategies and their codecs do to the loss. Four studies, each with its own ``--help``:
+"""Effects of sharding strategies and their codecs on the loss. Studies, each with its own ``--help``:
 
     torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --gpus-per-node 2    # which is ./run train
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 1 --batch 64 --seeds 0,1,2
@@ -6,8 +6,7 @@
     python benchmarks/loss/run.py straddling
     python benchmarks/loss/run.py small-parameters
 
-A run leaves one file of JSON with its figures and its manifest in ``runs/``; those in ``results/`` are what README.md
-reports, through report.py.
+A run leaves one JSON file with its figures and its manifest in ``runs/``; report.py reports those in ``results/``.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ STUDIES = {
     "compare": "examples/train.py under strategies and under torch's FULL_SHARD, with the same seed and data",
     "convergence": "a small GPT-2 under many ways to encode gradients and weights, with and without error feedback",
     "local-steps": "the same GPT-2 on nodes that train on their own and exchange weights every few steps",
-    "small-parameters": "what codecs leave of the gradients of small parameters on 64 ranks",
+    "small-parameters": "the gradients of small parameters after codecs, on 64 ranks",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",
 }
 
 
 def main() -> None:
-    """Run the study that is named first."""
+    """Run the study that the first argument names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES, help="; ".join(f"{name}: {what}" for name, what in STUDIES.items()))
+    parser.add_argument("study", choices=STUDIES, help="; ".join(map(": ".join, STUDIES.items())))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the study")
     arguments = parser.parse_args()
     importlib.import_module(arguments.study.replace("-", "_")).main(arguments.options)

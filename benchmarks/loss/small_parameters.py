@@ -1,4 +1,4 @@
-"""What codecs leave of the gradients of small parameters on 64 ranks.
+"""Gradients of small parameters after codecs, on 64 ranks.
 
     python benchmarks/loss/run.py small-parameters
 
@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from manifest import manifest
+from markdown_tables import aligned
 from result_files import write
-from tables import in_columns, small_parameters as table
+from tables import small_parameters as table
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -51,7 +52,7 @@ MODELS: dict[str, PretrainedConfig] = {
 
 
 def gradients_of(config: AutoConfig) -> dict[str, Tensor]:
-    """The gradients of the first decoder layer after a backward."""
+    """Return the gradients of the first decoder layer after a backward."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     tokens = (torch.randint(512, (8, 1)) + torch.arange(128)) % 512
@@ -61,12 +62,12 @@ def gradients_of(config: AutoConfig) -> dict[str, Tensor]:
 
 
 def _padded(gradient: Tensor) -> Tensor:
-    """With as many zero rows as make a multiple of the ranks."""
+    """Append zero rows up to a multiple of the ranks."""
     return torch.cat([gradient, gradient.new_zeros(-len(gradient) % RANKS, *gradient.shape[1:])])
 
 
 def rounded(gradients: dict[str, Tensor], *, spare: bool) -> dict[str, Tensor]:
-    """What ``fully_shard`` gives back of the gradients of a unit, with or without small parameters left as they are."""
+    """Round a unit's gradients as hops under ``fully_shard`` do, and ``spare`` small parameters or encode them, too."""
     exact = dict(zip(gradients, sent_exactly([g.shape for g in gradients.values()]), strict=True))
     order = sorted(gradients, key=exact.__getitem__) if spare else list(gradients)
     padded = {name: _padded(gradients[name]) for name in order}
@@ -86,17 +87,17 @@ def rounded(gradients: dict[str, Tensor], *, spare: bool) -> dict[str, Tensor]:
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """Of any magnitude: torch's has an epsilon, which tiny gradients (of OPT's key biases) are below."""
+    """Return the cosine of tensors of any magnitude; tiny gradients (of OPT's key biases) are below torch's epsilon."""
     return (one.mul(other).sum() / one.norm() / other.norm()).item() if one.norm() > 0 else 0.0
 
 
-def figures(gradients: dict[str, Tensor], seen: dict[str, Tensor]) -> dict[str, Any]:
-    """The lowest cosine of a parameter, and the most zeros that a small one has beyond the exact ones."""
+def figures(gradients: dict[str, Tensor], decoded: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the lowest cosine of a parameter, and the most zeros that a small one has beyond the exact ones."""
     exact = dict(zip(gradients, sent_exactly([g.shape for g in gradients.values()]), strict=True))
-    cosines = {name: cosine(seen[name].double(), g.double()) for name, g in gradients.items() if g.norm() > 0}
+    cosines = {name: cosine(decoded[name].double(), g.double()) for name, g in gradients.items() if g.norm() > 0}
     worst = min(cosines, key=cosines.__getitem__)
     zeros = {
-        name: ((seen[name] == 0).float().mean() - (g == 0).float().mean()).item()
+        name: ((decoded[name] == 0).float().mean() - (g == 0).float().mean()).item()
         for name, g in gradients.items()
         if exact[name]
     }
@@ -115,4 +116,4 @@ def main(arguments: list[str]) -> None:
         encoded, spared = (figures(gradients, rounded(gradients, spare=spare)) for spare in (False, True))
         rows.append({"model": name, "encoded": encoded, "spared": spared})
     write(options.output / "result.json", manifest(), argparse.Namespace(hidden=HIDDEN, ranks=RANKS), rows)
-    print(in_columns(table(rows)))
+    print(aligned(table(rows)))

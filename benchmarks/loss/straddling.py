@@ -1,4 +1,4 @@
-"""What it costs that blocks of a flat parameter straddle norms, biases and matrices.
+"""Errors of blocks of a flat parameter that straddle norms, biases and matrices.
 
     python benchmarks/loss/run.py straddling
 
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 from manifest import manifest
+from markdown_tables import aligned
 from result_files import write
-from tables import in_columns, straddling as table
+from tables import straddling as table
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -27,7 +28,7 @@ HIDDEN = (128, 768, 2048)
 
 
 def layer_and_gradients(hidden: int) -> list[tuple[Tensor, Tensor]]:
-    """Weights and gradients of a Llama layer, in FSDP's order, after one backward of a random objective."""
+    """Return weights and gradients of a Llama layer, in FSDP's order, after one backward of a random objective."""
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_attention_heads=hidden // 64)
     config._attn_implementation = "sdpa"
@@ -43,29 +44,28 @@ def layer_and_gradients(hidden: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def round_trip(values: Tensor, codec: Codec) -> Tensor:
-    """What a receiver would see of ``values``."""
+    """Return ``values`` as a receiver decodes them."""
     out = torch.empty_like(values)
     codec.decode(codec.encode(values, 1, 1), out, 1, 1)
     return out
 
 
 def relative_errors(tensors: list[Tensor], codec: Codec) -> dict[str, float]:
-    """Errors of a unit laid out as one flat tensor, and of its parameters one by one."""
+    """Return the errors of a unit laid out as one flat tensor, and of its parameters one by one."""
     flat = torch.cat(tensors)
     together = round_trip(flat, codec).split([t.numel() for t in tensors])
     apart = [round_trip(t, codec) for t in tensors]
     large = max(t.numel() for t in tensors) // 8
 
-    def error(seen: list[Tensor] | tuple[Tensor, ...], only_matrices: bool) -> float:
-        pairs = [(s, t) for s, t in zip(seen, tensors, strict=True) if t.numel() >= large or not only_matrices]
-        squares = sum((s - t).square().sum().item() for s, t in pairs)
+    def error(decoded: list[Tensor] | tuple[Tensor, ...], least: int) -> float:
+        pairs = [(d, t) for d, t in zip(decoded, tensors, strict=True) if t.numel() >= least]
+        squares = sum((d - t).square().sum().item() for d, t in pairs)
         return (squares / sum(t.square().sum().item() for _, t in pairs)) ** 0.5
 
     return {
-        "matrices, straddling": error(together, True),
-        "matrices, apart": error(apart, True),
-        "unit, straddling": error(together, False),
-        "unit, apart": error(apart, False),
+        f"{part}, {layout}": error(decoded, least)
+        for part, least in (("matrices", large), ("unit", 0))
+        for layout, decoded in (("straddling", together), ("apart", apart))
     }
 
 
@@ -81,7 +81,6 @@ def main(arguments: list[str]) -> None:
             ("weights", Int8(256), [w for w, _ in pairs]),
             ("gradients", Int4(128), [g for _, g in pairs]),
         ):
-            what = f"{name}, {codec}, hidden {hidden}"
-            errors.append({"what": what, "errors": relative_errors(tensors, codec)})
+            errors.append({"what": f"{name}, {codec}, hidden {hidden}", "errors": relative_errors(tensors, codec)})
     write(options.output / "result.json", manifest(), argparse.Namespace(hidden=HIDDEN), errors)
-    print(in_columns(table(errors)))
+    print(aligned(table(errors)))

@@ -1,119 +1,106 @@
-"""Results as tables in Markdown: of the comparisons of examples/train.py, and of two computations."""
+"""Tables of losses: of the comparisons of examples/train.py, and of two computations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from markdown_tables import listed, markdown
 from result_files import Result, Row
-from result_pages import markdown
-
-
-def in_columns(table: str) -> str:
-    """A table in Markdown with its columns aligned, for a terminal."""
-    heading, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    lines = (heading, ["-" * width for width in widths], *rows)
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def comparison(runs: Sequence[Row]) -> str:
-    """All that one call of ``compare`` has found; the first run is the one that others are compared with."""
+    """Return a table of one call of ``compare``; the first run is the one that others are compared with."""
     reference = runs[0]
-    head = ["strategy", "train loss", "validation loss", "difference", "step", "tokens/s"]
-    head += ["sent between nodes", "sent inside"]
-    rows = []
-    for run in runs:
-        row = [run["label"], f"{train_loss(run):.4f}", f"{final(run):.4f}"]
-        row += ["" if run is reference else difference(run, reference), milliseconds(run)]
-        row += [f"{run['tokens_per_step'] / run['step_seconds']:,.0f}", *sent(run, reference)]
-        rows.append(row + ([f"{run['peak_memory'] / 2**30:.2f} GiB"] if run["peak_memory"] else []))
-    return markdown(head + (["peak memory"] if reference["peak_memory"] else []), rows)
+    columns = {
+        "strategy": "{label}",
+        "train loss": lambda run: f"{train_loss(run):.4f}",
+        "validation loss": final_text,
+        "difference": lambda run: "" if run is reference else difference(run, reference),
+        "step": milliseconds,
+        "tokens/s": lambda run: f"{run['tokens_per_step'] / run['step_seconds']:,.0f}",
+        "sent between nodes": lambda run: megabytes(run, reference, "inter"),
+        "sent inside": lambda run: megabytes(run, reference, "intra"),
+    }
+    if reference["peak_memory"]:
+        columns["peak memory"] = lambda run: f"{run['peak_memory'] / 2**30:.2f} GiB"
+    return listed(runs, columns)
 
 
 def by_seed(results: Sequence[Result]) -> str:
-    """A row for each result, of one strategy against FULL_SHARD with one seed.
+    """Return a table with a row for each result, of one strategy against FULL_SHARD with one seed.
 
     Args:
-        results: As ``compare`` writes them, each with two runs.
+        results: Results of ``compare``, each with two runs.
     """
-    head = ["seed", "full_shard", results[0]["rows"][1]["label"], "difference", "sent between nodes"]
-    rows = []
-    for result in results:
-        reference, run = result["rows"]
-        row = [str(result["arguments"]["seed"]), f"{final(reference):.4f}", f"{final(run):.4f}"]
-        rows.append([*row, difference(run, reference), megabytes(run, reference, "inter")])
-    return markdown(head, rows)
-
-
-def times(results: Sequence[Result]) -> str:
-    """The time of a step in each result, of one strategy against FULL_SHARD with one seed."""
-    rows = []
-    for result in results:
-        reference, run = result["rows"]
-        rows.append([run["label"], str(result["arguments"]["seed"]), milliseconds(reference), milliseconds(run)])
-    return markdown(["strategy", "seed", "step, full_shard", "step, strategy"], rows)
+    rows = [{"seed": result["arguments"]["seed"], "pair": result["rows"]} for result in results]
+    return listed(
+        rows,
+        {
+            "seed": "{seed}",
+            "full_shard": lambda row: final_text(row["pair"][0]),
+            results[0]["rows"][1]["label"]: lambda row: final_text(row["pair"][1]),
+            "difference": lambda row: difference(*row["pair"][::-1]),
+            "sent between nodes": lambda row: megabytes(*row["pair"][::-1], "inter"),
+        },
+    )
 
 
 def by_strategy(results: Sequence[Result]) -> str:
-    """A row for each strategy of several results, each after the FULL_SHARD that it is compared with."""
+    """Return a table with a row for each strategy, after the FULL_SHARD that it is compared with."""
     rows: dict[str, tuple[str, ...]] = {}
     for result in results:
-        reference, *runs = result["rows"]
-        # The same in every result: CPUs sum in a fixed order.
-        rows[reference["label"]] = (f"{final(reference):.4f}", "", *sent(reference, reference))
-        for run in runs:
-            rows[run["label"]] = (f"{final(run):.4f}", difference(run, reference), *sent(run, reference))
+        reference, *_ = result["rows"]
+        # The reference is the same in every result: CPUs sum in a fixed order.
+        for run in result["rows"]:
+            sent = (megabytes(run, reference, hop) for hop in ("inter", "intra"))
+            rows[run["label"]] = (final_text(run), "" if run is reference else difference(run, reference), *sent)
     head = ("strategy", "validation loss", "difference", "sent between nodes", "sent inside")
     return markdown(head, ((label, *row) for label, row in rows.items()))
 
 
 def small_parameters(rows: Sequence[Row]) -> str:
-    """What codecs leave of gradients, if all are encoded and if small parameters are left as they are."""
-    head = ("", "lowest cosine, all encoded", "as sent", "most new zeros of a small one, all encoded", "as sent")
-    lines = []
-    for row in rows:
-        both = row["encoded"], row["spared"]
-        cosines = (f"{each['cosine']:.3f} ({each['of']})" for each in both)
-        zeros = (f"{100 * each['zeros']:.1f} %" for each in both)
-        lines.append((row["model"], *cosines, *zeros))
-    return markdown(head, lines)
+    """Return a table of gradients after codecs, if all are encoded and if small parameters are left as they are."""
+    sent = {"all encoded": "encoded", "as sent": "spared"}
+    cosines = {f"lowest cosine, {how}": f"{{{key}[cosine]:.3f}} ({{{key}[of]}})" for how, key in sent.items()}
+    zeros = {f"most new zeros of a small one, {how}": f"{{{key}[zeros]:.1%}}" for how, key in sent.items()}
+    return listed(rows, {"": "{model}", **cosines, **zeros})
 
 
 def straddling(rows: Sequence[Row]) -> str:
-    """Relative errors, by what is encoded."""
-    lines = ((row["what"], *(f"{100 * error:.3f} %" for error in row["errors"].values())) for row in rows)
-    return markdown(("", *rows[0]["errors"]), lines)
+    """Return a table of relative errors, by the encoded values."""
+    errors = {name: f"{{errors[{name}]:.3%}}" for name in rows[0]["errors"]}
+    return listed(rows, {"": "{what}", **errors})
 
 
 def final(run: Row) -> float:
-    """The last validation loss."""
+    """Return the last validation loss."""
     loss: float = run["validation"][-1][1]
     return loss
 
 
+def final_text(run: Row) -> str:
+    """Return the last validation loss as text."""
+    return f"{final(run):.4f}"
+
+
 def train_loss(run: Row) -> float:
-    """The mean of the last ten training losses."""
+    """Return the mean of the last ten training losses."""
     recent = run["losses"][-10:]
     return sum(recent) / len(recent)
 
 
 def difference(run: Row, reference: Row) -> str:
-    """By how much a run ends above another."""
+    """Return by how much a run ends above another."""
     return f"{100 * (final(run) / final(reference) - 1):+.2f} %"
 
 
 def milliseconds(run: Row) -> str:
-    """The time of a step."""
+    """Return the time of a step as text."""
     return f"{1e3 * run['step_seconds']:.0f} ms"
 
 
-def sent(run: Row, reference: Row) -> tuple[str, str]:
-    """What one rank sends in a step, over either hop."""
-    return megabytes(run, reference, "inter"), megabytes(run, reference, "intra")
-
-
 def megabytes(run: Row, reference: Row, hop: str) -> str:
-    """What one rank sends in a step, and the share of the reference's."""
+    """Return the bytes that one rank sends in a step, and their share of the reference's."""
     nbytes, whole = run["sent_per_step"][hop], reference["sent_per_step"][hop]
     if not nbytes:
         return "torch's own, not counted" if whole else "nothing"  # on one node torch's collectives do it all

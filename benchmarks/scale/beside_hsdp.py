@@ -1,4 +1,4 @@
-"""CPU time of a step beside FSDP2's HSDP: what Python and torch take around kernels and networks, on one CPU.
+"""CPU time of a step beside FSDP2's HSDP: Python's and torch's own around kernels and networks, on one CPU.
 
     PYTHONHASHSEED=0 setarch -R python benchmarks/scale/beside_hsdp.py
 
@@ -6,9 +6,9 @@ One rank of 16, in nodes of 8, runs in torch's fake process group. The model has
 layers of a Llama, and a root. Kernels are prepared as for a GPU and not launched. The CPU time of the model's own
 computation, measured beside without FSDP, is subtracted.
 
-Each contender has a process of its own, and they make a few steps in turns, so that whatever else the machine does
-falls on all of them. Where its memory lies makes one process 5 % faster than the next of the same contender: setarch -R
-gives all of them the same addresses, and several sets of processes follow each other. Prints a Markdown table and
+Each contender has a process of its own, and they make a few steps in turns, so that the machine's other work falls on
+all of them. Addresses of memory make one process 5 % faster than the next of the same contender: setarch -R gives all
+of them the same, and several sets of processes follow each other. Prints a Markdown table and
 writes the result (beside-hsdp.json) to ``--out``.
 """
 
@@ -25,8 +25,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import result_files
-import torch
-import torch._dynamo  # which torch would import in the midst of what is timed
 from case import join_fake_world
 from contenders import COMPUTATION, CONTENDERS, GPUS_PER_NODE, REFERENCE, WORLD, make_step, prepare_kernels_only
 from manifest import manifest
@@ -34,9 +32,7 @@ from report import beside_hsdp
 
 
 def work(name: str, blocks: int, pipe: Connection) -> None:
-    """Make as many steps as asked for, again and again, and answer with the CPU seconds of each."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # a fake collective leaves what memory held before, on which sums may be slow
+    """Make as many steps as the pipe asks for, again and again, and answer with the CPU seconds of each."""
     join_fake_world(WORLD, GPUS_PER_NODE)
     prepare_kernels_only()
     step = make_step(CONTENDERS[name], blocks)
@@ -50,20 +46,20 @@ def work(name: str, blocks: int, pipe: Connection) -> None:
 
 
 def measure(names: list[str], blocks: int, rounds: int, steps: int) -> dict[str, float]:
-    """The median CPU time of a step of each contender, in seconds, after a round that warms up."""
+    """Return the median CPU time of a step of each contender, in seconds, after a round that warms up."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for name in names:
-        pipes[name], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=work, args=(name, blocks, theirs), daemon=True))
+        pipes[name], other_end = spawn.Pipe()
+        processes.append(spawn.Process(target=work, args=(name, blocks, other_end), daemon=True))
         processes[-1].start()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         for name, pipe in pipes.items():
             pipe.send(steps)
-            made = pipe.recv()
+            answer = pipe.recv()
             if number:
-                seconds[name] += made
+                seconds[name] += answer
     for pipe in pipes.values():
         pipe.send(None)
     for process in processes:

@@ -1,4 +1,4 @@
-"""One case of run.py: what a step of a strategy costs rank 0's CPU in a fake world of some size."""
+"""One case of run.py: the cost of a strategy's step for rank 0's CPU in a fake world of some size."""
 
 from __future__ import annotations
 
@@ -10,41 +10,29 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # which torch would import in the midst of what is timed
+import torch._dynamo  # which torch would import in the midst of a timed step
 import torch.distributed as dist
 from clock import Clock
+from sharding import shard
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard as torch_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_zpp import Strategy, fully_shard, traffic
+from fsdp_zpp import Strategy, traffic
 from fsdp_zpp.codecs.base import FullPrecision
 from fsdp_zpp.codecs.blockwise import Blockwise
 from fsdp_zpp.collectives import hops
 
 ROWS, WIDTH = 1024, 64  # one row of each matrix a rank at 1,024 ranks; of four rows, one block of 256 values
 COLLECTIVES = (
-    "all_gather",
-    "all_gather_single",
-    "all_gather_into_tensor",
-    "all_to_all_single",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "all_reduce",
-)
-CODEC_METHODS = (
-    "encode",
-    "decode",
-    "decode_sum",
-    "decode_sum_encode",
-)
-STRATEGIES: dict[str, Callable[[], Strategy] | None] = {
+    "all_gather all_gather_single all_gather_into_tensor all_to_all_single reduce_scatter reduce_scatter_single "
+    "reduce_scatter_tensor all_reduce"
+).split()
+CODEC_METHODS = ("encode", "decode", "decode_sum", "decode_sum_encode")
+STRATEGIES: dict[str, Strategy | None] = {
     "stock": None,
-    "GGG": Strategy,
-    "zeropp": Strategy.zeropp,
-    "loco": Strategy.loco,
+    "GGG": Strategy(),
+    "zeropp": Strategy.zeropp(),
+    "loco": Strategy.loco(),
 }
 
 
@@ -61,11 +49,10 @@ class Block(nn.Module):
 
 
 def watch() -> Clock:
-    """A clock on collectives, codecs, and the making of process groups."""
+    """Return a clock on collectives, codecs, and the making of process groups."""
     clock = Clock()
-    for name in COLLECTIVES:
-        if hasattr(dist, name):
-            clock.wrap(dist, name, "collectives")
+    for name in filter(partial(hasattr, dist), COLLECTIVES):
+        clock.wrap(dist, name, "collectives")
     for codec in (Blockwise, FullPrecision):
         for name in CODEC_METHODS:
             clock.wrap(codec, name, "codecs")
@@ -77,46 +64,34 @@ def watch() -> Clock:
 
 
 def join_fake_world(world: int, gpus_per_node: int) -> None:
-    """Be rank 0 of ``world``, as torchrun would have it."""
+    """Join a fake process group as rank 0 of ``world``, as under torchrun, on one thread."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a fake collective leaves old values in its memory, on which sums may be slow
     os.environ |= {"LOCAL_WORLD_SIZE": str(gpus_per_node), "GROUP_WORLD_SIZE": str(world // gpus_per_node)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
 def build(adapter: str, strategy: str, blocks: int) -> nn.Module:
-    """A model of ``blocks`` units."""
+    """Build a model of ``blocks`` units."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(blocks)))
-    make = STRATEGIES[strategy]
-    if adapter == "fsdp1":
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=ShardingStrategy.FULL_SHARD if make is None else make(),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )
-    for module in (*model, model):
-        if make is None:
-            torch_fully_shard(module)
-        else:
-            fully_shard(module, strategy=make())
-    return model
+    return shard(model, list(model), adapter, STRATEGIES[strategy] or "FULL_SHARD")
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """One optimizer step."""
+    """Make one optimizer step."""
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def around(seconds: float, clock: Clock) -> float:
-    """What of a time is neither in codecs nor in collectives, in ms."""
+    """Return the part of a time that is neither in codecs nor in collectives, in ms."""
     return (seconds - clock.seconds["codecs"] - clock.seconds["collectives"]) * 1e3
 
 
 def timed_steps(one_step: Callable[[], None], clock: Clock, steps: int) -> tuple[list[dict[str, float]], list[int]]:
-    """The CPU time of each of some steps in ms, whole and by its parts, and its number of collectives."""
+    """Return the CPU time of each step in ms, whole and by its parts, and its number of collectives."""
     times, collectives = [], []
     for _ in range(steps):
         clock.reset()
@@ -130,18 +105,15 @@ def timed_steps(one_step: Callable[[], None], clock: Clock, steps: int) -> tuple
 
 
 def sent(model: nn.Module, strategy: str) -> dict[str, int]:
-    """Bytes that this rank has sent so far, by kind and hop; nothing for stock FSDP."""
-    if STRATEGIES[strategy] is None:
-        return {}
-    return {f"{kind} {hop}": n for kind, hops in traffic(model).items() for hop, n in hops.items()}
+    """Return the bytes that this rank has sent so far, by kind and hop; nothing for stock FSDP."""
+    kinds = {} if STRATEGIES[strategy] is None else traffic(model)
+    return {f"{kind} {hop}": n for kind, hops in kinds.items() for hop, n in hops.items()}
 
 
 def measure(
-    world: int, adapter: str, strategy: str, gpus_per_node: int = 8, blocks: int = 24, steps: int = 10, warmup: int = 3
+    world: int, adapter: str, strategy: str, gpus_per_node: int, blocks: int, steps: int, warmup: int
 ) -> dict[str, Any]:
-    """Figures of one case, in a process that has no process group yet. Times are in ms, of the CPU."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # a fake collective leaves what memory held before, on which sums may be slow
+    """Measure one case, in a process that has no process group yet. Times are in ms, of the CPU."""
     join_fake_world(world, gpus_per_node)
     clock = watch()
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""Which of a program's time and calls are in some of its functions, and which are around them."""
+"""Clock that tells a program's time and calls in some of its functions from those around them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Clock:
-    """CPU time and calls of the functions that it wraps, what they call of each other counted once."""
+    """Counts CPU time and calls of the functions that it wraps; a call from one to another counts once."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -44,7 +44,7 @@ class Clock:
         setattr(owner, name, timed)
 
     def calls_outside(self, function: Callable[[], object]) -> int:
-        """How many functions, of Python and of C, ``function`` calls, but for those that what is wrapped calls."""
+        """Count the functions, of Python and of C, that ``function`` calls outside of the wrapped functions."""
         count = 0
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:

@@ -1,25 +1,17 @@
-"""What beside_hsdp.py compares: models of nine parameters a unit under torch's FSDPs and under strategies."""
+"""Contenders of beside_hsdp.py: models of nine parameters a unit under torch's FSDPs and under strategies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard as torch_fully_shard,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import FSDPModule
 
-from fsdp_zpp import Int4Delta, Strategy, fully_shard
+from fsdp_zpp import Int4Delta, Strategy
 from fsdp_zpp.kernels import _ops, triton_backend
 from fsdp_zpp.kernels.triton_backend.launch import Launch
 
@@ -28,7 +20,7 @@ DTYPE = torch.bfloat16
 
 
 class Contender(NamedTuple):
-    """What is compared.
+    """One of the things compared.
 
     Attributes:
         adapter: ``"fsdp1"``, ``"fsdp2"``, or None for the model by itself.
@@ -95,45 +87,30 @@ class Model(nn.Module):
 
 
 class Announcing(torch.optim.Optimizer):
-    """An optimizer whose steps are announced like any other's and change nothing."""
+    """An optimizer whose steps call hooks like any other's and change nothing: its computation is the same for all."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: what an optimizer computes is the same under all contenders."""
+        """Do nothing."""
 
 
 def build(contender: Contender, blocks: int) -> nn.Module:
-    """A contender's model."""
+    """Build a contender's model."""
     torch.manual_seed(0)
-    model: Any = Model(blocks)
-    strategy = contender.strategy
+    model = Model(blocks)
     if contender.adapter is None:
         return model.to(DTYPE)
-    if contender.adapter == "fsdp1":
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=strategy if isinstance(strategy, Strategy) else ShardingStrategy[strategy],
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            mixed_precision=MixedPrecision(param_dtype=DTYPE, reduce_dtype=DTYPE),
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )
-    policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=DTYPE)
-    if isinstance(strategy, Strategy):
-        shard: Callable[..., Any] = partial(fully_shard, strategy=strategy, mp_policy=policy)
-    else:
-        shape = {"HSDP": (WORLD // GPUS_PER_NODE, GPUS_PER_NODE), "FULL_SHARD": (WORLD,)}[strategy]
+    mesh = None
+    if contender.adapter == "fsdp2" and isinstance(contender.strategy, str):
+        shape = {"HSDP": (WORLD // GPUS_PER_NODE, GPUS_PER_NODE), "FULL_SHARD": (WORLD,)}[contender.strategy]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra")[-len(shape) :])
-        shard = partial(torch_fully_shard, mesh=mesh, mp_policy=policy)
-    for module in (*model.blocks, model):
-        shard(module)
-    return model
+    return shard(model, list(model.blocks), contender.adapter, contender.strategy, DTYPE, mesh)
 
 
 def make_step(contender: Contender, blocks: int) -> Callable[[], None]:
-    """A function that makes one optimizer step of a contender."""
+    """Return a function that makes one optimizer step of a contender."""
     model = build(contender, blocks)
     optimizer = Announcing(model.parameters())
     x = torch.randn(4, WIDTH, dtype=DTYPE, requires_grad=True)
@@ -152,7 +129,7 @@ def make_step(contender: Contender, blocks: int) -> Callable[[], None]:
 
 
 def prepare_kernels_only() -> None:
-    """From now on, have ops take the Triton backend, and launches stop where a GPU would be given the kernel."""
+    """Make ops take the Triton backend, and launches stop where a GPU would be given the kernel."""
 
     def compiled(launch: Launch, arguments: tuple[Tensor | float, ...]) -> None:
         launch._compiled = lambda *arguments: None

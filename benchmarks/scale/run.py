@@ -2,44 +2,32 @@
 
     python benchmarks/scale/run.py --worlds 16,64,256,1024
 
-One rank runs in torch's fake process group, whose collectives send nothing, so what is left is what every rank's CPU
-must do for a step. A unit has the same number of values on every world, and they divide evenly, so the work on tensors
-is the same. Codecs (on GPUs, kernel launches; here, the PyTorch reference) and collectives (here, copies that the fake
-group makes for every rank) are timed apart: what is left is Python's and torch's own time around them, and how many
-functions are called, which a busy machine does not change. Each case has a process of its own. Prints a Markdown table
-and writes the result (scale.json) to ``--out``.
+One rank runs in torch's fake process group, whose collectives send nothing, so its time is the CPU's part of a step on
+every rank. A unit has the same number of values on every world, and they divide evenly, so the work on tensors is the
+same. Codecs (on GPUs, kernel launches; here, the PyTorch reference) and collectives (here, copies that the fake group
+makes for every rank) are timed apart: the rest is Python's and torch's own time around them. Calls of functions are
+counted, too, which a busy machine does not change. Each case has a process of its own. Prints Markdown tables and
+writes the result (scale.json) to ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import result_files
 from case import STRATEGIES, measure
 from manifest import manifest
-from report import every_case
-
-
-def in_process_of_its_own(arguments: argparse.Namespace, world: int, adapter: str, strategy: str) -> dict[str, Any]:
-    """:func:`measure` in a new process."""
-    case = [str(world), adapter, strategy]
-    options = ["--gpus-per-node", "--blocks", "--steps", "--warmup"]
-    values = [arguments.gpus_per_node, arguments.blocks, arguments.steps, arguments.warmup]
-    command = [sys.executable, __file__, "--case", *case]
-    command += [text for option, value in zip(options, values, strict=True) for text in (option, str(value))]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+from report import by_world
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="16,64,256,1024", help="numbers of ranks that divide 1024")
     parser.add_argument("--adapters", default="fsdp1,fsdp2")
@@ -49,27 +37,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed steps, after --warmup others and the first")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="folder for scale.json")
-    parser.add_argument("--case", nargs=3, metavar=("WORLD", "ADAPTER", "STRATEGY"), help="this one alone, as JSON")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure, print a table and write the result."""
+    """Measure, print tables and write the result."""
     arguments = parse()
-    if arguments.case:
-        world, adapter, strategy = arguments.case
-        counts = {name: getattr(arguments, name) for name in ("gpus_per_node", "blocks", "steps", "warmup")}
-        print(json.dumps(measure(int(world), adapter, strategy, **counts)))
-        return
     made_by = manifest()
-    rows = [
-        in_process_of_its_own(arguments, int(world), adapter, strategy)
+    counts = (arguments.gpus_per_node, arguments.blocks, arguments.steps, arguments.warmup)
+    cases = [
+        (int(world), adapter, strategy, *counts)
         for adapter in arguments.adapters.split(",")
         for strategy in arguments.strategies.split(",")
         for world in arguments.worlds.split(",")
     ]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        rows = list(pool.map(measure, *zip(*cases, strict=True)))
     result_files.write(arguments.out / "scale.json", made_by, arguments, rows)
-    print(every_case(rows, arguments.blocks))
+    for name, table in by_world(rows, arguments.blocks).items():
+        print(name, table, "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a newcomer walks through: the functions and files of this project that one call of a user's visits, in order.
+"""Walks through the code: the functions and files of this project that one call of a user's visits, in order.
 
     torchrun --nproc-per-node 4 benchmarks/scale/walks.py
     torchrun --nproc-per-node 4 benchmarks/scale/walks.py --show "fsdp2 gradient"
 
-Counts, on rank 0 of two nodes of two: calls of functions, the files that they are in, and how often a call is in
-another file than the call before it. Kernels are prepared as for a GPU and not launched. Prints a Markdown table, or a
+Counts calls of functions, the files that they are in, and changes of file from call to call, on rank 0 of two nodes of
+two. Kernels are prepared as for a GPU and not launched. Prints a Markdown table, or a
 walk itself, indented by depth.
 """
 
@@ -35,7 +35,7 @@ STRATEGY = Strategy.zeropp(gpus_per_node=2)
 
 
 class Visit(NamedTuple):
-    """A call of one of our functions: its depth among calls of ours, its file, and its name."""
+    """A call of one of the project's functions: its depth among such calls, its file, and its name."""
 
     depth: int
     file: str
@@ -43,16 +43,16 @@ class Visit(NamedTuple):
 
 
 class Walk(list[Visit]):
-    """The visits of one call, in order."""
+    """Visits of one call, in order."""
 
     @property
     def files(self) -> int:
-        """The number of different files."""
+        """Return the number of different files."""
         return len({visit.file for visit in self})
 
     @property
     def file_changes(self) -> int:
-        """How often a call is in another file than the call before it."""
+        """Return the number of calls in another file than the call before."""
         return sum(before.file != after.file for before, after in pairwise(self))
 
     def __str__(self) -> str:
@@ -60,9 +60,9 @@ class Walk(list[Visit]):
 
 
 def record(walk: Walk) -> None:
-    """Record what is called from now on, until :func:`stop`."""
+    """Record calls from now on, until :func:`stop`."""
     depth = 0
-    generators: set[FrameType] = set()  # each of whose resumptions is an event of a call, too
+    generators: set[FrameType] = set()  # each resumption of one is an event of a call, too
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         nonlocal depth
@@ -84,7 +84,7 @@ def stop() -> None:
 
 
 def shard(adapter: str, block: nn.Module) -> Any:
-    """``block`` under a strategy."""
+    """Shard ``block`` under a strategy."""
     if adapter == "fsdp2":
         return fully_shard(block, strategy=STRATEGY)
     return FullyShardedDataParallel(
@@ -93,7 +93,7 @@ def shard(adapter: str, block: nn.Module) -> Any:
 
 
 def model_after_steps(adapter: str, blocks: int) -> nn.Module:
-    """A model of some blocks, each a unit, after a few steps, the last of which has made its weights stale."""
+    """Train a model of some blocks, each a unit, for a few steps, the last of which makes its weights stale."""
     model = shard(adapter, nn.Sequential(*(shard(adapter, Block()) for _ in range(blocks))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -104,18 +104,18 @@ def model_after_steps(adapter: str, blocks: int) -> nn.Module:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    """The loss of an input of ones."""
+    """Return the loss of an input of ones."""
     loss: Tensor = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
     return loss
 
 
 def first_norm(model: nn.Module) -> nn.Module:
-    """What computes first in ``model``."""
+    """Return the module of ``model`` that computes first."""
     return next(module for module in model.modules() if isinstance(module, nn.RMSNorm))
 
 
 def of_wrapping(adapter: str) -> Walk:
-    """The walk of sharding one block after another one, whose process groups it shares."""
+    """Walk through sharding one block after another one, whose process groups it shares."""
     shard(adapter, Block())
     record(walk := Walk())
     shard(adapter, Block())
@@ -124,7 +124,7 @@ def of_wrapping(adapter: str) -> Walk:
 
 
 def of_gather(adapter: str, blocks: int) -> Walk:
-    """The walk from a forward after a step to the first computation, through the gather of its weights."""
+    """Walk from a forward after a step to the first computation, through the gather of its weights."""
     model = model_after_steps(adapter, blocks)
     first_norm(model).register_forward_pre_hook(lambda module, args: stop())
     record(walk := Walk())
@@ -133,7 +133,7 @@ def of_gather(adapter: str, blocks: int) -> Walk:
 
 
 def of_gradient(adapter: str) -> Walk:
-    """The walk of a block's gradients from the end of its own backward to that of the model's, through their hops."""
+    """Walk from the end of a block's own backward to that of the model's, through the hops of its gradients."""
     model = model_after_steps(adapter, 1)
     walk = Walk()
 
@@ -166,9 +166,9 @@ def main() -> None:
     prepare_kernels_only()
     rows = ["| Walk | calls | files | file changes |", "|---|---|---|---|"]
     for name in names if arguments.show is None else [arguments.show]:
-        adapter, _, which = name.partition(" ")
+        adapter, _, kind = name.partition(" ")
         gc.collect()  # models of earlier walks, which would be visited whenever Python happens to collect them
-        walk = WALKS[which](adapter)
+        walk = WALKS[kind](adapter)
         rows.append(f"| {name} | {len(walk)} | {walk.files} | {walk.file_changes} |")
     if dist.get_rank() == 0:
         print("\n".join(rows) if arguments.show is None else walk)

@@ -1,12 +1,12 @@
-"""The columns that tables of steps are made of: what each says of a row of a result, beside the others of its run."""
+"""Columns of tables of steps: the text of each for a row of a result, beside the others of its run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from markdown_tables import markdown
 from result_files import Row
-from result_pages import markdown
 
 
 @dataclass(frozen=True)
@@ -14,80 +14,93 @@ class Column:
     """A column.
 
     Attributes:
-        heading: What stands over it.
-        cell: Its text for a row, given all rows of that run; empty if the row lacks it.
+        heading: Text over it.
+        cell: Function that returns its text for the rows of one strategy, given all rows of that run; empty if they
+            lack the figure.
     """
 
     heading: str
-    cell: Callable[[Row, list[Row]], str]
+    cell: Callable[[list[Row], list[Row]], str]
+
+
+def each(heading: str, text: Callable[[Row], str]) -> Column:
+    """Make a column with a text for every measurement of a strategy."""
+    return Column(heading, lambda own, _: " and ".join(filter(None, dict.fromkeys(map(text, own)))))
 
 
 def measured(heading: str, key: str, form: str) -> Column:
-    """A column with one figure of a row."""
-    return Column(heading, lambda row, _: form.format(row[key]) if row.get(key) is not None else "")
+    """Make a column with one figure of a row."""
+    return each(heading, lambda row: form.format(row[key]) if row.get(key) is not None else "")
 
 
-def _step(row: Row, _: list[Row]) -> str:
+def _step(row: Row) -> str:
     if "step_ms" not in row:
         return row.get("failed", "")
-    return f"{row['step_ms']:.0f} ({row['fastest_ms']:.0f} to {row['slowest_ms']:.0f})"
+    return f"{row['step_ms']:.0f} ({row['fastest_ms']:.0f}-{row['slowest_ms']:.0f})"
 
 
-def _peak(row: Row, _: list[Row]) -> str:
-    if row.get("peak_counts_others"):
+def _peak(own: list[Row], _: list[Row]) -> str:
+    if any(row.get("peak_counts_others") for row in own):
         return "not known"
-    return f"{row['peak_gib']:.1f}" if row.get("peak_gib") is not None else ""
+    peaks = [row["peak_gib"] for row in own if row.get("peak_gib") is not None]
+    return f"{max(peaks):.1f}" if peaks else ""
 
 
-def _paired(row: Row, rows: list[Row]) -> str:
-    if "paired" not in row or row is rows[0]:
-        return ""
-    return "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["paired"])
+def _paired(own: list[Row], rows: list[Row]) -> str:
+    return " and ".join(
+        "{1:.2f} ({0:.2f}-{2:.2f})".format(*row["paired"]) for row in own if "paired" in row and row is not rows[0]
+    )
 
 
-def _exposed(row: Row, _: list[Row]) -> str:
+def _exposed(row: Row) -> str:
     return f"{row['exposed_ms']:.0f} ({row['exposed_share']:.0%})" if row.get("exposed_share") else ""
 
 
 def sent(heading: str, hop: str) -> Column:
-    """MiB that a rank sends over one hop a step: weights + gradients."""
+    """Make a column with the MiB that a rank sends over one hop a step: weights + gradients."""
 
-    def cell(row: Row, _: list[Row]) -> str:
+    def text(row: Row) -> str:
         figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
         return " + ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2f}" for mib in figures)
 
-    return Column(heading, cell)
+    return each(heading, text)
 
 
-def first_named(rows: list[Row], strategy: str, key: str) -> float | None:
-    """A figure of the first row of that strategy, if it is there."""
-    return next((row[key] for row in rows if row["strategy"] == strategy and row.get(key)), None)
+def figures_of(rows: list[Row], key: str, strategy: str = "") -> list[float]:
+    """Return a figure of the rows that have it, or of those of one strategy."""
+    return [row[key] for row in rows if row.get(key) and strategy in ("", row["strategy"])]
 
 
 def times_as_fast(than: str, heading: str) -> Column:
-    """How many times as fast as the strategy ``than``."""
+    """Make a column with the speedup over ``than``: from the lowest ratio of measurements to the highest."""
 
-    def cell(row: Row, rows: list[Row]) -> str:
-        time = first_named(rows, than, "step_ms")
-        return f"{time / row['step_ms']:.2f}x" if time and "step_ms" in row else ""
+    def cell(own: list[Row], rows: list[Row]) -> str:
+        references, times = figures_of(rows, "step_ms", than), figures_of(own, "step_ms")
+        if not references or not times:
+            return ""
+        if own[0]["strategy"] == than:
+            return "1.00x"
+        ends = (f"{min(references) / max(times):.2f}", f"{max(references) / min(times):.2f}")
+        return f"{'-'.join(dict.fromkeys(ends))}x"
 
     return Column(heading, cell)
 
 
 def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
-    """A figure as a share of that of the strategy ``of``."""
+    """Make a column with a figure as a share of that of the strategy ``of``."""
 
-    def cell(row: Row, rows: list[Row]) -> str:
-        whole = first_named(rows, of, key)
-        return form.format(row[key] / whole) if whole and row.get(key) else ""
+    def cell(own: list[Row], rows: list[Row]) -> str:
+        references = figures_of(rows, key, of)
+        return " and ".join(form.format(figure / references[0]) for figure in figures_of(own, key) if references)
 
     return Column(heading, cell)
 
 
-STEP = Column("step, ms (fastest to slowest)", _step)
+STEP = each("step, ms (fastest-slowest)", _step)
+MEDIAN = measured("step, ms", "step_ms", "{:.0f}")
 PEAK = Column("peak, GiB", _peak)
 PAIRED = Column("of the first row's time (quartiles)", _paired)
-EXPOSED = Column("exposed communication, ms (share)", _exposed)
+EXPOSED = each("exposed communication, ms (share)", _exposed)
 HOST = measured("CPU finished after, ms", "host_ms", "{:.0f}")
 GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
 UTILIZATION = measured("of the GPUs' peak FLOP/s", "utilization", "{:.1%}")
@@ -96,9 +109,9 @@ AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
 
 
 def summary(rows: list[Row]) -> str:
-    """A run's table while it runs: all there is to say, without columns that would be empty."""
+    """Return a run's table while it runs: all figures, without columns that would be empty."""
     columns = [
-        Column("strategy", lambda row, _: row["strategy"]),
+        each("strategy", lambda row: row["strategy"]),
         STEP,
         times_as_fast(rows[0]["strategy"], "speedup over the first"),
         PEAK,
@@ -112,6 +125,6 @@ def summary(rows: list[Row]) -> str:
         measured("peak while built, GiB", "build_peak_gib", "{:.1f}"),
         GENERATED,
     ]
-    cells = {column.heading: [column.cell(row, rows) for row in rows] for column in columns}
+    cells = {column.heading: [column.cell([row], rows) for row in rows] for column in columns}
     filled = {heading: texts for heading, texts in cells.items() if any(texts)}
     return markdown(filled, zip(*filled.values(), strict=True))

@@ -1,25 +1,23 @@
-"""Everything that can be measured, by name: torch's strategies, ours and peers."""
+"""All contenders by name: torch's strategies, those of fsdp_zpp, and peers."""
 
 from __future__ import annotations
 
 import torch
 from models import Task
 from peers import PEERS, peer
-from strategies import INT_RESHARD, STRATEGIES
+from strategies import STRATEGIES
 from torch_fsdp import TorchFSDP
 from training import Training
 
-FSDP2_ONLY = (f"fsdp2:{INT_RESHARD}",)
-
 
 def is_known(name: str) -> bool:
-    """Whether there is a contender of this name."""
-    return name.removeprefix("fsdp2:") in STRATEGIES or name in FSDP2_ONLY or name in PEERS
+    """Return whether there is a contender of this name."""
+    return name.removeprefix("fsdp2:") in STRATEGIES or name in PEERS
 
 
 def names() -> str:
-    """All names, for help and errors."""
-    return ", ".join([*STRATEGIES, *FSDP2_ONLY, *PEERS])
+    """Return all names, for help and errors."""
+    return ", ".join([*STRATEGIES, *PEERS])
 
 
 def training_under(task: Task, name: str) -> Training:
@@ -29,6 +27,6 @@ def training_under(task: Task, name: str) -> Training:
         ModuleNotFoundError: For a peer that is not installed.
     """
     if task.compile:
-        # What the contenders before have compiled would count toward the number of graphs that a function may have.
+        # Graphs of earlier contenders would count toward the number that a function may have.
         torch._dynamo.reset()
     return peer(task, name) if name in PEERS else TorchFSDP(task, name)

@@ -1,4 +1,4 @@
-"""The figures of steps on pages: step times beside peak memory, and peak memory alone."""
+"""Figures of steps on pages: step times beside peak memory, and peak memory alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WIDTH = 4.4
 
 @drawn
 def step_time(entries: list[Entry]) -> Figure:
-    """A bar for each strategy's step, from the fastest to the slowest a thin line, and one for its peak memory."""
+    """Draw a bar for each strategy's step, a thin line from the fastest to the slowest, and a bar for peak memory."""
     figure = Figure(figsize=(_WIDTH, 0.6 + 0.46 * len(entries)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.75, 1))
     for place, entry in enumerate(entries):
         _name(times, place, LABELS[entry.name].replace("`", "").replace("Strategy.", "").replace(" 0.19.8", ""))
-        _bar(times, place, entry.times[0], entry.said, OURS if entry.is_ours else PEER)
+        _bar(times, place, entry.times[0], entry.times_text, _color(entry.name))
         fastest, slowest = min(row["fastest_ms"] for row in entry.rows), max(row["slowest_ms"] for row in entry.rows)
         times.plot([fastest, slowest], [place + 0.35] * 2, color=FAINT, lw=1)
         _bar(memory, place, entry.peak_gib, f"{entry.peak_gib:.1f}", MEMORY)
@@ -33,19 +33,23 @@ def step_time(entries: list[Entry]) -> Figure:
 
 @drawn
 def memory(runs: Mapping[str, list[Row]]) -> Figure:
-    """Peak memory of each strategy, a panel for each run."""
+    """Draw peak memory of each strategy, a panel for each run."""
     counts = [len(rows) for rows in runs.values()]
     figure = Figure(figsize=(_WIDTH, 0.8 * len(runs) + 0.44 * sum(counts)), layout="constrained")
     panels = figure.subplots(len(runs), 1, height_ratios=counts, sharex=True)
     for axes, (title, rows) in zip(panels, runs.items(), strict=True):
         for place, row in enumerate(sorted(rows, key=lambda row: -row["peak_gib"])):
-            ours = "zeropp" in row["strategy"] and "deepspeed" not in row["strategy"]
             _name(axes, place, label(row["strategy"]))
-            _bar(axes, place, row["peak_gib"], f"{row['peak_gib']:.1f}", OURS if ours else PEER)
+            _bar(axes, place, row["peak_gib"], f"{row['peak_gib']:.1f}", _color(row["strategy"]))
         _frame(axes, "peak memory, GiB" if axes is panels[-1] else "", len(rows))
         axes.set_title(title, loc="left", weight="bold")
         axes.margins(x=0.12)
     return figure
+
+
+def _color(strategy: str) -> str:
+    """Return the color of fsdp_zpp's strategies, or of others."""
+    return OURS if "zeropp" in strategy and "deepspeed" not in strategy else PEER
 
 
 def _bar(axes: Axes, place: int, length: float, text: str, color: str) -> None:
@@ -54,11 +58,11 @@ def _bar(axes: Axes, place: int, length: float, text: str, color: str) -> None:
 
 
 def _name(axes: Axes, place: int, text: str) -> None:
-    """What a bar is of, above it, where it has the whole width."""
+    """Write a bar's name above it, where it has the whole width."""
     axes.text(0, place - 0.12, f" {text}", ha="left", va="bottom", fontsize=9.5)
 
 
-def _frame(axes: Axes, what: str, bars: int) -> None:
-    axes.set(xlabel=what, yticks=[], ylim=(bars - 0.4, -0.55))
+def _frame(axes: Axes, xlabel: str, bars: int) -> None:
+    axes.set(xlabel=xlabel, yticks=[], ylim=(bars - 0.4, -0.55))
     axes.spines["left"].set_visible(False)
     axes.locator_params(axis="x", nbins=4)

@@ -1,7 +1,7 @@
 """Strategies side by side in time: all are built, then each takes a step in turn, round after round.
 
-A machine drifts, from one second to the next by more than strategies differ in. Within a round it hardly does, so each
-strategy's time is divided by the first one's of the same round, and the median of these ratios is told.
+A machine drifts from one second to the next by more than strategies differ in, but hardly within a round. So each
+strategy's time is divided by the first one's of the same round, and the median of these ratios is the result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from timing import StepTime, rates, timed_steps
 
 
 def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:
-    """Time strategies in turn. All of them must fit into memory together, whose peak tells nothing then.
+    """Time strategies in turn. All of them must fit into memory together, so its peak has no meaning. Collective.
 
     Args:
-        task: What is trained.
+        task: Task that is trained.
         names: Strategies; a name may come twice, which shows how much two equal ones differ.
-        warmup: Steps of each before.
+        warmup: Untimed steps of each.
         rounds: Timed steps of each, two or more.
 
     Returns:
@@ -36,7 +36,7 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
     times: list[list[StepTime]] = [[] for _ in names]
     shuffled = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
-        # Or one would always follow the same other, and bear what that leaves behind.
+        # In a fixed order, a strategy would always bear the work that the same other one leaves behind.
         for index in shuffled.sample(range(len(names)), len(names)):
             times[index] += timed_steps(task, trainings[index], tokens, 1)
     for training in trainings:
@@ -49,5 +49,5 @@ def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[
 
 
 def paired(times: list[float], of_first: list[float]) -> list[float]:
-    """Lower quartile, median and upper quartile of the ratios of a round."""
+    """Return lower quartile, median and upper quartile of the ratios of a round."""
     return statistics.quantiles((a / b for a, b in zip(times, of_first, strict=True)), n=4)

@@ -1,4 +1,4 @@
-"""What pages of results call the strategies that run.py knows by short names."""
+"""Labels on pages of results for the strategies that run.py knows by short names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BASES = {"int4": "int4 base", "nf4": "NF4 base", "": "int8 base"}
 
 
 def label(name: str) -> str:
-    """How a page calls a strategy.
+    """Return a page's label of a strategy.
 
     Args:
-        name: As in results: a name that run.py knows, and words after it that stay as they are.
+        name: Name of a result: one that run.py knows, and words after it that stay as they are.
     """
     if name.startswith(compiled := "layers compiled: "):
         return f"{label(name.removeprefix(compiled))}, compiled"

@@ -1,4 +1,4 @@
-"""All that is measured of one strategy, and how a strategy fails: time, memory, bytes sent, a trace, generation."""
+"""Measurements of one strategy, and how it fails: time, memory, bytes sent, a trace, generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROFILED_STEPS = 2
 
 
 def figures(arguments: argparse.Namespace, task: Task, training: Training, memory: PeakMemory) -> dict[str, Any]:
-    """Step time in ms, peak memory in GiB, bytes sent in MiB a step, and what follows from them."""
+    """Measure step time in ms, peak memory in GiB and bytes sent in MiB a step, with the rates that follow."""
     result: dict[str, Any] = {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
     tokens = task.tokens(dist.get_rank())
     losses = [training.step(tokens) for _ in range(arguments.warmup)]
@@ -39,7 +39,7 @@ def figures(arguments: argparse.Namespace, task: Task, training: Training, memor
 
 
 def profiled(arguments: argparse.Namespace, training: Training, tokens: torch.Tensor, name: str) -> dict[str, Any]:
-    """What further steps show of communication on rank 0, whose trace is written."""
+    """Trace further steps on rank 0, write the trace, and return its figures of communication."""
     if dist.get_rank() != 0:
         for _ in range(PROFILED_STEPS):
             training.step(tokens)
@@ -57,7 +57,7 @@ def profiled(arguments: argparse.Namespace, training: Training, tokens: torch.Te
 
 
 def generation(task: Task, training: Training, memory: PeakMemory) -> dict[str, Any]:
-    """Tokens a second of a greedy generation, the same on all ranks, and its peak memory in GiB."""
+    """Measure tokens a second of a greedy generation, the same on all ranks, and its peak memory in GiB."""
     prompt = torch.arange(16, device=task.place)[None] + 100
     if training.generate(prompt, task.generate) is None:
         return {}
@@ -79,7 +79,7 @@ def generation(task: Task, training: Training, memory: PeakMemory) -> dict[str, 
 
 
 def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
-    """All that is measured of one strategy."""
+    """Build one strategy's training and measure it."""
     memory = PeakMemory(task)
     began = time.perf_counter()
     training = training_under(task, name)
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, A
 
 
 def attempt(arguments: argparse.Namespace, task: Task, name: str) -> dict[str, Any]:
-    """What :func:`measure` finds, or how it fails, on any rank."""
+    """Return the row of :func:`measure`, or of its failure on any rank."""
     result: dict[str, Any] = {}
     failure: dict[str, Any] | None = None
     try:

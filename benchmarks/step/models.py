@@ -1,4 +1,4 @@
-"""The models that benchmarks train: Llamas with random weights, made without ever holding more than one layer.
+"""Models that benchmarks train: Llamas with random weights, made without ever holding more than one layer.
 
 With ``lora`` the base is frozen and in bf16, beside trainable adapters on q, k, v and o.
 """
@@ -17,18 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 VOCABULARY = 32000
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "1.35B": {
-        "hidden_size": 2048,
-        "intermediate_size": 5504,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-    },
-    "6.7B": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    "1.35B": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "6.7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70B": {
         "hidden_size": 8192,
         "intermediate_size": 28672,
@@ -39,9 +29,21 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model, its data and the steps on them."""
+    parser.add_argument("--size", choices=SIZES, default="1.35B")
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences a GPU in a micro-batch")
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="micro-batches a step, all but the last not synchronized"
+    )
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
+    parser.add_argument("--warmup", type=int, default=3)
+
+
 @dataclass(frozen=True)
 class Task:
-    """What all strategies of a run train, and on what.
+    """Model and the data that all strategies of a run train on.
 
     Attributes:
         nodes: Number of nodes.
@@ -71,27 +73,27 @@ class Task:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Task:
-        """The task that a command line describes; what it lacks has its default."""
+        """Make the task that a command line describes; options that it lacks have their defaults."""
         options = vars(arguments)
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     @property
     def place(self) -> torch.device:
-        """This rank's device."""
+        """Return this rank's device."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
     def tokens(self, rank: int) -> torch.Tensor:
-        """What ``rank`` trains on, [micro-batches, sequences, tokens], the same for every strategy."""
+        """Return the tokens of ``rank``, [micro-batches, sequences, tokens], the same for every strategy."""
         shape = (self.micro_batches, self.micro_batch, self.sequence)
         return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(rank)).to(self.place)
 
 
 def network(task: Task, one_dtype: bool = False) -> nn.Module:
-    """The model without values, on the meta device.
+    """Build the model without values, on the meta device.
 
     Args:
-        task: What is trained.
-        one_dtype: With LoRA, have the adapters in bf16 as the base is, not in fp32.
+        task: Task that is trained.
+        one_dtype: Whether LoRA's adapters are in bf16 as the base is, not in fp32.
 
     Returns:
         A LlamaForCausalLM in fp32, or a PEFT model around one in bf16.
@@ -109,7 +111,7 @@ def network(task: Task, one_dtype: bool = False) -> nn.Module:
 
 
 def adapted(llama: nn.Module, rank: int) -> nn.Module:
-    """``llama``, frozen, with adapters of ``rank`` on the projections of attention."""
+    """Freeze ``llama`` and add adapters of ``rank`` on the projections of attention."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -117,12 +119,12 @@ def adapted(llama: nn.Module, rank: int) -> nn.Module:
 
 
 def llama_of(model: nn.Module) -> LlamaForCausalLM:
-    """The Llama inside of ``model``, which may be PEFT's."""
+    """Return the Llama inside of ``model``, which may be PEFT's."""
     return model if isinstance(model, LlamaForCausalLM) else model.get_base_model()
 
 
 def materialize(module: nn.Module, device: torch.device) -> nn.Module:
-    """Give values to what of ``module`` has none, the same on every rank that has the same seed."""
+    """Give values to the parameters that have none, the same on every rank that has the same seed."""
     for inner in module.modules():
         if isinstance(inner, LlamaRotaryEmbedding) and inner.inv_freq.is_meta:
             # Its buffers are computed from the configuration, which the meta device has skipped.
@@ -137,21 +139,16 @@ def materialize(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
-def recompute(layers: nn.ModuleList, index: int) -> None:
-    """Wrap one layer so that backward recomputes its activations."""
-    layer = layers[index]
-    apply_activation_checkpointing(layers, check_fn=lambda module: module is layer)
-
-
 def prepare(task: Task, layers: nn.ModuleList, index: int) -> None:
-    """Have one layer's activations recomputed and it compiled, if the task says so, before it is sharded."""
+    """Wrap one layer before it is sharded: recompute its activations, and compile it, if the task says so."""
+    layer = layers[index]
     if task.checkpointing:
-        recompute(layers, index)
+        apply_activation_checkpointing(layers, check_fn=lambda module: module is layer)
     if task.compile:
         layers[index].compile()
 
 
 def whole(task: Task) -> nn.Module:
-    """The model in bf16 with values on this rank's device, for those that shard it themselves."""
+    """Build the model in bf16 with values on this rank's device, for peers that shard it themselves."""
     torch.manual_seed(0)
     return materialize(network(task, one_dtype=True).to(torch.bfloat16), task.place)

@@ -1,9 +1,9 @@
-"""How much of the communication computation hides, from a Chrome trace that torch.profiler wrote.
+"""Communication that computation hides, from a Chrome trace that torch.profiler wrote.
 
-[Note: What counts as communication]
+[Note: Time of communication]
 A NCCL kernel runs from when its rank enters the collective until the data has come, and spins while it waits for the
-other ranks. So the time of communication is also that of waiting for a rank that computes, on a network that is slow or
-one that is fast. Copies by the GPU's copy engines are neither communication nor computation.
+other ranks. So the time of communication includes waiting for a rank that computes, on a fast network, too. Copies by
+the GPU's copy engines are neither communication nor computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as disjoint intervals (start, end), in order."""
+    """Return the same points in time as disjoint intervals (start, end), in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -29,7 +29,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What two unions have in common, as a union."""
+    """Return the intersection of two unions, as a union."""
     common, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -43,15 +43,15 @@ def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """How long a union is, in the unit of its intervals."""
+    """Return the length of a union, in the unit of its intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def split(events: Iterable[dict[str, Any]]) -> tuple[list[Interval], list[Interval]]:
-    """NCCL's kernels and all others.
+    """Split a trace into NCCL's kernels and all others.
 
     Args:
-        events: A trace's ``traceEvents``; times in microseconds. Only kernels on the GPU count: annotations, too, may
+        events: ``traceEvents`` of a trace, times in microseconds. Only kernels on the GPU count: annotations, too, may
             be called nccl and have a time on the GPU.
 
     Returns:
@@ -67,13 +67,16 @@ def split(events: Iterable[dict[str, Any]]) -> tuple[list[Interval], list[Interv
 
 
 def exposed(communication: Iterable[Interval], computation: Iterable[Interval]) -> tuple[float, float]:
-    """Time with communication, and the part of it without computation, in the unit of the intervals."""
+    """Return the time with communication, and the part of it without computation, in the unit of the intervals."""
     busy = union(communication)
     return length(busy), length(busy) - length(intersection(busy, union(computation)))
 
 
 def overlap(trace: Path, steps: int) -> dict[str, float | None]:
-    """What a gzipped trace of ``steps`` steps says of one rank, in ms a step; the share is None without NCCL."""
+    """Return one rank's communication in a gzipped trace of ``steps`` steps, in ms a step.
+
+    The share of exposed communication is None without NCCL.
+    """
     with gzip.open(trace, "rt") as file:
         total, alone = exposed(*split(json.load(file)["traceEvents"]))
     return {

@@ -1,4 +1,4 @@
-"""Other libraries' hybrid and quantized sharding, each its own way: DeepSpeed (0.19.8) and Megatron-FSDP (0.6.1).
+"""Hybrid and quantized sharding of other libraries, each in its own way: DeepSpeed and Megatron-FSDP.
 
 Both get the model whole, in bf16 on the rank's GPU, and keep fp32 main weights beside it; adapters of LoRA are in bf16,
 too. Both accumulate and reduce gradients in bf16, as all contenders reduce them. They leave state in the process, so
@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import Training
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "deepspeed-mixzpp", "megatron-hfsdp")
+PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp")
 
 
 def peer(task: Task, name: str) -> Training:
-    """The peer of this name. Collective.
+    """Build the peer of this name. Collective.
 
     Raises:
         ModuleNotFoundError: If it is not installed.
@@ -31,33 +31,29 @@ def peer(task: Task, name: str) -> Training:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer is for."""
+    """Return the parameters for an optimizer."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def deepspeed_config(task: Task, name: str, unit: int) -> dict[str, Any]:
-    """DeepSpeed's configuration.
+    """Return DeepSpeed's configuration.
 
     Args:
-        task: What is trained.
-        name: ``deepspeed-zero3``; ``deepspeed-zeropp`` for qwZ, hpZ over the GPUs of a node, and qgZ;
-            ``deepspeed-mixzpp`` for hpZ and a quantized frozen base.
-        unit: Parameters of a decoder layer: what is prefetched, and reduced, at a time. Its default of 5e8 for the
-            latter would leave most of these models' gradients to the end of backward.
+        task: Task that is trained.
+        name: ``deepspeed-zero3``, or ``deepspeed-zeropp`` for qwZ, hpZ over the GPUs of a node, and qgZ.
+        unit: Parameters of a decoder layer, which are prefetched, and reduced, at a time.
     """
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
         "contiguous_gradients": True,
+        # The default of 5e8 would leave most of these models' gradients to the end of backward.
         "reduce_bucket_size": unit,
         "stage3_prefetch_bucket_size": unit,
     }
-    if name != "deepspeed-zero3":
-        zero["zero_hpz_partition_size"] = task.gpus_per_node
     if name == "deepspeed-zeropp":
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    if name == "deepspeed-mixzpp":
-        zero["zero_quantized_nontrainable_weights"] = True
+        zero["zero_hpz_partition_size"] = task.gpus_per_node
     return {
         "train_micro_batch_size_per_gpu": task.micro_batch,
         "gradient_accumulation_steps": task.micro_batches,
@@ -70,7 +66,7 @@ def deepspeed_config(task: Task, name: str, unit: int) -> dict[str, Any]:
 
 
 class DeepSpeed(Training):
-    """A DeepSpeed engine with torch's AdamW, in the process group that is there."""
+    """A DeepSpeed engine with torch's AdamW, in the present process group."""
 
     def __init__(self, task: Task, name: str):
         import deepspeed

@@ -1,11 +1,11 @@
-"""What the planner predicts beside what is measured: the order of step times, and memory by model state.
+"""Predictions of the planner beside measurements: the order of step times, and memory by model state.
 
     python benchmarks/step/planned.py --nodes 2 --gpus-per-node 2 --size 1.35B --levels GGG,IGG,IIG,III,NNG
 
 emulates the nodes on one host (common/nodes.py), measures their bandwidths, and then every strategy's step as run.py
-does. Memory is what is allocated at three moments of a step (after a forward, with the gradients of all but the last
-micro-batch, and with all gradients), the largest of them, since activations and the units in flight are no model
-states. Prints a Markdown table and writes the result (planned.json) to ``--out``.
+does. Memory is the largest that is allocated at three moments of a step (after a forward, with the gradients of all but
+the last micro-batch, and with all gradients), since activations and the units in flight are no model states. Prints
+a Markdown table and writes the result (planned.json) to ``--out``. Needs GPUs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,8 @@ import single_runs
 import torch
 import torch.distributed as dist
 from manifest import manifest
-from models import SIZES, Task, network
+from models import Task, add_model, network
+from timing import rates, timed_steps
 from torch_fsdp import TorchFSDP
 
 from fsdp_zpp.config.strategy import LEGAL_LEVELS
@@ -40,19 +39,13 @@ GIB = 2**30
 
 
 def parse() -> argparse.Namespace:
-    """The command line; what run.py has means the same."""
+    """Parse the command line; the options of run.py mean the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus-per-node", type=int, default=2)
-    parser.add_argument("--size", choices=SIZES, default="1.35B")
+    nodes.add_layout(parser)
+    add_model(parser)
+    parser.set_defaults(micro_batch=1, micro_batches=2, sequence=512, steps=5, warmup=2)
     parser.add_argument("--levels", default="GGG,IGG,IIG,III,NNG")
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/planned"))
-    parser.add_argument("--worker", action="store_true", help="this process is one rank, started by torchrun")
+    parser.add_argument("--out", type=Path, default=Path("runs/planned"), help="folder for planned.json")
     arguments = parser.parse_args()
     unknown = set(arguments.levels.split(",")) - set(LEGAL_LEVELS)
     if unknown:
@@ -61,7 +54,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, levels: str) -> dict[str, Any]:
-    """Median step time in ms and the memory of model states in GiB, of the slowest and the fullest rank."""
+    """Return step time in ms and the memory of model states in GiB, of the slowest and the fullest rank. Collective."""
     gc.collect()
     torch.cuda.empty_cache()
     empty = torch.cuda.memory_allocated()
@@ -69,14 +62,8 @@ def measure(arguments: argparse.Namespace, levels: str) -> dict[str, Any]:
     training, tokens = TorchFSDP(task, levels), task.tokens(dist.get_rank())
     for _ in range(arguments.warmup):
         training.step(tokens)
-    times, allocated = [], [0]
-    for _ in range(arguments.steps):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        training.step(tokens)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
+    step_ms = rates(task, timed_steps(task, training, tokens, arguments.steps), tokens)["step_ms"]
+    allocated = []
     for index, micro_batch in enumerate(tokens):
         with training.accumulating(index < len(tokens) - 1):
             training.model(micro_batch, labels=micro_batch).loss.backward()
@@ -84,17 +71,18 @@ def measure(arguments: argparse.Namespace, levels: str) -> dict[str, Any]:
         allocated.append(torch.cuda.memory_allocated() - empty)
     training.optimizer.step()
     training.optimizer.zero_grad()
-    # The first forward gathers what is kept; what FSDP keeps of the root from a forward to a backward is no state.
+    # The first forward gathers the weights that are kept; FSDP keeps the root's from a forward to a backward, and that
+    # is no state.
     with torch.no_grad():
         training.model(tokens[0])
     allocated.append(torch.cuda.memory_allocated() - empty)
-    figures = torch.tensor([statistics.median(times), max(allocated) / GIB], device="cuda", dtype=torch.float64)
+    figures = torch.tensor([step_ms, max(allocated) / GIB], device="cuda", dtype=torch.float64)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return {"levels": levels, "step_ms": figures[0].item(), "states_gib": figures[1].item()}
 
 
 def predict(arguments: argparse.Namespace, size: ModelSize) -> Plan:
-    """The plan for this model on this machine, by its measured bandwidths. Collective."""
+    """Plan for this model on this machine, by its measured bandwidths. Collective."""
     bandwidth = measure_bandwidth(dist.group.WORLD, arguments.gpus_per_node)
     return plan(
         size,
@@ -109,7 +97,7 @@ def predict(arguments: argparse.Namespace, size: ModelSize) -> Plan:
 
 
 def with_plan(row: dict[str, Any], predicted: Plan) -> dict[str, Any]:
-    """A row with what is planned for its levels beside what was measured."""
+    """Return a row with the predictions for its levels beside its measurements."""
     option = predicted[row["levels"]]
     states = option.memory.parameters + option.memory.shard + option.memory.optimizer + option.memory.gradients
     return row | {
@@ -119,7 +107,7 @@ def with_plan(row: dict[str, Any], predicted: Plan) -> dict[str, Any]:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank: predict, and measure all strategies in turn; rank 0 writes."""
+    """Predict, and measure all strategies in turn as one rank; rank 0 writes."""
     predicted = predict(arguments, module_size(network(Task.of(arguments))))
     rows = []
     for levels in arguments.levels.split(","):
@@ -128,12 +116,10 @@ def work(arguments: argparse.Namespace) -> None:
             print(json.dumps(rows[-1]), flush=True)
     if dist.get_rank() == 0:
         cluster = predicted.cluster
-        others = {
-            "environment": nodes.environment(),
-            "bandwidth": {"inter_gbps_a_node": cluster.inter_gbps, "intra_gbps_a_gpu": cluster.intra_gbps},
-        }
+        bandwidth = {"inter_gbps_a_node": cluster.inter_gbps, "intra_gbps_a_gpu": cluster.intra_gbps}
+        others = {"environment": nodes.environment(), "bandwidth": bandwidth}
         result_files.write(arguments.out / "planned.json", manifest(nodes.command()), arguments, rows, **others)
-        print(others["bandwidth"], single_runs.planned(rows), sep="\n")
+        print(bandwidth, single_runs.planned(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -16,42 +16,27 @@ import result_files
 import result_pages
 from comparisons import LORA, STEP_TIME, Comparison, Results
 from result_pages import RESULTS_PAGES, ROOT, Figures, Tables, with_origin
-from single_runs import (
-    cpu,
-    cpu_conditions,
-    hop_settings,
-    hops,
-    kernels,
-    planned_memory,
-    planned_times,
-)
+from single_runs import cpu, hops, planned
 
 FOLDER = Path(__file__).parent
 CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
 SINGLE = {
-    "hop-settings": (hop_settings, "hops-2x1-shared"),
     "cpu": (cpu, "cpu-1.35B-2x2"),
-    "cpu-conditions": (cpu_conditions, "cpu-1.35B-2x2"),
-    "kernels": (kernels, "kernels-1.35B-2x2"),
-    "planned": (planned_times, "planned-1.35B-2x2"),
-    "planned-memory": (planned_memory, "planned-1.35B-2x2"),
+    "planned": (planned, "planned-1.35B-2x2"),
 }
+MEMORY = {"6.7B, all parameters trained": "6.7B-2x2", "6.7B, LoRA on a frozen base": "lora-6.7B-2x2"}
 
 
 def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, str]:
-    """The tables of runs side by side."""
-    return {
-        name: with_origin(one.markdown(results), "step", results, one.runs.values())
-        for name, one in comparisons.items()
-    }
+    """Return the tables of runs side by side."""
+    return {name: with_origin(one.markdown(results), "step", results, one.files) for name, one in comparisons.items()}
 
 
 def pages(results: Results) -> dict[Path, Tables]:
-    """All tables, by page and name."""
+    """Return all tables, by page and name."""
     step_time = compared(results, STEP_TIME)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
-    for table, hop in {"hops-between": "between nodes", "hops-inside": "inside a node"}.items():
-        step_time[table] = with_origin(hops(sizes, hop), "step", results, CHUNK_SIZES.values())
+    step_time["hops"] = with_origin(hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values())
     for table, (make, name) in SINGLE.items():
         step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
     return {
@@ -62,7 +47,7 @@ def pages(results: Results) -> dict[Path, Tables]:
 
 
 def draw(name: str, results: Results) -> str:
-    """A figure's SVG."""
+    """Return a figure's SVG."""
     import figures  # tables need no matplotlib
 
     if name == "step-time.svg":
@@ -70,10 +55,7 @@ def draw(name: str, results: Results) -> str:
     return figures.memory({title: results[run]["rows"] for title, run in MEMORY.items()})
 
 
-MEMORY = {"6.7B, all parameters trained": "6.7B-2x2", "6.7B, LoRA on a frozen base": "lora-6.7B-2x2"}
-
-
 if __name__ == "__main__":
-    found = result_files.read(FOLDER / "results")
-    figures_of: Figures = {name: partial(draw, name, found) for name in ("step-time.svg", "memory.svg")}
-    result_pages.main(__doc__, pages(found), figures_of)
+    read = result_files.read(FOLDER / "results")
+    figures_of: Figures = {name: partial(draw, name, read) for name in ("step-time.svg", "memory.svg")}
+    result_pages.main(__doc__, pages(read), figures_of)

@@ -5,8 +5,8 @@
 
 emulates the nodes on one host (common/nodes.py). Under torchrun on real nodes, start it with ``--worker`` instead.
 Strategies go under FullyShardedDataParallel, or with ``fsdp2:`` before the name under fully_shard; DeepSpeed and
-Megatron-FSDP are measured where they are installed. A strategy that fails is reported as that. Prints a Markdown table
-and writes the result (step.json) and a chart (step.png) to ``--out``, after each strategy what there is.
+Megatron-FSDP are measured where they are installed. A strategy that fails has a row that says so. Prints a Markdown
+table and writes the result (step.json) to ``--out``, after each strategy.
 """
 
 from __future__ import annotations
@@ -21,59 +21,39 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 import nodes
 import result_files
 import torch.distributed as dist
-from chart import chart
 from columns import summary
 from contenders import is_known, names
 from interleaved import interleaved
 from manifest import manifest
 from measuring import attempt
-from models import SIZES, Task
+from models import Task, add_model
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     nodes.add_layout(parser)
-    parser.add_argument("--size", choices=SIZES, default="1.35B")
-    parser.add_argument("--strategies", default="full_shard,hybrid_shard,zeropp", help=f"of {names()}")
-    parser.add_argument(
-        "--lora", type=int, default=0, metavar="RANK", help="adapters on q, k, v, o of a frozen base; 0 trains all"
-    )
-    parser.add_argument("--micro-batch", type=int, default=2, help="sequences a GPU in a micro-batch")
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="micro-batches a step, all but the last not synchronized"
-    )
-    parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations of each layer")
-    parser.add_argument("--compile", action="store_true", help="torch.compile each layer, for all strategies")
-    parser.add_argument("--generate", type=int, default=0, help="tokens to generate after training, on all ranks alike")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps, after --warmup others")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument(
-        "--free-running",
-        action="store_true",
-        help="time all steps as one, not each: what one leaves on its way, others may hide",
-    )
-    parser.add_argument(
-        "--interleave",
-        action="store_true",
-        help="build all, then take a step of each in turn: what differs by a few percent on a machine that drifts",
-    )
-    parser.add_argument("--profile", action="store_true", help="also trace rank 0: what communication is not hidden")
-    parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder for step.json, step.png and traces")
-    parser.add_argument(
-        "--fast-network", action="store_true", help="nodes in name only: NVLink between them, which shows other costs"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying it out")
+    nodes.add_throttle(parser)
+    add_model(parser)
+    add = parser.add_argument
+    add("--strategies", default="full_shard,hybrid_shard,zeropp", help=f"of {names()}")
+    add("--lora", type=int, default=0, metavar="RANK", help="adapters on q, k, v, o of a frozen base; 0 trains all")
+    add("--checkpointing", action="store_true", help="recompute activations of each layer")
+    add("--compile", action="store_true", help="torch.compile each layer, for all strategies")
+    add("--generate", type=int, default=0, help="tokens to generate after training, on all ranks alike")
+    add("--free-running", action="store_true", help="time all steps together: work that a step leaves may be hidden")
+    add("--interleave", action="store_true", help="build all, then take a step of each in turn: finer than drift")
+    add("--profile", action="store_true", help="also trace rank 0: communication that is not hidden")
+    add("--out", type=Path, default=Path("runs/step"), help="folder for step.json and traces")
+    add("--fast-network", action="store_true", help="nodes in name only: NVLink between them, which shows other costs")
     arguments = parser.parse_args()
-    if arguments.interleave and (arguments.profile or arguments.generate):
-        parser.error("--interleave times steps and nothing else: no --profile, no --generate")
-    if arguments.interleave and arguments.free_running:
-        parser.error("--interleave waits for each step: no --free-running")
-    if arguments.interleave and arguments.compile:
-        parser.error("--interleave has all strategies at once, with more graphs than torch compiles: no --compile")
-    if arguments.interleave and arguments.steps < 2:
-        parser.error("--interleave needs two --steps or more")
+    if arguments.interleave:
+        # It times steps alone, waits for each, and has all strategies at once, with more graphs than torch compiles.
+        excluded = [name for name in ("profile", "generate", "free_running", "compile") if getattr(arguments, name)]
+        if excluded:
+            parser.error(f"--interleave excludes {', '.join(excluded)}")
+        if arguments.steps < 2:
+            parser.error("--interleave needs two --steps or more")
     unknown = [name for name in arguments.strategies.split(",") if not is_known(name)]
     if unknown:
         parser.error(f"unknown strategies {unknown}; known are {names()}")
@@ -81,25 +61,22 @@ def parse() -> argparse.Namespace:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank: measure all strategies in turn; rank 0 writes after each."""
-    task, names_given, rows = Task.of(arguments), arguments.strategies.split(","), []
-    made_by = manifest(nodes.command())
+    """Measure all strategies in turn as one rank; rank 0 writes after each."""
+    task, strategies, rows = Task.of(arguments), arguments.strategies.split(","), []
+    made_by, is_writer = manifest(nodes.command()), dist.get_rank() == 0
 
     def write() -> None:
         result_files.write(arguments.out / "step.json", made_by, arguments, rows, environment=nodes.environment())
-        chart(arguments, rows, made_by["machine"])
 
     if arguments.interleave:
-        rows += interleaved(task, names_given, arguments.warmup, arguments.steps)
-        if dist.get_rank() == 0:
+        rows += interleaved(task, strategies, arguments.warmup, arguments.steps)
+    for name in () if arguments.interleave else strategies:
+        rows.append(attempt(arguments, task, name))
+        if is_writer:
+            print(json.dumps(rows[-1]), flush=True)
             write()
-    else:
-        for name in names_given:
-            rows.append(attempt(arguments, task, name))
-            if dist.get_rank() == 0:
-                print(json.dumps(rows[-1]), flush=True)
-                write()
-    if dist.get_rank() == 0:
+    if is_writer:
+        write()
         print(summary(rows))
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/step/timeline.py runs/step/zeropp.trace.json.gz --gpus-per-node 2 --out runs/step/timeline.png
 
-Also prints how much of each hop's time lies beside computation or the other hop. Who talks in a collective is read from
-its kernel, so a group across nodes is the hop between them. A trace has a rank's clock, and a NCCL kernel waits for the
-other ranks within itself ([Note: What counts as communication] in overlap.py).
+Also prints how much of each hop's time lies beside computation or the other hop. A kernel tells its group's ranks, so a
+group across nodes is the inter-node hop. A trace has a rank's clock, and a NCCL kernel waits for the
+other ranks within itself ([Note: Time of communication] in overlap.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLORS = {BETWEEN: "tab:red", INSIDE: "tab:blue", COMPUTATION: "tab:gray"}
 
 
 def lane(event: dict[str, Any], gpus_per_node: int) -> str:
-    """What a kernel does."""
+    """Return the lane of a kernel."""
     if not event["name"].startswith("nccl"):
         return COMPUTATION
     ranks = json.loads(event["args"].get("Process Group Ranks") or "[]")
@@ -31,21 +31,25 @@ def lane(event: dict[str, Any], gpus_per_node: int) -> str:
 
 
 def lanes(events: Iterable[dict[str, Any]], gpus_per_node: int) -> dict[str, list[tuple[str, Interval]]]:
-    """Kernels by lane, each with what it does, from (start, end) in microseconds.
+    """Return (start, end) of kernels in microseconds by lane, each with its kind.
 
-    What a collective is for is told by the kind it is: weights are gathered, gradients go all-to-all.
+    The kind of a collective tells its purpose: weights are gathered, gradients go all-to-all.
     """
-    found: dict[str, list[tuple[str, Interval]]] = {name: [] for name in COLORS}
+    kernels: dict[str, list[tuple[str, Interval]]] = {name: [] for name in COLORS}
     for event in events:
         if event.get("cat") == "kernel":
             kind = "gather" if "AllGather" in event["name"] else "reduce"
             start = float(event["ts"])
-            found[lane(event, gpus_per_node)].append((kind, (start, start + float(event["dur"]))))
-    return found
+            kernels[lane(event, gpus_per_node)].append((kind, (start, start + float(event["dur"]))))
+    return kernels
 
 
 def last_step(events: list[dict[str, Any]]) -> Interval:
-    """From the end of the last optimizer step but one to that of the last, on the GPU."""
+    """Return the time from the end of the last optimizer step but one to that of the last, on the GPU.
+
+    Raises:
+        ValueError: If the trace has fewer than two optimizer steps.
+    """
     ends = sorted(
         float(event["ts"]) + float(event["dur"])
         for event in events
@@ -56,9 +60,9 @@ def last_step(events: list[dict[str, Any]]) -> Interval:
     return ends[-2], ends[-1]
 
 
-def summary(found: dict[str, list[tuple[str, Interval]]], step: Interval) -> list[str]:
-    """Time of each lane in a step, and how much of it another lane has beside it."""
-    busy = {name: intersection(union(interval for _, interval in kernels), [step]) for name, kernels in found.items()}
+def summary(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval) -> list[str]:
+    """Return lines with the time of each lane in a step, and how much of it another lane is busy, too."""
+    busy = {name: intersection(union(interval for _, interval in kernels), [step]) for name, kernels in by_lane.items()}
     lines = [f"a step of {(step[1] - step[0]) / 1e3:.0f} ms"]
     for name, own in busy.items():
         others = union(interval for other, intervals in busy.items() if other != name for interval in intervals)
@@ -67,19 +71,19 @@ def summary(found: dict[str, list[tuple[str, Interval]]], step: Interval) -> lis
     return lines
 
 
-def draw(found: dict[str, list[tuple[str, Interval]]], step: Interval, title: str, out: Path) -> None:
+def draw(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval, title: str, out: Path) -> None:
     """Write the picture."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(13, 2.6), layout="constrained")
     axes = figure.subplots()
-    for place, (name, kernels) in enumerate(found.items()):
+    for place, (name, kernels) in enumerate(by_lane.items()):
         for kind, alpha in (("gather", 0.55), ("reduce", 1.0)):
             of_kind = union(interval for own, interval in kernels if own == kind)
             bars = [((start - step[0]) / 1e3, (end - start) / 1e3) for start, end in intersection(of_kind, [step])]
             axes.broken_barh(bars, (place - 0.4, 0.8), color=COLORS[name], alpha=alpha)
-    axes.set(yticks=range(len(found)), yticklabels=list(found), xlabel="ms since the optimizer's last step ended")
+    axes.set(yticks=range(len(by_lane)), yticklabels=list(by_lane), xlabel="ms since the optimizer's last step ended")
     axes.set_xlim(0, (step[1] - step[0]) / 1e3)
     axes.invert_yaxis()
     patches = [Patch(color="black", alpha=alpha, label=text) for text, alpha in (("weights", 0.55), ("gradients", 1.0))]
@@ -98,11 +102,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with gzip.open(arguments.trace, "rt") as file:
         events = json.load(file)["traceEvents"]
-    found, step = lanes(events, arguments.gpus_per_node), last_step(events)
-    lines = summary(found, step)
+    by_lane, step = lanes(events, arguments.gpus_per_node), last_step(events)
+    lines = summary(by_lane, step)
     print("\n".join(lines))
     out = arguments.out or arguments.trace.with_suffix("").with_suffix(".png")
-    draw(found, step, ", ".join(filter(None, [arguments.title, lines[0]])), out)
+    draw(by_lane, step, ", ".join(filter(None, [arguments.title, lines[0]])), out)
 
 
 if __name__ == "__main__":

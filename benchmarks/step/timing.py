@@ -1,4 +1,4 @@
-"""The clock of run.py: steps timed on all ranks together, and what follows from their times."""
+"""Clock of run.py: steps timed on all ranks together, and the rates that follow from their times."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def synchronize(task: Task) -> None:
 
 
 class PeakMemory:
-    """Peaks of what a contender allocates, above what others before it have left.
-
-    Not all libraries let go of all that a contender of theirs has held.
+    """Peaks of a contender's memory, above the memory that earlier ones have left: not all libraries free theirs.
 
     Args:
-        task: What is trained.
+        task: Task that is trained.
 
     Attributes:
-        left_gib: What was allocated on this rank from the start.
+        left_gib: GiB allocated on this rank from the start.
     """
 
     def __init__(self, task: Task) -> None:
@@ -37,7 +35,7 @@ class PeakMemory:
         self.left_gib = torch.cuda.memory_allocated() / 2**30 if self._on_gpu else 0.0
 
     def since_last(self) -> float | None:
-        """The largest peak of any rank since the last call, in GiB; None on the CPU."""
+        """Return the largest peak of any rank since the last call, in GiB; None on the CPU. Collective."""
         if not self._on_gpu:
             return None
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 - self.left_gib, device="cuda")
@@ -48,11 +46,11 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step, in milliseconds.
+    """Milliseconds of one step.
 
     Attributes:
         whole: Until this rank's GPU was done.
-        host: Until ``step()`` had returned, on the rank where that took longest.
+        host: Until ``step()`` had returned, on the slowest rank.
     """
 
     whole: float
@@ -60,7 +58,7 @@ class StepTime:
 
 
 def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
-    """The time of each step; all ranks start together. Collective."""
+    """Time each step; all ranks start together. Collective."""
     whole, host = [], []
     for _ in range(steps):
         dist.barrier()
@@ -74,9 +72,9 @@ def timed_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int
 
 
 def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, steps: int) -> list[StepTime]:
-    """The mean time of steps that nothing holds up but themselves, as one. Collective.
+    """Return the mean time of steps that do not wait for each other, as one. Collective.
 
-    What one step leaves on its way, others may hide. Where each is waited for, that is part of its time.
+    Work that one step leaves under way, the next ones may hide; if each is waited for, it is part of its time.
     """
     dist.barrier()
     synchronize(task)
@@ -89,14 +87,14 @@ def free_running_steps(task: Task, training: Training, tokens: torch.Tensor, ste
 
 
 def _step_times(task: Task, whole: list[float], host: list[float]) -> list[StepTime]:
-    """This rank's times, with those of the rank whose ``step()`` took longest to return. Collective."""
+    """Return this rank's times with the slowest rank's for the host. Collective."""
     slowest = torch.tensor(host, dtype=torch.float64, device=task.place)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return [StepTime(*both) for both in zip(whole, slowest.tolist(), strict=True)]
 
 
 def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
-    """Median and range of the steps' times in ms, and what it makes of tokens a second and the GPUs' peak FLOP/s."""
+    """Return median and range of the steps' times in ms, tokens a second, and the share of the GPUs' peak FLOP/s."""
     whole = [step.whole for step in times]
     tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
     on_gpu = task.device == "cuda"

@@ -1,10 +1,10 @@
-"""Training under torch's FSDPs, with torch's strategies or ours.
+"""Training under torch's FSDPs, with torch's strategies or those of fsdp_zpp.
 
-[Note: What is alike]
-bf16 computation and communication; fp32 master weights in full training; one unit for each decoder layer and one for
-the rest, or one for all (``once-...``); fused AdamW. With LoRA the base is in bf16 and the adapters in fp32, but for
-torch's own FSDP1, which flattens frozen and trainable parameters together and so wants one dtype. Layers are made and
-sharded one by one, so that no rank ever holds the model.
+[Note: Equal terms]
+All compute and communicate in bf16 and have fp32 master weights in full training; one unit for each decoder layer and
+one for the rest, or one for all (``once-...``); fused AdamW. With LoRA the base is in bf16 and the adapters in fp32,
+except under torch's own FSDP1, which flattens frozen and trainable parameters together and so wants one dtype. Layers
+are made and sharded one by one, so that no rank ever holds the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import Task, llama_of, materialize, network, prepare
-from strategies import INT_RESHARD, STRATEGIES, base_codec
+from strategies import STRATEGIES, base_codec
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -36,15 +36,13 @@ class TorchFSDP(Training):
 
     Attributes:
         model: The sharded model.
-        optimizer: AdamW over what is trainable.
+        optimizer: AdamW over the trainable parameters.
     """
 
     def __init__(self, task: Task, name: str):
         torch.manual_seed(0)
         self._task, self._fsdp2 = task, name.startswith("fsdp2:")
-        self._int_reshard = name == f"fsdp2:{INT_RESHARD}"
-        self._strategy = None if self._int_reshard else STRATEGIES[name.removeprefix("fsdp2:")]
-        self._ours = isinstance(self._strategy, Strategy)
+        self._strategy = STRATEGIES[name.removeprefix("fsdp2:")]
         self._in_one_unit = "once-" in name
         self._base_codec = base_codec(name)
         self._mesh = self._make_mesh()
@@ -53,7 +51,7 @@ class TorchFSDP(Training):
         self.optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=task.device == "cuda")
 
     def _make_mesh(self) -> DeviceMesh | None:
-        """What the strategy shards over, if it does not find that out by itself."""
+        """Make the mesh that the strategy shards over, if it does not find that out by itself."""
         task = self._task
         if self._strategy is ShardingStrategy.HYBRID_SHARD:
             shape = (task.nodes, task.gpus_per_node)
@@ -61,23 +59,26 @@ class TorchFSDP(Training):
         return init_device_mesh(task.device, (dist.get_world_size(),)) if self._fsdp2 else None
 
     def _build(self) -> nn.Module:
-        """The model, layer by layer."""
-        model = network(self._task, one_dtype=not self._fsdp2 and not self._ours)
+        """Build the model, layer by layer."""
+        is_torchs_fsdp1 = not self._fsdp2 and not isinstance(self._strategy, Strategy)
+        model = network(self._task, one_dtype=is_torchs_fsdp1)
         layers = llama_of(model).model.layers
         for index, layer in enumerate(layers):
-            materialize(layer, self._task.place)
+            self._materialize(layer)
             prepare(self._task, layers, index)
-            if self._base_codec is not None:
-                quantize_frozen_params(layer, self._base_codec)
             if not self._in_one_unit:
-                layers[index] = self._shard(layers[index], is_root=False)
-        materialize(model, self._task.place)
-        if self._base_codec is not None:
-            quantize_frozen_params(model, self._base_codec)
-        return self._shard(model, is_root=True)
+                layers[index] = self._shard(layers[index])
+        self._materialize(model)
+        return self._shard(model)
 
-    def _shard(self, module: nn.Module, is_root: bool) -> nn.Module:
-        """One unit, ours for a Strategy and torch's for torch's."""
+    def _materialize(self, module: nn.Module) -> None:
+        """Give values to a module, and quantize its part of a base."""
+        materialize(module, self._task.place)
+        if self._base_codec is not None:
+            quantize_frozen_params(module, self._base_codec)
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Shard one unit, by fsdp_zpp for a Strategy and by torch for torch's."""
         half = torch.bfloat16
         if not self._fsdp2:
             return FullyShardedDataParallel(
@@ -91,12 +92,10 @@ class TorchFSDP(Training):
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
         if isinstance(self._strategy, Strategy):
             return fully_shard(module, strategy=self._strategy, mesh=self._mesh, mp_policy=policy)
-        # torch never reshards the root after forward unless told to: its backward comes first.
-        reshard = self._task.gpus_per_node if self._int_reshard and not is_root else None
-        return torch_fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+        return torch_fully_shard(module, mesh=self._mesh, mp_policy=policy)
 
     def accumulating(self, accumulates: bool) -> AbstractContextManager[Any]:
-        """Keeps gradients local in the context, if ``accumulates``."""
+        """Return a context that keeps gradients local, if ``accumulates``."""
         if isinstance(self.model, FullyShardedDataParallel):
             return self.model.no_sync() if accumulates else nullcontext()
         self.model.set_requires_gradient_sync(not accumulates)
@@ -112,13 +111,13 @@ class TorchFSDP(Training):
         return loss.detach()
 
     def sent(self) -> dict[str, int] | None:
-        if not self._ours:
+        if not isinstance(self._strategy, Strategy):
             return None
         return {f"{kind} {hop}": sent for kind, hops in traffic(self.model).items() for hop, sent in hops.items()}
 
     def generate(self, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
         context: AbstractContextManager[Any] = nullcontext()
-        # generate() calls the model past what FSDP wraps, which holds the root's own parameters.
+        # generate() calls the model past FSDP's wrapper, which holds the root's own parameters.
         if isinstance(self.model, FullyShardedDataParallel):
             context = FullyShardedDataParallel.summon_full_params(self.model, recurse=False, writeback=False)
         else:

@@ -1,4 +1,4 @@
-"""What is measured of every contender: a training, step by step."""
+"""One interface to every contender: a training, step by step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Training(ABC):
 
     @abstractmethod
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """One optimizer step over tokens [micro-batches, sequences, length]; returns the last micro-batch's loss."""
+        """Make an optimizer step over tokens [micro-batches, sequences, length]; return the last micro-batch's loss."""
 
     def sent(self) -> dict[str, int] | None:
-        """Bytes that this rank has sent so far, by kind and hop; None where nobody counts."""
+        """Return the bytes that this rank has sent so far, by kind and hop; None where nobody counts."""
         return None
 
     def generate(self, prompt: torch.Tensor, tokens: int) -> torch.Tensor | None:
-        """``prompt`` [1, length] continued greedily by so many tokens; None if this can't."""
+        """Continue ``prompt`` [1, length] greedily by ``tokens`` tokens; return None if this training cannot."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Give up what is held outside of the object. It can't train any more."""
+        """Release the state that is held outside of the object, which cannot train any more."""

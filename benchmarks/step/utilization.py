@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic a training uses: model FLOP/s utilization, as in appendix B of the PaLM paper."""
+"""Model FLOP/s utilization, as in appendix B of the PaLM paper: the share of a GPU's arithmetic that is used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PEAK_FLOPS = {
 
 
 def flops_a_token(task: Task) -> float:
-    """FLOPs that one token needs in forward and backward, whatever the program spends on it.
+    """Return the FLOPs that one token needs in forward and backward, whatever the program spends on it.
 
-    6 for a parameter that is trained and 4 for a frozen one, which has no weight gradient, and
-    12 * layers * hidden * sequence for attention over the whole square: PaLM (arXiv 2204.02311, appendix B) does not
-    halve it for causal attention. Recomputation is not counted. Nor is the input embedding, which multiplies nothing
-    (PaLM's is shared with the output's, which is counted).
+    A parameter takes 6 if it is trained and 4 if it is frozen, as it has no weight gradient then; attention takes
+    12 * layers * hidden * sequence over the whole square, which PaLM (arXiv 2204.02311, appendix B) does not halve for
+    causal attention. Recomputation does not count, nor does the input embedding, which multiplies nothing (PaLM's is
+    shared with the output's, which counts).
     """
     model, size = network(task), SIZES[task.size]
     embedding = llama_of(model).get_input_embeddings().weight
@@ -31,6 +31,6 @@ def flops_a_token(task: Task) -> float:
 
 
 def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
-    """The share of all GPUs' peak that ``tokens_per_s`` over all ranks is; None for an unknown GPU."""
+    """Return the share of all GPUs' peak that ``tokens_per_s`` over all ranks needs; None for an unknown GPU."""
     peak = PEAK_FLOPS.get(gpu)
     return tokens_per_s * flops_a_token(task) / (peak * task.nodes * task.gpus_per_node) if peak else None

@@ -1,4 +1,4 @@
-"""The planner: the memory, traffic and time of each of the 14 strategies, and which one to choose.
+"""Planner: the memory, traffic and time of each of the 14 strategies, and which one to choose.
 
     model_size ─┐
     config ─────┴─ volume · memory ── exchange, estimate ── report ── plan ── cli, arguments, chart

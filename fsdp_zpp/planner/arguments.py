@@ -1,4 +1,4 @@
-"""The options of the planner's command line, and how their values are parsed."""
+"""Options of the planner's command line, and how their values are parsed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
 
 
 def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
-    """The local steps that parsed options ask for, if any.
+    """Return the local steps that parsed options ask for, if any.
 
     Raises:
         ValueError: If a value is out of range, or there are options of exchanges without ``--local-steps``.

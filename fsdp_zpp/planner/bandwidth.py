@@ -67,7 +67,7 @@ def measure_bandwidth(
         hop = hop_over(subgroup, "gather", level, traffic)
         if hop is None:
             return None
-        # Every rank sends an equal part of what all hold in the end.
+        # Every rank sends an equal part of the bytes that all hold in the end.
         seconds = _median_seconds(hop, group, max(1, nbytes // hop.size), repetitions)
         sent = traffic.sent["gather", level] / (repetitions + 1)  # the warm-up counts here
         return senders * sent * 8 / seconds / 1e9
@@ -81,7 +81,7 @@ def measure_bandwidth(
 
 
 def world() -> dist.ProcessGroup:
-    """The group of all ranks.
+    """Return the group of all ranks.
 
     Raises:
         ValueError: If no process group is initialized.
@@ -92,7 +92,7 @@ def world() -> dist.ProcessGroup:
 
 
 def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int, repetitions: int) -> float:
-    """The median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
+    """Return the median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
     # A group may have several backends, such as "cpu:gloo,cuda:nccl".
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     payload = torch.zeros((1, nbytes), dtype=torch.uint8, device=device)

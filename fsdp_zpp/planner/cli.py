@@ -48,16 +48,16 @@ def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> Non
 def run(arguments: argparse.Namespace) -> int:
     """Make the plan, report it and return the exit status. Under torchrun only rank 0 reports."""
     try:
-        made = _plan(arguments)
+        result = _plan(arguments)
         if _rank_zero():
-            _report(made, arguments)
+            _report(result, arguments)
     # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         # All ranks have the same arguments and so the same error; one message is enough.
         if _rank_zero():
             arguments.parser.error(str(error))
         return 2
-    return NOTHING_FITS if made.choice is None else 0
+    return NOTHING_FITS if result.choice is None else 0
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -85,7 +85,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
-    """The arguments of the cluster that were not given, measured on the running job."""
+    """Return the arguments of the cluster that were not given, measured on the running job."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"
@@ -98,18 +98,18 @@ def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        found = measure_bandwidth(world(), gpus, mib)
+        bandwidth = measure_bandwidth(world(), gpus, mib)
     finally:
         dist.destroy_process_group()
-    return {name: getattr(found, name) for name, value in given.items() if value is None}
+    return {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
 
 
 def _rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _report(made: Plan, arguments: argparse.Namespace) -> None:
-    print(plan_to_json(made) if arguments.json else made)
+def _report(result: Plan, arguments: argparse.Namespace) -> None:
+    print(plan_to_json(result) if arguments.json else result)
     if arguments.plot is not None:
-        draw_plan(made, arguments.plot)
+        draw_plan(result, arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)  # not among the JSON that a program reads

@@ -1,4 +1,4 @@
-"""The inputs of a plan: the cluster, the work of a step, the memory of a GPU, and the dtypes."""
+"""Inputs of a plan: the cluster, the work of a step, the memory of a GPU, and the dtypes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cluster:
 
     @property
     def topology(self) -> Topology:
-        """The layout of the ranks."""
+        """Return the layout of the ranks."""
         return Topology(self.nodes * self.gpus_per_node, self.gpus_per_node)
 
 
@@ -57,7 +57,7 @@ def _check_bandwidth(name: str, gbps: float | None, ranks: int, what: str) -> No
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The work of one optimizer step.
+    """Work of one optimizer step.
 
     Args:
         micro_batches: Number of micro-batches in a step, all but the last under ``no_sync``.
@@ -112,13 +112,13 @@ class MemoryBudget:
         not_negative("reserve", self.reserve)
 
     def allows(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` bytes fit on the GPU."""
+        """Return whether ``nbytes`` bytes fit on the GPU."""
         return self.gpu_memory is None or nbytes <= self.gpu_memory * GIB
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training with mixed precision.
+    """Dtypes of a training with mixed precision.
 
     Args:
         compute: Dtype of the weights in forward and backward, and on the wire without a codec.
@@ -153,7 +153,7 @@ class Precision:
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
-    """``value`` as an int; it may be a float such as ``70e9`` without a fraction.
+    """Return ``value`` as an int; it may be a float such as ``70e9`` without a fraction.
 
     Raises:
         TypeError: If ``value`` is not a number.
@@ -166,14 +166,14 @@ def whole(name: str, value: float, least: int = 1) -> int:
 
 
 def positive(name: str, value: float) -> float:
-    """``value``, which must be a finite number above 0; raises like :func:`whole`."""
+    """Return ``value``, which must be a finite number above 0; raise like :func:`whole`."""
     if _number(name, value) <= 0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
     return value
 
 
 def not_negative(name: str, value: float) -> float:
-    """``value``, which must be a finite number of at least 0; raises like :func:`whole`."""
+    """Return ``value``, which must be a finite number of at least 0; raise like :func:`whole`."""
     if _number(name, value) < 0:
         raise ValueError(f"{name} must be at least 0, got {value!r}")
     return value

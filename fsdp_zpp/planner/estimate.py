@@ -1,4 +1,4 @@
-"""The predicted cost of a strategy, and the best one that fits.
+"""Predicted cost of a strategy, and the best one that fits.
 
 Time is PaRO's (section 3): T = max(t_comm, t_comp).
 """
@@ -50,7 +50,7 @@ class StepTime:
 
 
 def step_time(volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfig) -> StepTime:
-    """The time that ``volume`` and the computation take.
+    """Return the time that ``volume`` and the computation take.
 
     The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps.
     """
@@ -64,11 +64,11 @@ def step_time(volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfi
 def with_exchanges(
     step: StepTime, exchange: Volume, fragments: int, cluster: Cluster, local_steps: LocalSteps
 ) -> StepTime:
-    """The average time of local steps and their exchanges.
+    """Return the average time of local steps and their exchanges.
 
     Training waits for an exchange, but for the ``overlap`` steps that it has to arrive. Without an overlap, the average
-    wait is the same whether fragments are spread or exchanged at once. Training always waits for what the ranks of a
-    node put together afterwards.
+    wait is the same whether fragments are spread or exchanged at once. Training always waits for the
+    node's ranks to put their parts together afterwards.
 
     This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
     at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
@@ -96,7 +96,7 @@ def _seconds(nbytes: int, gbps: float | None) -> float:
 
 
 def _computation(size: ModelSize, work: StepConfig) -> float:
-    """Seconds of forward and backward.
+    """Return the seconds of forward and backward.
 
     Per parameter and token they take 2 FLOPs for the output, 2 for the gradient of the input and, if the parameter is
     trainable, 2 for its own gradient. In a mixture of experts, only the experts that a token is routed to count.
@@ -113,7 +113,7 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Estimate:
-    """The figures of one strategy.
+    """Figures of one strategy.
 
     Attributes:
         strategy: The strategy.
@@ -135,18 +135,18 @@ class Estimate:
 
     @property
     def levels(self) -> str:
-        """The three scopes as letters."""
+        """Return the three scopes as letters."""
         return self.strategy.levels
 
     @property
     def name(self) -> str:
-        """The letters, and how often nodes exchange weights if they step on their own: ``III every 64``."""
+        """Return the letters, and the steps between exchanges if nodes step on their own: ``III every 64``."""
         local_steps = self.strategy.local_steps
         return self.levels if local_steps is None else f"{self.levels} every {local_steps.every}"
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
-    """The fastest that fits, or None if nothing fits; among equally fast ones, that with the least memory.
+    """Return the fastest that fits, of equally fast ones that with the least memory; None if nothing fits.
 
     Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they are chosen only if the fastest
     with them beats the fastest without.
@@ -164,24 +164,24 @@ def choose(estimates: Sequence[Estimate]) -> Estimate | None:
 
 
 def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Estimate]]:
-    """The estimates without local steps, and those with them."""
+    """Return the estimates without local steps, and those with them."""
     in_step = [estimate for estimate in estimates if estimate.strategy.local_steps is None]
     return in_step, [estimate for estimate in estimates if estimate.strategy.local_steps is not None]
 
 
 def _goes_by_another_name(estimate: Estimate) -> bool:
-    """Whether other letters mean the same on this topology: on one node, I is G."""
+    """Return whether other letters mean the same on this topology: on one node, I is G."""
     return "".join(resolve_scopes(Scopes(*estimate.levels), estimate.topology)) != estimate.levels
 
 
 def _least(estimates: list[Estimate]) -> list[Estimate]:
-    """The estimates with the least step time, within :data:`TOLERANCE`."""
+    """Return the estimates with the least step time, within :data:`TOLERANCE`."""
     bound = min(estimate.time.total for estimate in estimates) * (1 + TOLERANCE)
     return [estimate for estimate in estimates if estimate.time.total <= bound]
 
 
 def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget) -> str:
-    """One sentence that says why ``choice`` is the choice, or why there is none."""
+    """Say in one sentence why ``choice`` is the choice, or why there is none."""
     if choice is None:
         smallest = min(estimates, key=lambda estimate: estimate.memory.total)
         return (
@@ -203,14 +203,14 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
     if larger:
         sentence += f", and takes less memory than {_listed(larger)}, as fast within {TOLERANCE:.0%}"
     sentence += _on_mathematics(choice, in_step, local)
-    if choice.levels != "GGG":  # FSDP's default, so that is what a reader compares with
+    if choice.levels != "GGG":  # FSDP's default, with which a reader compares
         full_shard = next(estimate for estimate in estimates if estimate.levels == "GGG")
         sentence += f" (GGG: {seconds(full_shard.time.total)})"
     return sentence + "."
 
 
 def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> str:
-    """The part of a sentence that compares the choice with those that fit on the other side of local steps."""
+    """Say how the choice compares with those that fit on the other side of local steps."""
     others = in_step if choice in local else local
     fastest = min(others, key=lambda estimate: estimate.time.total, default=None)
     if choice in local:
@@ -224,7 +224,7 @@ def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estim
 
 
 def seconds(value: float) -> str:
-    """A time as text, in seconds or milliseconds."""
+    """Return a time as text, in seconds or milliseconds."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 

@@ -1,4 +1,4 @@
-"""What local steps add to a step inside a node: exchanges of weights between nodes, their bytes and their memory.
+"""Additions of local steps to a step inside a node: exchanges between nodes, their bytes and their memory.
 
 Between exchanges a node is a job of its own (``ResolvedStrategy.within_node``), so volume.py and memory.py plan it as
 one.
@@ -26,14 +26,14 @@ _FP32 = 4
 
 
 def fragment_count(size: ModelSize) -> int:
-    """Number of units that are exchanged."""
+    """Return the number of units that are exchanged."""
     return sum(unit.count for unit in size.units if unit.trainable)
 
 
 def exchange_volume(
     size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
 ) -> Volume:
-    """Bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps.
+    """Return the bytes that one rank sends when each unit is exchanged once, which takes ``every`` steps.
 
     Args:
         size: The size of the model.
@@ -50,14 +50,14 @@ def exchange_volume(
 
 
 def per_step(exchange: Volume, local_steps: LocalSteps) -> Volume:
-    """The bytes of exchanges averaged over the steps, rounded up to whole bytes."""
+    """Return the bytes of exchanges averaged over the steps, rounded up to whole bytes."""
     return Volume(-(-exchange.inter // local_steps.every), -(-exchange.intra // local_steps.every))
 
 
 def exchange_memory(
     size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision
 ) -> Memory:
-    """What exchanges add to the memory of a GPU; arguments as of :func:`exchange_volume`.
+    """Return the memory that exchanges add on a GPU; arguments are those of :func:`exchange_volume`.
 
     The buffers of the largest unit count in full beside the units that are gathered: an exchange has a stream of its
     own, and torch's allocator does not reuse memory across streams at once. However many units are due together, they
@@ -74,7 +74,7 @@ def exchange_memory(
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The exchange of one unit of ``numel`` trainable elements, on one rank."""
+    """Exchange of one unit of ``numel`` trainable elements, on one rank."""
 
     numel: int
     resolved: ResolvedStrategy
@@ -87,43 +87,43 @@ class _Exchange:
 
     @property
     def _part(self) -> int:
-        """Elements that this rank exchanges."""
+        """Return the elements that this rank exchanges."""
         return shard_numel(self.numel, "I", self.resolved.topology)
 
     @property
     def _chunk(self) -> int:
-        """Elements of which this rank makes the outer step."""
+        """Return the elements of which this rank makes the outer step."""
         return -(-self._part // self._nodes)
 
     @property
     def _payload(self) -> int:
-        """Bytes of an encoded chunk."""
+        """Return the bytes of an encoded chunk."""
         return nbytes(self.local_steps.codec, self._chunk, _FP32)
 
     @property
     def _shares_node(self) -> bool:
-        """Whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
+        """Return whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
         return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
 
     @property
     def sent_between(self) -> int:
-        """Bytes to other nodes: of its changes a chunk to each of them, and its chunk of the update to all of them."""
+        """Return the bytes to other nodes: a chunk of changes to each, and its chunk of the update to all."""
         return 2 * (self._nodes - 1) * self._payload
 
     @property
     def sent_inside(self) -> int:
-        """Bytes to other GPUs of the node."""
+        """Return the bytes to other GPUs of the node."""
         others = self.resolved.topology.gpus_per_node - 1
         return others * self._part * self.precision.storage.itemsize if self._shares_node else 0
 
     @property
     def outer_state(self) -> int:
-        """Bytes of the agreed weights and the momentum on the GPU."""
+        """Return the bytes of the agreed weights and the momentum on the GPU."""
         return 0 if self.local_steps.offload else _FP32 * (self._nodes + 1) * self._chunk
 
     @property
     def errors(self) -> int:
-        """Bytes of the errors, on the way there and back."""
+        """Return the bytes of the errors, on the way there and back."""
         feedback = self.local_steps.error_feedback
         if feedback is None:
             return 0
@@ -133,7 +133,7 @@ class _Exchange:
 
     @property
     def buffers(self) -> int:
-        """Most bytes of buffers at a time, through the phases of an exchange."""
+        """Return the most bytes of buffers at a time, through the phases of an exchange."""
         chunk = _FP32 * self._chunk
         change, payloads = self._nodes * chunk, self._nodes * self._payload
         # Without a codec, changes are sent from where they are.
@@ -147,7 +147,7 @@ class _Exchange:
 
     @property
     def _agreed_copies(self) -> int:
-        """Bytes of the agreed weights on the GPU, and as rounded to the dtype of the weights."""
+        """Return the bytes of the agreed weights on the GPU, and as rounded to the dtype of the weights."""
         itemsize = self.precision.storage.itemsize
         if itemsize == _FP32:
             return _FP32 * self._part if self.local_steps.offload else 0
@@ -155,6 +155,6 @@ class _Exchange:
 
     @property
     def _put_together(self) -> int:
-        """Bytes of the node's parts and this rank's own."""
+        """Return the bytes of the node's parts and this rank's own."""
         gpus = self.resolved.topology.gpus_per_node
         return (gpus + 1) * self._part * self.precision.storage.itemsize if self._shares_node else 0

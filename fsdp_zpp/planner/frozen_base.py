@@ -1,4 +1,4 @@
-"""What a rank keeps and gathers of a frozen base that is quantized once.
+"""A rank's memory and gathers of a frozen base that is quantized once.
 
 FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
 gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs those very classes: under parameter
@@ -30,7 +30,7 @@ _SIMULATED = 6
 
 
 def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    """Bytes that a rank keeps of a unit of ``numel`` frozen elements."""
+    """Return the bytes that a rank keeps of a unit of ``numel`` frozen elements."""
     placement = _placement(strategy)
     # Under G, the first gather leaves the chunks of its local index from all nodes, for the node's own copy.
     rows = strategy.topology.nodes if placement.scope == "G" else 1
@@ -39,7 +39,7 @@ def kept_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
 
 @dataclass(frozen=True)
 class Gathers:
-    """The cost of gathering a base.
+    """Cost of gathering a base.
 
     Attributes:
         sent: Bytes that a rank sends inside its node for one forward and backward, in the steady state. Nothing
@@ -52,7 +52,7 @@ class Gathers:
 
 
 def gathers_of(size: ModelSize, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
-    """The cost of gathering the base of a model, by the rules at the top of this file."""
+    """Return the cost of gathering the base of a model, by the rules at the top of this file."""
     gpus = strategy.topology.gpus_per_node
 
     def gathered(numel: int) -> int:
@@ -88,7 +88,7 @@ class _Unit:
 
     @property
     def gathered_shape(self) -> tuple[int, int]:
-        """The shape of the buffer: one row of all bytes."""
+        """Return the shape of the buffer: one row of all bytes."""
         return 1, self.nbytes
 
     def gather(self, out: Tensor) -> None:
@@ -97,7 +97,7 @@ class _Unit:
 
 
 def _sizes_in_order(size: ModelSize) -> Iterator[tuple[int, bool]]:
-    """The frozen elements of each unit in forward order, and whether backward needs them, too."""
+    """Return the frozen elements of each unit in forward order, and whether backward needs them, too."""
     roots = [unit.frozen for unit in size.units if not unit.reshard_after_forward]
     for frozen in roots:
         yield frozen // 2, False  # an embedding's backward needs no weight
@@ -109,7 +109,7 @@ def _sizes_in_order(size: ModelSize) -> Iterator[tuple[int, bool]]:
 
 
 def _gathered_nbytes(numel: int, codec: Codec, strategy: ResolvedStrategy) -> int:
-    """Bytes of a gathered unit; 0 if each rank holds all of it anyway."""
+    """Return the bytes of a gathered unit; 0 if each rank holds all of it anyway."""
     placement = _placement(strategy)
     if strategy.topology.gpus_per_node == 1 or placement.scope == "N" or not numel:
         return 0

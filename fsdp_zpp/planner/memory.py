@@ -56,14 +56,14 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
 def memory_per_gpu(
     size: ModelSize, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, budget: MemoryBudget
 ) -> Memory:
-    """The memory that a training takes on each GPU."""
+    """Return the memory that a training takes on each GPU."""
     total = Memory(
         working=working_memory(size, resolved, precision),
         activations=round(budget.activations * GIB),
@@ -100,7 +100,7 @@ def _frozen_states(numel: int, strategy: ResolvedStrategy, precision: Precision)
 
 
 def _kept(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
-    """Bytes of weights kept beside the shard."""
+    """Return the bytes of weights kept beside the shard."""
     parameters, _, optimizer = strategy.scopes
     if _kept_whole(strategy):
         return numel * precision.compute.itemsize
@@ -111,13 +111,13 @@ def _kept(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
 
 
 def _kept_whole(strategy: ResolvedStrategy) -> bool:
-    """Whether every rank keeps all weights beside a shard that is only a part of them."""
+    """Return whether every rank keeps all weights beside a shard that is only a part of them."""
     parameters, _, optimizer = strategy.scopes
     return parameters == "N" and strategy.topology.shard_count(optimizer) > 1
 
 
 def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
-    """Elements in which micro-batches accumulate: the gradient after the hops that every micro-batch makes."""
+    """Return the elements of an accumulated gradient, after the hops that every micro-batch makes."""
     _, gradients, optimizer = strategy.scopes
     if gradients == "I" and optimizer == "G":  # padded to chunks, one for every node
         return strategy.topology.nodes * shard_numel(numel, "G", strategy.topology)
@@ -125,7 +125,7 @@ def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
 
 
 def working_memory(size: ModelSize, strategy: ResolvedStrategy, precision: Precision) -> int:
-    """Bytes of the units in flight.
+    """Return the bytes of the units in flight.
 
     Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
     largest others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); the

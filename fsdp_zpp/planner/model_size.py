@@ -1,4 +1,4 @@
-"""The size of a model: its FSDP units, how much of each is trainable, and how much of it a token computes with.
+"""Size of a model: its FSDP units, how much of each is trainable, and how much of it a token computes with.
 
 Memory and traffic count all experts of a mixture, since some token of a batch goes to each. Computation counts the
 experts that one token is routed to, and the parameters that all tokens share.
@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements of one unit."""
+        """Return the elements of one unit."""
         return self.trainable + self.frozen
 
 
@@ -83,36 +83,36 @@ class ModelSize:
 
     @property
     def trainable(self) -> int:
-        """Trainable elements."""
+        """Return the trainable elements."""
         return sum(unit.count * unit.trainable for unit in self.units)
 
     @property
     def frozen(self) -> int:
-        """Frozen elements."""
+        """Return the frozen elements."""
         return sum(unit.count * unit.frozen for unit in self.units)
 
     @property
     def params(self) -> int:
-        """All elements."""
+        """Return all elements."""
         return self.trainable + self.frozen
 
     @property
     def active_trainable(self) -> int:
-        """Trainable elements that a token computes with."""
+        """Return the trainable elements that a token computes with."""
         return self.trainable - self.idle_trainable
 
     @property
     def active_frozen(self) -> int:
-        """Frozen elements that a token computes with."""
+        """Return the frozen elements that a token computes with."""
         return self.frozen - self.idle_frozen
 
     @property
     def count(self) -> int:
-        """Number of units."""
+        """Return the number of units."""
         return sum(unit.count for unit in self.units)
 
     def with_trainable(self, trainable: float) -> ModelSize:
-        """The same model with ``trainable`` of its elements trainable, in each unit in proportion to its size.
+        """Return the model with ``trainable`` of its elements trainable, in each unit in proportion to its size.
 
         Raises:
             ValueError: If the model has fewer elements.
@@ -132,7 +132,7 @@ class ModelSize:
 
 
 def equal_units(params: float, trainable: float | None = None, units: int | None = None) -> ModelSize:
-    """A model of which only totals are known, as units of equal size, up to one element.
+    """Split a model of which only totals are known into units of equal size, up to one element.
 
     Args:
         params: Number of elements.
@@ -150,7 +150,7 @@ def equal_units(params: float, trainable: float | None = None, units: int | None
 
 
 def module_size(model: nn.Module) -> ModelSize:
-    """The units of a module: each entry of its outermost ``nn.ModuleList``s, and the root, which has the rest.
+    """Return a module's units: the entries of its outermost ``nn.ModuleList``s, and the root, which has the rest.
 
     Those are the units if one wraps each layer and then the model. A shared parameter counts once, in the first layer
     that has it. FSDP's padding does not count here: the planner adds the padding to equal shards, and nobody that of
@@ -176,7 +176,7 @@ def module_size(model: nn.Module) -> ModelSize:
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost ``nn.ModuleList``s."""
+    """Return the entries of the outermost ``nn.ModuleList``s."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else layers(child)
 
@@ -195,7 +195,7 @@ def _trainable_count(trainable: float, params: int) -> int:
 
 
 def _split(params: int, trainable: int, count: int, reshard_after_forward: bool) -> list[Unit]:
-    """``count`` units that add up exactly: the first few have one element more."""
+    """Make ``count`` units that add up exactly: the first few have one element more."""
     (each, more), (frozen_each, frozen_more) = divmod(trainable, count), divmod(params - trainable, count)
     # The size of a unit changes only where one of the two runs out of extra elements.
     bounds = sorted({0, more, frozen_more, count})
@@ -211,15 +211,15 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe
 
 
 def idle_elements(model: nn.Module) -> tuple[int, int]:
-    """The average numbers of trainable and of frozen elements in experts that a token is not routed to.
+    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
 
     Hugging Face's ``model.config`` tells how many experts there are and how many of them a token is routed to. Experts
     are the parameters below a module named ``experts``, and any other 3-D parameters with one slice per expert.
     """
-    found = _routing(model)
-    if found is None:
+    routing = _routing(model)
+    if routing is None:
         return 0, 0
-    experts, chosen = found
+    experts, chosen = routing
     routed = {True: 0, False: 0}
     for name, parameter in model.named_parameters():
         fused = parameter.dim() == 3 and parameter.shape[0] == experts
@@ -229,7 +229,7 @@ def idle_elements(model: nn.Module) -> tuple[int, int]:
 
 
 def _routing(model: nn.Module) -> tuple[int, int] | None:
-    """The number of experts and how many of them a token is routed to; None if the config does not tell."""
+    """Return the number of experts and how many of them a token is routed to; None if the config does not tell."""
     # Models of text and images keep those numbers in the config of their text part.
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
@@ -246,7 +246,7 @@ def _first(config: object, names: tuple[str, ...]) -> int | None:
 
 
 def pretrained_size(name: str) -> ModelSize:
-    """The units of a causal language model.
+    """Return the units of a causal language model.
 
     Args:
         name: A config.json, a directory that has one, or a name on the hub.
@@ -286,7 +286,7 @@ def pretrained_size(name: str) -> ModelSize:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that it was raised from."""
+    """Return the error and those that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

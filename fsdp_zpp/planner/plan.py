@@ -49,7 +49,7 @@ def plan(
     frozen_storage: torch.dtype | None = None,
     optimizer_bytes: int = Precision.optimizer_bytes,
 ) -> Plan:
-    """Memory, traffic and step time of all 14 strategies, and the choice.
+    """Predict memory, traffic and step time of all 14 strategies, and choose one.
 
     Args:
         params: Number of parameters of the model, or its units (``fsdp_zpp.planner.model_size``).
@@ -121,7 +121,7 @@ def make_plan(
     codecs: Strategy,
     local_steps: LocalSteps | None = None,
 ) -> Plan:
-    """:func:`plan` from parts that are checked already. The letters of ``codecs`` do not matter."""
+    """Plan from parts that are checked already. The letters of ``codecs`` do not matter."""
     strategies = [_with_levels(codecs, levels) for levels in LEGAL_LEVELS]
     if local_steps is not None:
         local = [_with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
@@ -143,7 +143,7 @@ def make_plan(
 
 
 def _with_levels(codecs: Strategy, levels: str) -> Strategy:
-    """``codecs`` with other letters. Letters that keep no secondary shard send weights whole, not as deltas."""
+    """Replace the letters of ``codecs``. Letters that keep no secondary shard send weights whole, not as deltas."""
     weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
     if isinstance(weights, Int4Delta) and not keeps_secondary:
         weights = weights.whole
@@ -151,7 +151,7 @@ def _with_levels(codecs: Strategy, levels: str) -> Strategy:
 
 
 def _with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
-    """``strategy`` with local steps, less what has no effect with them; see :class:`Strategy`."""
+    """Add local steps to ``strategy``, without codecs that have no effect with them; see :class:`Strategy`."""
     feedback = strategy.error_feedback
     if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
         feedback = None
@@ -193,7 +193,7 @@ def _estimate(
 def notes_on(
     size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, codecs: Strategy
 ) -> tuple[str, ...]:
-    """Notes on a plan, one sentence each."""
+    """Return notes on a plan, one sentence each."""
     notes = [
         f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
     ]
@@ -215,9 +215,9 @@ def _notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: Local
         return ["Local steps have no effect: there is only one node."]
     kept = _with_local_steps(_with_levels(codecs, "III"), local_steps)
     idle = [
-        f"{name}={asked}"
-        for name, asked in (("gradients", codecs.gradients), ("error_feedback", codecs.error_feedback))
-        if asked is not None and getattr(kept, name) is None
+        f"{name}={requested}"
+        for name, requested in (("gradients", codecs.gradients), ("error_feedback", codecs.error_feedback))
+        if requested is not None and getattr(kept, name) is None
     ]
     if not idle:
         return []

@@ -18,7 +18,7 @@ from .model_size import ModelSize
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of ``plan``.
+    """A plan, the result of ``plan``.
 
     Attributes:
         size: The size of the model.
@@ -30,7 +30,7 @@ class Plan:
             and there are several nodes.
         choice: The best that fits, or None if nothing does.
         reason: Why it is the choice, in a sentence.
-        notes: What to know when reading the figures.
+        notes: Sentences to know when reading the figures.
         local_steps: The local steps of the strategies that have them; None if none has.
     """
 
@@ -46,7 +46,7 @@ class Plan:
     local_steps: LocalSteps | None = None
 
     def __getitem__(self, name: str) -> Estimate:
-        """The estimate of a strategy by its letters, or for one with local steps by its name, ``III every 64``.
+        """Return the estimate of a strategy by its letters, or for one with local steps by its name, ``III every 64``.
 
         Raises:
             KeyError: If there is no such strategy.
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def resolved(self) -> ResolvedStrategy:
-        """What the strategies encode on this cluster, shown by the letters that take any codec."""
+        """Describe the strategies' codecs on this cluster, shown by the letters that take any codec."""
         return self["IGG"].strategy.resolve(self.cluster.topology)
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ communication includes them; a step takes what training waits for them longer th
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan as a table, by speed after the choice, with what does not fit last; the reason; and a legend."""
+    """Return a table, by speed after the choice, with strategies that do not fit last; the reason; and a legend."""
     ranked = sorted(
         plan.estimates,
         # The choice is the fastest only within a tolerance, so it goes first by name.
@@ -194,7 +194,7 @@ def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Two decimals, or as many as a small number needs: models of a few MB have figures, too."""
+    """Format two decimals, or as many as a small number needs: models of a few MB have figures, too."""
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
@@ -207,7 +207,7 @@ def _codec(codec: object) -> str:
 
 
 def plan_to_json(plan: Plan) -> str:
-    """All inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
+    """Return all inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
     report: dict[str, Any] = {
         "choice": None if plan.choice is None else plan.choice.name,
         "reason": plan.reason,

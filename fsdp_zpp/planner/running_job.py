@@ -59,14 +59,14 @@ def choose_strategy(
     on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
     on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
     on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
-    made = agree(group, lambda: plan(size, **on, **options))
-    if made.choice is None:
-        raise ValueError(made.reason)
-    return made.choice.strategy
+    agreed = agree(group, lambda: plan(size, **on, **options))
+    if agreed.choice is None:
+        raise ValueError(agreed.reason)
+    return agreed.choice.strategy
 
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
-    """The size of ``model``, and the nodes and GPUs of each that the arguments or the running job name."""
+    """Return the size of ``model``, and the nodes and their GPUs that the arguments or the running job name."""
     size = module_size(model)
     running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
     if running is not None:
@@ -81,7 +81,7 @@ def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> 
 
 
 def device_memory() -> float | None:
-    """GiB of the current GPU, or of the smallest GPU of the running job; None without a GPU."""
+    """Return the GiB of the current GPU, or of the smallest GPU of the running job; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     memory = torch.tensor(float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory))

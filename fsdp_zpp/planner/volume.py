@@ -1,9 +1,9 @@
-"""Bytes on the wire: what one rank sends in an optimizer step, hop by hop.
+"""Bytes on the wire: those that one rank sends in an optimizer step, hop by hop.
 
 World n = k nodes x m GPUs. A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an
 all-to-all of r parts of b bytes: every byte goes to each of its destinations once. The figures include the padding of
 flat groups to equal shards, and the scales and alignment that codecs add, but not that codecs leave small parameters
-as they are, which adds about a hundredth. Optimizers are taken to hold what is trained alone.
+as they are, which adds about a hundredth. Optimizers are taken to hold trainable parameters alone.
 
 The step is one in the steady state. In the first step, frozen weights that stay in a node or on a rank are gathered
 once. Frozen weights with a codec of their own follow another rule: see frozen_base.py.
@@ -40,14 +40,14 @@ class Volume:
 
 
 def step_volume(size: ModelSize, resolved: ResolvedStrategy, micro_batches: int, precision: Precision) -> Volume:
-    """Bytes that one rank sends in an optimizer step of ``micro_batches`` micro-batches, for the whole model."""
+    """Return the bytes that one rank sends for the whole model in a step of ``micro_batches`` micro-batches."""
     total = Volume()
     for unit in size.units:
         one = Volume()
-        # FSDP does not gather a base with a codec of its own; what that sends is added at the end.
+        # FSDP does not gather a base with a codec of its own; its bytes are added at the end.
         for numel, trainable in ((unit.trainable, True), (unit.frozen if resolved.frozen is None else 0, False)):
             payload = shard_payload(numel, resolved, precision)
-            # Backward gathers again what is resharded after forward.
+            # Backward gathers units again that are resharded after forward.
             repeats = micro_batches * (2 if unit.reshard_after_forward else 1)
             change = _change_payload(numel, resolved)
             one += _gathers(payload, change, trainable, resolved, repeats)
@@ -59,31 +59,31 @@ def step_volume(size: ModelSize, resolved: ResolvedStrategy, micro_batches: int,
 
 
 def shard_numel(numel: int, scope: str, topology: Topology) -> int:
-    """Elements of one shard of a flat group, padded: N has one shard, I one per GPU of a node, G one per rank."""
+    """Return the elements of a padded shard of a flat group: N has one shard, I one per GPU of a node, G one a rank."""
     return -(-numel // topology.shard_count(scope))
 
 
 def nbytes(codec: Codec | None, numel: int, itemsize: int) -> int:
-    """Bytes of a chunk of ``numel`` values, encoded, or at ``itemsize`` bytes each without a codec."""
+    """Return the bytes of a chunk of ``numel`` values, encoded, or at ``itemsize`` bytes each without a codec."""
     return numel * itemsize if codec is None else codec.nbytes(numel)
 
 
 def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) -> int:
-    """Bytes of one rank's shard of the weights that FSDP gathers, encoded as they are sent."""
+    """Return the bytes of one rank's shard of the weights that FSDP gathers, encoded as they are sent."""
     # Weights are gathered from the optimizer's shards, whatever their own scope.
     shard = shard_numel(numel, strategy.scopes.optimizer, strategy.topology)
     return nbytes(strategy.weights, shard, precision.compute.itemsize)
 
 
 def _change_payload(numel: int, strategy: ResolvedStrategy) -> int | None:
-    """Bytes of the delta of one rank's shard; None if weights are sent whole."""
+    """Return the bytes of the delta of one rank's shard; None if weights are sent whole."""
     if not isinstance(strategy.weights, Int4Delta):
         return None
     return strategy.weights.changes.nbytes(shard_numel(numel, "G", strategy.topology))
 
 
 def _gathers(payload: int, change: int | None, trainable: bool, strategy: ResolvedStrategy, repeats: int) -> Volume:
-    """All gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
+    """Count all gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
 
     ``repeats`` is the number of times that its unit needs weights which it does not keep. Weights that it keeps, on the
     rank (N) or in the node as the secondary shard (I over G), become stale once a step, and never if they are frozen.
@@ -103,7 +103,7 @@ def _gathers(payload: int, change: int | None, trainable: bool, strategy: Resolv
 
 
 def _reductions(numel: int, strategy: ResolvedStrategy, micro_batches: int, itemsize: int) -> Volume:
-    """All reductions of a trainable flat group in a step (PaRO, appendix; ZeRO++'s qgZ for the hops down).
+    """Count all reductions of a trainable flat group in a step (PaRO, appendix; ZeRO++'s qgZ for the hops down).
 
     Down leads from full gradients to shards: an all-to-all in the node, then one between nodes. Up leads from shards to
     what the optimizer holds, if that is coarser: an all-gather between nodes, then one in the node.
