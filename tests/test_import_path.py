@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def find_kernels() -> list[str]:
-    """The folders in which this process finds a module named kernels."""
+    """Return the folders in which this process finds a module named kernels."""
     spec = importlib.util.find_spec("kernels")
     return [] if spec is None else list(spec.submodule_search_locations or [])
 

@@ -1,4 +1,4 @@
-"""What import-linter can't see of imports: the package's own by names in strings, and those of benchmarks' scripts."""
+"""Imports that import-linter can't see: the package's own by names in strings, and those of benchmarks' scripts."""
 
 from __future__ import annotations
 

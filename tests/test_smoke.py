@@ -53,7 +53,7 @@ from fsdp_zpp.planner.model_size import module_size
 pytestmark = pytest.mark.smoke
 
 ELSEWHERE = {"fully_shard", "Codec"}
-"""What the harness calls (``fully_shard``), and the base of all codecs."""
+"""Names that the harness calls (``fully_shard``), and the base of all codecs."""
 CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "gpu_memory": 80}
 DEEPSPEED = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
 CODECS = {

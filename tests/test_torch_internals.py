@@ -1,4 +1,4 @@
-"""What the package needs of torch: a version, and internals in tables; a torch that lacks any is an error at import."""
+"""Needs of the package in torch: a version, and internals in tables; a torch that lacks any is an error at import."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _used_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _private_names(tree: ast.AST) -> list[str]:
-    """Attributes and imports that begin with an underscore."""
+    """Return attributes and imports that begin with an underscore."""
     names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -165,7 +165,7 @@ def _private_names(tree: ast.AST) -> list[str]:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """What the package itself defines: functions, classes, declared attributes, and those it sets on ``self``."""
+    """Return what the package defines: functions, classes, declared attributes, and those it sets on ``self``."""
     names = {"_version"}  # of any tensor
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What tells the quantized base of a model, next to a framework's checkpoint of what is trained on it."""
+"""Identity of a model's quantized base, next to a framework's checkpoint of what is trained on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = "frozen_base.json"
 
 
 def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
-    """Save what tells the quantized base of ``model``, if it has one. Collective.
+    """Save the identity of the quantized base of ``model``, if it has one. Collective.
 
     Raises:
         OSError: On every rank, if rank 0 can't write.
@@ -34,7 +34,7 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
 
 
 def remove_base_identity(checkpoint: Path) -> None:
-    """Remove what is saved with a checkpoint, if anything; for one rank alone."""
+    """Remove the saved identity of a base, if there is one; for one rank alone."""
     for file in companions(checkpoint, _NAME):
         if file.is_file():
             file.unlink()
@@ -61,7 +61,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """What a file says, nothing if there is none, and why it can't be read."""
+    """Return the content of a file, empty if there is none, and why it can't be read."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""
     except (OSError, ValueError) as error:

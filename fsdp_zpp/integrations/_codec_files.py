@@ -26,7 +26,7 @@ from ._companions import companion, companions
 
 _NAME = "codecs"
 _LAYOUT = "layout"
-"""The one key that the state dict of a :class:`CodecState` without any state has, too."""
+"""Key that even the state dict of a :class:`CodecState` without any state has."""
 
 
 def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
@@ -84,14 +84,14 @@ def _saved_keys(folder: Path) -> set[str]:
 
 
 def remove_codec_state(checkpoint: Path) -> None:
-    """Remove what is next to ``checkpoint``, if anything; for one rank alone."""
+    """Remove the codec state next to ``checkpoint``, if there is any; for one rank alone."""
     for folder in companions(checkpoint, _NAME):
         if folder.is_dir():
             shutil.rmtree(folder)
 
 
 def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, dict[str, Any]] | None:
-    """The codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
+    """Return the codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
     if not named_units(model):  # only torch's own strategies are in the model
         return None
     codecs = CodecState(model, list(optimizers))

@@ -29,7 +29,7 @@ class AnnouncesWrites(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, *arguments: Any, **others: Any) -> None:
-        """Have these models show their shards, which the callbacks are to write to."""
+        """Reshard the models, so that the callbacks write to their shards."""
         for model in self._held():
             reshard(model)
 

@@ -17,7 +17,7 @@ _OURS = "_fsdp_zpp_prepares"
 
 
 def prepare_by_strategy(trainer: type) -> None:
-    """Have the modules of ``trainer`` and its bases shard other models as their accelerator does, if it has a strategy.
+    """Replace ``prepare_fsdp`` in the modules of ``trainer`` and its bases by one that knows strategies.
 
     Args:
         trainer: The class of a trainer, of TRL or not.

@@ -60,7 +60,7 @@ class Turn:
         self.abandon()
 
     def is_alone(self) -> bool:
-        """Whether no other job has begun since, as one may where there are no locks; for rank 0."""
+        """Return whether no other job has begun since, as one may where there are no locks; for rank 0."""
         assert self._file is not None
         return _is_still(self._path, self._file) and os.pread(self._file.fileno(), 4096, 0) == self._text
 
@@ -122,7 +122,7 @@ class Turn:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a job holds its turn, as far as this machine can tell."""
+    """Return whether a job holds its turn, as far as this machine can tell."""
     try:
         mark = file.open("rb")
     except OSError:
@@ -149,7 +149,7 @@ def _locks_all(file: IO[bytes]) -> bool:
 
 
 def _is_still(path: Path, file: IO[bytes]) -> bool:
-    """Whether a file is the one at ``path``, not one that was removed."""
+    """Return whether a file is the one at ``path``, not one that was removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError as error:

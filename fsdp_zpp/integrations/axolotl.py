@@ -59,20 +59,20 @@ _SIZES = {
     "sequence_parallel_degree": _ONE_DIMENSION,
     "expert_parallel_size": _ONE_DIMENSION,
 }
-"""Likewise, keys that ask for nothing if they are 1."""
+"""Keys that ask for what a strategy can't honour unless they are 1."""
 
 _FSDP_ALTERNATIVES = {
     "offload_params": "leave it out; frozen: nf4 and levels: GGG are what saves memory on GPUs",
     "cpu_ram_efficient_loading": "it loads the weights on one rank, and a strategy shards those of each: leave it out",
 }
-"""Likewise, keys of ``fsdp_config``."""
+"""Keys of ``fsdp_config`` that ask for what a strategy can't honour."""
 
 _OPTIMIZERS_WITH_A_MESH = ("muon", "dion", "sinkgd")
 """Optimizers that axolotl gives a mesh of its own making, which is not the strategy's."""
 
 
 class StrategyArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration.
+    """A pydantic model of the keys that the plugin adds to axolotl's configuration.
 
     Attributes:
         fsdp_zpp: The strategy: a preset's name, or a mapping as ``Strategy.from_dict`` reads it.
@@ -132,7 +132,7 @@ class StrategyPlugin(BasePlugin):
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Have ``trainer`` shard its model.
+        """Make ``trainer`` shard its model.
 
         Raises:
             ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
@@ -148,7 +148,7 @@ class StrategyPlugin(BasePlugin):
 
 
 def strategy_of(value: object) -> Strategy:
-    """The strategy that the key ``fsdp_zpp`` stands for.
+    """Return the strategy that the key ``fsdp_zpp`` stands for.
 
     Raises:
         ValueError: If it stands for none; the error names the key.

@@ -60,7 +60,7 @@ def use_strategy(trainer: T, strategy: Strategy) -> T: ...
 
 
 def use_strategy(trainer: Any, strategy: Strategy) -> Any:
-    """Have ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
+    """Make ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
 
     It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
     sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap and more; its kind
@@ -192,7 +192,7 @@ class ShardingTrainer(Trainer):
             self._marked_save = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """As Trainer's.
+        """Train as Trainer does, but refuse a checkpoint whose save was cut off.
 
         Raises:
             ValueError: If the save of the checkpoint was cut off.
@@ -231,7 +231,7 @@ class ShardingTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def push_to_hub(self, *arguments: Any, **options: Any) -> Any:
-        """As Trainer's, with the whole model. Collective."""
+        """Push to the hub as Trainer does, with the whole model. Collective."""
         with _with_full_state_dicts(self.accelerator):
             return super().push_to_hub(*arguments, **options)
 

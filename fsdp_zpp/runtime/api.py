@@ -1,4 +1,4 @@
-"""The functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps."""
+"""Functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .validation import check_module
 
 
 def units(model: nn.Module) -> Iterator[Communicator]:
-    """The units of a model, outermost first, then its frozen base.
+    """Yield the units of a model, outermost first, then its frozen base.
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
@@ -58,7 +58,7 @@ def invalidate(model: nn.Module) -> None:
 
 
 def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
-    """Bytes that this rank has sent for ``model`` so far, by kind and hop.
+    """Return the bytes that this rank has sent for ``model`` so far, by kind and hop.
 
     It counts what the strategies, comm hooks and frozen bases of fsdp_zpp send. It does not count torch's own
     collectives: full-precision gathers for state dicts and ``summon_full_params``, and, on one node, whatever is not
@@ -105,7 +105,7 @@ def exchange_weights(model: nn.Module) -> None:
 
 @contextmanager
 def agreed_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which each unit has the weights of its last exchange, which are the same on all nodes.
+    """Return a context in which each unit has the weights of its last exchange, the same on all nodes.
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
     they show the agreed ones, as DiLoCo evaluates and saves them. Nothing is sent between nodes. The node's own weights
@@ -129,7 +129,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _local_trainings(model: nn.Module) -> list[LocalTraining]:
-    """The local trainings of a model; none on a single node, where there is nothing to exchange."""
+    """Return the local trainings of a model; none on a single node, where there is nothing to exchange."""
     ours = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
     if not ours:
         raise ValueError(f"no part of this {type(model).__name__} has a Strategy(local_steps=...)")

@@ -37,11 +37,11 @@ SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 """Codec state of one unit, or of one optimizer."""
 
 _SAVED_WITH = "saved_with"
-"""The key of the checksums of a unit's weights, in the state of each of its parts."""
+"""Key of the checksums of a unit's weights, in the state of each of its parts."""
 
 
 class RankState:
-    """The codec state of several units on this rank.
+    """Codec state of several units on this rank.
 
     Args:
         parts: The state of each unit, by a name that is the same on all ranks.
@@ -67,7 +67,7 @@ class RankState:
         self._prefix = f"rank{dist.get_rank()}/"
 
     def state_dict(self) -> dict[str, Any]:
-        """Each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
+        """Return each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
         # Of what was loaded and not used yet, those that it was saved with.
         saved_with = {
             unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
@@ -145,7 +145,7 @@ class RankState:
 
 
 class CodecState:
-    """The codec state of a model, for checkpoints from which training resumes bit for bit.
+    """Codec state of a model, for checkpoints from which training resumes bit for bit.
 
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
     sends deltas against; of ``Strategy(local_steps=...)``, what differs from node to node: weights, states of
@@ -184,7 +184,7 @@ class CodecState:
         self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes, of, modules, warns=warns)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, as bytes by unit."""
+        """Return this rank's part, as bytes by unit."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

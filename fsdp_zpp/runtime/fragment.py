@@ -15,7 +15,7 @@ from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.config.local_steps import LocalSteps
 
 Span = tuple[int, int]
-"""Where values start and stop in a flat tensor."""
+"""Start and stop of values in a flat tensor."""
 _MOST_SPANS = 64
 
 
@@ -35,7 +35,7 @@ class Progress:
 
 
 class Fragment:
-    """The weights of a unit, which nodes train on their own and exchange.
+    """Weights of a unit, which nodes train on their own and exchange.
 
     What was trained since its last exchange is exchanged, once, whether or not it is still trained by then. Parameters
     that never were stay out of it.
@@ -78,25 +78,25 @@ class Fragment:
 
     @property
     def was_trained(self) -> bool:
-        """Whether any of its weights are trained, or ever were; the same on all ranks."""
+        """Return whether any of its weights are trained, or ever were; the same on all ranks."""
         return bool(self.outer.names) or len(self._trained()) > 0
 
     @property
     def weights(self) -> list[Tensor]:
-        """What this rank holds of what was ever trained."""
+        """Return what this rank holds of the parameters that were ever trained."""
         return list(self._of(self.outer.names).values())
 
     def _of(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What this rank holds of some parameters, in the unit's order."""
+        """Return what this rank holds of some parameters, in the unit's order."""
         return {name: shard for name, shard in self._shards().items() if name in names}
 
     def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What this rank exchanges of them."""
+        """Return what this rank exchanges of some parameters."""
         whole = self._of(names)
         return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
 
     def start(self, *, anew: bool = False) -> None:
-        """Have what is trained by now adopt its weights, which all nodes hold alike, as the agreed ones.
+        """Adopt the weights of what is trained by now, which all nodes hold alike, as the agreed ones.
 
         Args:
             anew: Whether parameters do that have agreed weights already.
@@ -106,25 +106,25 @@ class Fragment:
             self.outer.start(self._exchanged(new))
 
     def note_trained(self) -> None:
-        """Note what a step changes."""
+        """Record the parameters that a step changes."""
         self.start()
         self._changed |= set(self._trained())
 
     @property
     def changed(self) -> list[bool]:
-        """Of each parameter of the unit, whether it was trained on this rank since its last exchange."""
+        """Return, for each parameter of the unit, whether it was trained on this rank since its last exchange."""
         return [name in self._changed for name in self._shards()]
 
     @changed.setter
     def changed(self, changed: Sequence[bool]) -> None:
-        """Note for which that is so on any rank: all must exchange the same ones."""
+        """Record which parameters were trained on any rank: all must exchange the same ones."""
         self._changed = {name for name, flag in zip(self._shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
             self.outer.start(self._exchanged(new))  # this node has left them as they were
 
     @property
     def holds_agreed(self) -> bool:
-        """Whether this rank's weights are the agreed ones."""
+        """Return whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
 
     def restart(self) -> None:
@@ -159,7 +159,7 @@ class Fragment:
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
-        """Have the agreed weights in place of this node's own. Collective over the node."""
+        """Return a context with the agreed weights in place of this node's own. Collective over the node."""
         # Others hold what was agreed on, or what a user has written since they were frozen.
         names = self.outer.names & (self._changed | set(self._sent) | set(self._trained()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
@@ -184,7 +184,7 @@ class Fragment:
     # ---- in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
+        """Return the progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
         if self._loaded is not None:
             return self._loaded
         # This node's own, also while the agreed ones are shown.
@@ -215,7 +215,7 @@ class Fragment:
         self.progress = Progress(**state["progress"])
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
-        """By parameter, its number of values here, and where they are those of what was loaded."""
+        """Return, by parameter, its number of values here, and where they equal what was loaded."""
         loaded = {} if self._loaded is None else self._loaded["weights"]
         return {
             name: (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
@@ -224,7 +224,7 @@ class Fragment:
         }
 
     def holds_loaded_agreed(self, names: Collection[str]) -> bool:
-        """Whether what this rank holds of some parameters are the agreed weights of what was loaded."""
+        """Return whether this rank holds, of some parameters, the agreed weights of what was loaded."""
         exchanges = None if self._loaded is None else self._loaded["exchanges"]
         agreed = {} if exchanges is None else exchanges["agreed"]
         held = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
@@ -255,7 +255,7 @@ class Fragment:
 
 
 def _longest_spans(flags: Tensor) -> list[Span]:
-    """Where flags are set, without the many short spans in which they are so by chance."""
+    """Return the spans in which flags are set, without the many short ones that arise by chance."""
     padded = torch.nn.functional.pad(flags.reshape(-1).to(torch.int8), (1, 1))
     edges = padded.diff().nonzero().view(-1, 2)
     longest = (edges[:, 1] - edges[:, 0]).topk(min(len(edges), _MOST_SPANS)).indices

@@ -1,4 +1,4 @@
-"""The events in a model's life that its units react to.
+"""Events in a model's life that its units react to.
 
 Weights change ([Note: Staleness] in secondary_shard.py), gradients are cleared, steps are made or skipped
 ([Note: The lifetime of errors] in error_state.py).
@@ -153,7 +153,7 @@ class LifecycleHooks:
                     self._mistakes.gradients_cleared()
 
     def _units_of(self, held: set[int]) -> Iterator[Unit]:
-        """The units of which an optimizer holds a parameter, given the ids of all it holds; the same on all ranks.
+        """Yield the units of which an optimizer holds a parameter, given the ids of all it holds; alike on all ranks.
 
         One of several optimizers, or one that steps within the backward, clears the gradients of its own units only. A
         rank may hold no element of a unit; its empty parameters count like any others. If users leave these out of all
@@ -167,7 +167,7 @@ class LifecycleHooks:
                 yield unit
 
     def _holds_any(self, held: set[int]) -> bool:
-        """Whether an optimizer that holds these is one of this model's."""
+        """Return whether an optimizer with these parameters is one of this model's."""
         return any(id(p) in held for unit in self._units for p in unit.sharded.parameters())
 
     def backward_ended(self, synchronized: bool) -> None:
@@ -187,7 +187,7 @@ class LifecycleHooks:
 
 
 def _weak(method: Callable[..., None]) -> Hook:
-    """A bound method as a hook that does not keep its object alive."""
+    """Return a bound method as a hook that does not keep its object alive."""
     # Hooks are kept on torch's classes: a strong reference would keep a model's units alive there, and the finalizers
     # that remove the hooks would never run.
     reference = weakref.WeakMethod(method)
@@ -201,7 +201,7 @@ def _weak(method: Callable[..., None]) -> Hook:
 
 
 def _held_by(optimizer: Optimizer) -> set[int]:
-    """The ids of an optimizer's parameters."""
+    """Return the ids of an optimizer's parameters."""
     held: set[int] = set()
     for group in optimizer.param_groups:
         held.update(map(id, group["params"]))  # in C, as it is asked twice a step
@@ -217,7 +217,7 @@ def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
-    """Whether a scaler has skipped the step of an optimizer.
+    """Return whether a scaler has skipped the step of an optimizer.
 
     ``item()`` costs no wait of its own: to decide on that step, ``GradScaler.step`` has just waited for these values.
     """
@@ -265,7 +265,7 @@ def set_up_model(
 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
-    """Have nodes exchange the fragments of a model before forwards, if it has any. Collective."""
+    """Let nodes exchange the fragments of a model before forwards, if it has any. Collective."""
     trained = [unit for unit in units if unit.sharded.is_trained()]
     configurations = dict.fromkeys(unit.strategy.local_steps for unit in trained)
     if len(configurations) > 1:

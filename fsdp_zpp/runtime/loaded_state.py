@@ -27,13 +27,13 @@ from .unit import Checksums, StrategyUnit, Unit
 
 
 def trained_checksums(unit: Unit) -> Checksums:
-    """Those of a unit's trained parameters, which are what tells one step from another."""
+    """Return the checksums of a unit's trained parameters, which are what tells one step from another."""
     trained = set(unit.sharded.trained_names())
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
 
 
 class LoadedState:
-    """What was loaded for several units. See [Note: Weights of codec state].
+    """Codec state that was loaded for several units. See [Note: Weights of codec state].
 
     Args:
         saved_with: By unit, the checksums of the weights that it was saved with.
@@ -56,7 +56,7 @@ class LoadedState:
                 fragment.before_restore = self.settle
 
     def forget(self) -> None:
-        """Leave it as it is: it was settled, or other state was loaded over it."""
+        """Leave the state as it is: it was settled, or other state was loaded over it."""
         for hook in self._hooks:
             hook.remove()
         for unit in self.saved_with:
@@ -70,7 +70,7 @@ class LoadedState:
         self.settle()
 
     def settle(self) -> None:
-        """Drop it unless it belongs to the weights of all ranks. Collective."""
+        """Drop the state unless it belongs to the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         # A dict, not a set: ranks must go through them in the same order, and a set's order differs by process.
@@ -86,7 +86,7 @@ class LoadedState:
         return (loads == unit.loads and _match(found, saved)) or _match(_held(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
-        """Whether the weights of units are those of any node or, all of them, the agreed ones. Collective."""
+        """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
         assert mesh.inter is not None
         asked = [(fragment, self.saved_with[unit]) for unit in units if (fragment := _fragment_of(unit)) is not None]
         agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in asked)
@@ -107,17 +107,17 @@ def _fragment_of(unit: Unit) -> Fragment | None:
 
 
 def _held(unit: Unit, saved: Checksums) -> Checksums:
-    """What this rank holds of parameters that were saved."""
+    """Return the checksums of what this rank holds of parameters that were saved."""
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:
-    """Whether parameters are those that were saved; in another dtype they may be."""
+    """Return whether parameters are those that were saved; in another dtype they may be."""
     return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in held.items())
 
 
 def _cover(numel: int, spans: Iterable[Span]) -> bool:
-    """Whether spans leave no gap in a tensor."""
+    """Return whether spans leave no gap in a tensor."""
     reached = 0
     for start, stop in sorted(spans):
         if start > reached:

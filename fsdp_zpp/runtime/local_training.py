@@ -96,7 +96,7 @@ class LocalTraining:
             self._exchange_after(progress.exchanged + 1)
 
     def _prepare(self) -> None:
-        """Restore what was loaded, and have agreed weights of all that was trained so far."""
+        """Restore what was loaded, and start all that was trained so far."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
@@ -153,7 +153,7 @@ class LocalTraining:
         check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
     def _agree_on_changes(self, fragments: Sequence[Fragment]) -> None:
-        """Have all nodes exchange what any of them has trained. Collective."""
+        """Let all nodes exchange what any of them has trained. Collective."""
         asked = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, by_any in agree_on_use(asked):
             fragment.changed = by_any()
@@ -184,7 +184,7 @@ class LocalTraining:
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
-        """Have the agreed weights in place of this node's own.
+        """Return a context with the agreed weights in place of this node's own.
 
         Raises:
             RuntimeError: If they are shown already.

@@ -15,7 +15,7 @@ Hook = Callable[..., None]
 
 
 def register_method_post_hook(owner: type, method: str, hook: Hook) -> Callable[[], None]:
-    """Run ``hook(instance, *args, **kwargs)`` after every call of a class's method; returns a function that removes it.
+    """Run ``hook(instance, *args, **kwargs)`` after each call of a class's method; return a function that removes it.
 
     It does not run for a subclass that overrides the method without calling it.
     """
@@ -27,7 +27,7 @@ def register_method_post_hook(owner: type, method: str, hook: Hook) -> Callable[
 
 
 def register_step_hook(hook: Hook) -> Callable[[], None]:
-    """Run ``hook(optimizer)`` after every step of a torch optimizer; returns a function that removes it at any time.
+    """Run ``hook(optimizer)`` after each step of a torch optimizer; return a function that removes it at any time.
 
     torch iterates over its step hooks as it runs them, so removing one meanwhile raises; a garbage collection could do
     that to the hook of a model that is gone. So torch gets one hook, for good, which runs all of ours.
@@ -38,7 +38,7 @@ def register_step_hook(hook: Hook) -> Callable[[], None]:
 
 
 def add_hook(owner: type, name: str, hook: Hook) -> Callable[[], None]:
-    """Add a hook to those that a class has under ``name``; returns a function that removes it at any time."""
+    """Add a hook to those that a class has under ``name``; return a function that removes it at any time."""
     # On torch's class, where torch's own hooks are, rather than in a global of this module.
     if not hasattr(owner, name):
         setattr(owner, name, {})

@@ -11,7 +11,7 @@ from .unit import PARTS, named_units
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """The ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
+    """Return the ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
 
     Args:
         model: The model; of anything else, a caller is to say so on all ranks.

@@ -20,7 +20,7 @@ _MODE = "_fsdp_zpp_mode"
 
 
 def register_mode_hook(hook: Hook) -> Callable[[], None]:
-    """Run ``hook(optimizer)`` after ``train`` or ``eval`` may have changed weights; returns a function that removes it.
+    """Run ``hook(optimizer)`` after ``train`` or ``eval`` may have changed weights; return a function that removes it.
 
     It runs for optimizers that are torch's or derived from it.
     """
@@ -28,7 +28,7 @@ def register_mode_hook(hook: Hook) -> Callable[[], None]:
 
 
 def watch_modes(optimizer: Optimizer) -> None:
-    """Have ``train`` and ``eval`` of this optimizer's class run the hooks, if it has them."""
+    """Wrap ``train`` and ``eval`` of this optimizer's class, if it has them, so that they run the hooks."""
     for mode, hook in _CALLED.items():
         if callable(getattr(type(optimizer), mode, None)):
             register_method_post_hook(type(optimizer), mode, hook)

@@ -18,7 +18,7 @@ from .fragment import Fragment
 
 
 class OptimizerState:
-    """What this rank holds of an optimizer's state.
+    """An optimizer's state on this rank.
 
     Args:
         optimizer: The optimizer.
@@ -29,7 +29,7 @@ class OptimizerState:
         self._optimizer, self._fragment = optimizer, fragment
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state by parameter, in the optimizer's order."""
+        """Return the state by parameter, in the optimizer's order."""
         if id(self._optimizer) in self._fragment.pending:
             return {"state": self._fragment.pending[id(self._optimizer)][0]}
         states = (self._optimizer.state.get(parameter, {}) for parameter in self._parameters())
@@ -73,7 +73,7 @@ class OptimizerState:
 
 
 def _saved(value: Any) -> Any:
-    """A copy on the CPU."""
+    """Return a copy on the CPU."""
     if not isinstance(value, Tensor):
         return value
     local = value.to_local() if isinstance(value, DTensor) else value
@@ -81,7 +81,7 @@ def _saved(value: Any) -> Any:
 
 
 def _restored(saved: Any, present: Any, parameter: nn.Parameter, counts_on_device: bool) -> Any:
-    """``saved`` in the form that the optimizer uses, such as a DTensor."""
+    """Return ``saved`` in the form that the optimizer uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):

@@ -21,7 +21,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def holds_packed_values(parameter: Tensor) -> bool:
-    """Whether the elements of ``parameter`` stand for other values, so that its bytes must arrive unchanged.
+    """Return whether the elements of ``parameter`` stand for other values, so that its bytes must not change.
 
     To be asked before FSDP shards it: shards are plain tensors.
     """
@@ -37,18 +37,18 @@ def holds_packed_values(parameter: Tensor) -> bool:
 
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
-    """Those of some parameters, by whatever they come with, that hold packed values."""
+    """Return those of some parameters that hold packed values, by whatever they come with."""
     # Most are plain, and a call for each would be a third of all that sharding a module takes.
     seen = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
     return {key: parameter for key, parameter in seen if holds_packed_values(parameter)}
 
 
 def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The modules below ``model`` that have packed parameters, with the names there."""
+    """Return the modules below ``model`` that have packed parameters, with the names there."""
     sites = ((module, *named) for module in model.modules() for named in module._parameters.items())
     return set(packed(((module, name), p) for module, name, p in sites if p is not None))
 
 
 def packed_facts(held: Mapping[str, Tensor]) -> dict[str, str]:
-    """What all ranks must agree on about packed parameters, by name; see [Note: Agreement] in agreement.py."""
+    """Return the facts about packed parameters on which ranks must agree; see [Note: Agreement] in agreement.py."""
     return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in held.items()}

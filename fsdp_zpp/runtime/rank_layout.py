@@ -14,7 +14,7 @@ from fsdp_zpp.config.topology import Topology
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks that a call shards over, and what a strategy comes to on them.
+    """Ranks that a call shards over, and what a strategy comes to on them.
 
     Attributes:
         group: The ranks.
@@ -28,17 +28,17 @@ class RankLayout:
 
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
-        """The layout of ``group`` under ``strategy``, without communication. Raises what :func:`topology_of` raises."""
+        """Return the layout of ``group`` under ``strategy``, without communication; raise as :func:`topology_of`."""
         topology = topology_of(group, node_size(strategy, group))
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
 
     def mesh(self) -> ProcessMesh:
-        """The mesh of the ranks. Collective over them at the first call for each layout."""
+        """Return the mesh of the ranks. Collective over them at the first call for each layout."""
         return mesh_on(self.group, self.topology)
 
 
 def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
-    """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
+    """Return ``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
 
     A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then count
     as one node, and torch's own collectives do the work.
@@ -49,7 +49,7 @@ def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:
-    """``gpus_per_node`` of ``group`` as launched; LOCAL_WORLD_SIZE as text if that gives no layout.
+    """Return ``gpus_per_node`` as launched, or the text of LOCAL_WORLD_SIZE if that gives no layout.
 
     The caller compares it between ranks: nodes of unequal size then raise on all of them, not just on some.
     """

@@ -1,4 +1,4 @@
-"""The one log line of a model: which parts of its strategy are active on a mesh, which are not, and why."""
+"""One log line of a model: which parts of its strategy are active on a mesh, which are not, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unit import StrategyUnit
 logger = logging.getLogger("fsdp_zpp")
 
 Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
-"""The units of a model by their strategies and ranks."""
+"""Units of a model by their strategies and ranks."""
 
 _ALONE = "one rank: nothing is sent"
 _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
@@ -26,7 +26,7 @@ _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=
 
 @dataclass(frozen=True)
 class StrategySummary:
-    """The parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
+    """Parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
 
     active: tuple[str, ...]
     inactive: tuple[str, ...]
@@ -92,7 +92,7 @@ def summarize(
 
 
 def _weights(strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage | None) -> list[tuple[str, str | None]]:
-    """Texts on how parameters are gathered, each with the reason why it is inactive, or None."""
+    """Return texts on how parameters are gathered, each with the reason why it is inactive, or None."""
     parts: list[tuple[str, str | None]] = []
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
     why_not = _ALONE if topology.world == 1 else None
@@ -125,7 +125,7 @@ def _summary(parts: list[tuple[str, str | None]]) -> StrategySummary:
 
 
 def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:
-    """Texts on a gradient reduction with these codecs inside and between nodes; see :func:`_weights`."""
+    """Return texts on a gradient reduction with these codecs on its hops; see :func:`_weights`."""
     if intra is None and inter is None:
         return [("gradients reduced in full precision", None)] if topology.world > 1 else []
     parts: list[tuple[str, str | None]] = []
@@ -147,7 +147,7 @@ def _feedback(
     topology: Topology,
     nbytes: int,
 ) -> list[tuple[str, str | None]]:
-    """Texts on error feedback; see :func:`_weights`."""
+    """Return texts on error feedback; see :func:`_weights`."""
     if config is None:
         return []
     # Only which hops have errors matters here, not their sizes, so any number of values does.
@@ -166,7 +166,7 @@ def _feedback(
 
 
 def _size(nbytes: int) -> str:
-    """A number of bytes, readable."""
+    """Format a number of bytes."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}"
@@ -186,7 +186,7 @@ def _no_hop_inside(topology: Topology) -> str | None:
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
-    """Log once a strategy, on its mesh's first rank, what is active; as a warning if something asked for is inactive.
+    """Log once a strategy, on its mesh's first rank, what is active; as a warning if something is inactive.
 
     Args:
         model: The model's name.
@@ -203,12 +203,12 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
 
 
 def _coverage(members: Sequence[StrategyUnit], everything: Sequence[int]) -> Coverage:
-    """The share of some units in all of a model's, whose numbers of values are ``everything``."""
+    """Return the share of some units in all of a model's, whose numbers of values are ``everything``."""
     return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(everything), sum(everything))
 
 
 def _error_nbytes(unit: StrategyUnit) -> int:
-    """Bytes of error state that a unit will take on this rank."""
+    """Return the bytes of error state that a unit will take on this rank."""
     reduce = unit.reduce
     if reduce is None or not unit.sharded.is_trained():
         return 0
@@ -223,7 +223,7 @@ def log_reduction(
     units: int,
     error_nbytes: int,
 ) -> None:
-    """As :func:`log_summaries`, for a comm hook, which reduces gradients and gathers nothing."""
+    """Log, for a comm hook, which reduces gradients and gathers nothing, what is active."""
     parts = _reduction(*codecs, mesh.topology)
     # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
     parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)

@@ -42,7 +42,7 @@ def check_instance(name: str, value: object) -> None:
 
 
 def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, object]:
-    """What all ranks must agree on about a strategy, by name; see [Note: Agreement] in agreement.py.
+    """Return the facts about a strategy on which ranks must agree; see [Note: Agreement] in agreement.py.
 
     Of what is no strategy, too: a rank that just raised would leave the others in the comparison.
     """

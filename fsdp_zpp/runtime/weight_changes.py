@@ -42,7 +42,7 @@ class WeightChanges:
         self._has_warned = False
 
     def look(self, held: Collection[int] = ()) -> None:
-        """Look which units have begun to change; at a point that all ranks pass.
+        """Find the units that have begun to change; at a point that all ranks pass.
 
         Args:
             held: The ids of the parameters of an optimizer that has stepped.
@@ -89,11 +89,11 @@ class WeightChanges:
 
 
 def too_small_units(units: Sequence[StrategyUnit]) -> set[Unit]:
-    """The units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
+    """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
     asked = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
     return {unit for unit, on_any_rank in agree_on_use(asked) if any(on_any_rank())}
 
 
 def local_numel(parameter: nn.Parameter) -> int:
-    """Elements that this rank holds."""
+    """Return the number of elements that this rank holds."""
     return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

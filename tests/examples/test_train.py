@@ -1,4 +1,4 @@
-"""The training example, end to end on four processes as two nodes of two."""
+"""Training example, end to end on four processes as two nodes of two."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TINY = "--gpus-per-node 2 --hidden 32 --layers 2 --sequence 64 --batch 4 --lr 1e
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A little text, so that a test neither reads nor depends on the standard library."""
+    """Return a little text, so that a test neither reads nor depends on the standard library."""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{a} plus {b} makes {a + b}.\n" for a in range(60) for b in range(60)))
     return path
 
 
 def run(text: Path, output: Path, *options: str | Path) -> CompletedProcess[str]:
-    """The example with these options."""
+    """Run the example with these options."""
     return launch(4, "examples/train.py", "--data", text, "--output", output, *TINY, *options, on_cpu=True)
 
 
 def train(text: Path, output: Path, *options: str | Path) -> list[float]:
-    """The losses that the example prints, one for each step here."""
+    """Run the example, and return the losses that it prints, one for each step here."""
     result = run(text, output, *options)
     assert result.returncode == 0, result.stdout + result.stderr
     heading, *lines = result.stdout.splitlines()
@@ -40,7 +40,7 @@ def train(text: Path, output: Path, *options: str | Path) -> list[float]:
 
 
 def saved(checkpoint: Path) -> list[Any]:
-    """All that a checkpoint holds: weights, moments, errors of codecs, the step."""
+    """Return all that a checkpoint holds: weights, moments, errors of codecs, the step."""
     file = checkpoint.with_suffix(".pt")
     dcp_to_torch_save(checkpoint, file)
     leaves = tree_leaves(torch.load(file, weights_only=False))

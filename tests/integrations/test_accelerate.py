@@ -68,7 +68,7 @@ def checkpointed() -> tuple[list[float], int, list[int]]:
 
 
 def units_in(module: nn.Module) -> int:
-    """How many units are in ``module``, with itself."""
+    """Count the units in ``module``, itself included."""
     return sum(isinstance(each, FSDPModule) for each in module.modules())
 
 

@@ -1,4 +1,4 @@
-"""What accelerate is configured for and a strategy can't honour is refused, and the error says what to do."""
+"""Configurations of accelerate that a strategy can't honour are refused, and the error says what to do."""
 
 from __future__ import annotations
 

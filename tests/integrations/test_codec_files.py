@@ -23,7 +23,7 @@ from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_stat
 
 
 def trained(adapter: Adapter) -> tuple[Any, Any]:
-    """A model with errors to save, and its optimizer."""
+    """Return a model with errors to save, and its optimizer."""
     case = Case(steps=1)
     model = adapter.make(case, Strategy.loco(gpus_per_node=1))
     optimizer = models.make_optimizer("adamw", model.parameters())

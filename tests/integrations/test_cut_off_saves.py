@@ -19,11 +19,11 @@ from fsdp_zpp import Strategy
 
 TOLD = ("remove", "resume from another checkpoint")
 Outcome = list[float] | str
-"""The losses after a checkpoint was loaded, or the error."""
+"""Losses after a checkpoint was loaded, or the error."""
 
 
 def outcome(go_on: Callable[[], list[float]]) -> tuple[Outcome, bool]:
-    """What comes of loading a checkpoint and training on, and whether this rank warns that codec state starts over."""
+    """Return what comes of loading a checkpoint and training on, and whether codec state is lost, with a warning."""
     with collected() as records:
         try:
             found: Outcome = go_on()
@@ -111,5 +111,5 @@ def test_a_new_checkpoint_that_lacks_something_is_refused(
 def test_codec_state_of_a_mixture_that_is_loaded_all_the_same_is_dropped(
     pool: Callable[[int], Pool], tmp_path: Path, way: InFolder
 ) -> None:
-    """A user has removed the mark, as the error says."""
+    """Load after a user has removed the mark, as the error says."""
     check(pool(2).run(cut_off, way, STRATEGIES["stateful"], tmp_path, False))

@@ -32,7 +32,7 @@ from fsdp_zpp import Int4Delta, Strategy
 from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
 
 STATEFUL = Strategy.loco(weights=Int4Delta(), gpus_per_node=2)
-"""With both kinds of codec state: errors of gradients, and bases of weight deltas."""
+"""Strategy with both kinds of codec state: errors of gradients, and bases of weight deltas."""
 LOCAL = Strategy.diloco(every=3, gpus_per_node=2)
 ROUNDING = 2e-6
 """Sums over ranks in another order change the last bits of a gradient, and a few steps of AdamW a loss by this."""
@@ -42,7 +42,7 @@ over_ways = pytest.mark.parametrize("way", WAYS, ids=str)
 
 @pytest.fixture(scope="module")
 def outcomes(pool: Callable[[int], Pool]) -> Callable[[Run], list[Outcome]]:
-    """``outcomes(run)``: what each of four ranks has seen, trained once however many tests compare with it."""
+    """Return ``outcomes(run)``: what each of four ranks has seen, trained once for all tests that compare with it."""
     known: dict[Run, list[Outcome]] = {}
 
     def get(run: Run) -> list[Outcome]:

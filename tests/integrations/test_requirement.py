@@ -1,4 +1,4 @@
-"""What is said where a framework is absent or too old."""
+"""Errors where a framework is absent or too old."""
 
 from __future__ import annotations
 

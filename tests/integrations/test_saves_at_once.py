@@ -28,11 +28,11 @@ from fsdp_zpp.integrations import _turns, accelerate
 from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
 NO_LOCKS = mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available"))
-"""A file system that has none."""
+"""Patch that makes a file system without locks."""
 
 
 def refusal(checkpoint: Path) -> str:
-    """What is said of a checkpoint when it is to be loaded; nothing if it is whole."""
+    """Return what is said of a checkpoint when it is to be loaded; nothing if it is whole."""
     try:
         check_complete(checkpoint)
     except ValueError as error:

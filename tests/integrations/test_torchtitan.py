@@ -50,14 +50,14 @@ VALIDATION = "--validator.enable --validator.freq 2 --validator.steps 1 --valida
 
 
 def flag(strategy: str | None = None, **arguments: Any) -> list[str]:
-    """The flag of a strategy on nodes of two."""
+    """Return the flag of a strategy on nodes of two."""
     preset = {} if strategy is None else {"preset": strategy}
     return ["--parallelism.strategy", json.dumps(preset | arguments | {"gpus_per_node": 2})]
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
-    """``workers(name, *args)``: a function of torchtitan_training on four ranks; results by rank.
+    """Return ``workers(name, *args)``: a function of torchtitan_training on four ranks; results by rank.
 
     These processes are not those of other tests: torchtitan changes the garbage collector and timeouts of a process.
     """
@@ -70,7 +70,7 @@ def workers() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="module")
 def own(workers: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """torchtitan's own FSDP."""
+    """Return the results of torchtitan's own FSDP."""
     return workers("train", "own", tmp_path_factory.mktemp("own"), *VALIDATION)[0]
 
 
@@ -129,7 +129,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(workers: Callable[...,
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What is in the folder of a checkpoint, but for what a job has locked to save it alone."""
+    """Return what is in the folder of a checkpoint, but for what a job has locked to save it alone."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "being_saved"}
 
 

@@ -36,17 +36,17 @@ WHOLE = ("whole", "local steps")
 """Kinds of training that change all weights."""
 """With all that codecs keep from step to step."""
 QUANTIZED = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
-"""Without a codec of weights, or the model would compute with adapters that differ from those in files."""
+"""Strategy without a codec of weights, or the model would compute with adapters that differ from those in files."""
 
 
 def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """A data set of tokens that are few."""
+    """Return a data set of tokens that are few."""
     tokens = torch.randint(0, 40, (count, 16), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    """A trainer of two micro-batches a step, with an evaluation every other step."""
+    """Return a trainer of two micro-batches a step, with an evaluation every other step."""
     arguments = TrainingArguments(
         **{
             "output_dir": folder,
@@ -69,7 +69,7 @@ def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **
 
 
 def logged(trainer: Trainer, what: str) -> list[float]:
-    """What it has logged under this name."""
+    """Return what it has logged under this name."""
     return [entry[what] for entry in trainer.state.log_history if what in entry]
 
 
@@ -116,7 +116,7 @@ def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[
 
 
 def make_model(kind: str) -> nn.Module:
-    """A whole Llama, one of which the last layer is trained, or one with adapters."""
+    """Return a whole Llama, one of which the last layer is trained, or one with adapters."""
     if kind == "whole":
         return llama.make_base()
     if kind == "partly frozen":
@@ -157,7 +157,7 @@ def test_a_training_is_resumed_bit_for_bit(
 
 
 def saved_names(checkpoint: Path) -> list[str]:
-    """The parameters in a checkpoint's model and optimizer."""
+    """Return the parameters in a checkpoint's model and optimizer."""
     names: list[str] = []
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         if (checkpoint / folder).is_dir():

@@ -23,12 +23,12 @@ trl = pytest.importorskip("trl")
 
 STEPS = 4
 HPZ = Strategy("IGG", gpus_per_node=2)
-"""It keeps weights from one forward to the next, and rounds nothing."""
+"""Strategy that keeps weights from one forward to the next, and rounds nothing."""
 WORDS = ["<pad>", "<eos>", *map(str, range(2, llama.VOCABULARY))]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One of numbers."""
+    """Return a tokenizer of numbers."""
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     made = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -36,13 +36,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def texts(seed: int, length: int = 8) -> list[str]:
-    """Some texts of numbers."""
+    """Return some texts of numbers."""
     numbers = torch.randint(2, llama.VOCABULARY, (32, length), generator=torch.Generator().manual_seed(seed))
     return [" ".join(map(str, row.tolist())) for row in numbers]
 
 
 def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
-    """A trainer of TRL with a reference, with a strategy or without."""
+    """Return a trainer of TRL with a reference, with a strategy or without."""
     cls = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "grpo": trl.GRPOTrainer}[kind]
     configuration = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig}[kind]
     options: dict[str, Any] = {
@@ -82,7 +82,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
-    """Large numbers are good."""
+    """Reward large numbers."""
     return [sum(float(word) for word in text.split() if word.isdigit()) / 500 for text in completions]
 
 

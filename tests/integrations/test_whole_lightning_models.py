@@ -76,7 +76,7 @@ class Module(LightningModule):
         return llama.loss_of(self.model, batch)
 
     def validation_step(self, batch: Tensor, index: int) -> None:
-        """There is nothing to know but what the model answers."""
+        """Do nothing: there is nothing to know but what the model answers."""
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         self.answers.append(logits_of(self.trainer.strategy.model))
@@ -86,17 +86,17 @@ class Module(LightningModule):
 
 
 def shard_by_layer(model: nn.Module, strategy: str, mesh: Any) -> nn.Module:
-    """Shard it by ``fully_shard``."""
+    """Shard the model by ``fully_shard``."""
     return shard(model, llama.layers_of(model), STRATEGIES[strategy], mesh["data_parallel"])
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """One of what is trained."""
+    """Make an optimizer of what is trained."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def strategy_for(way: Way, strategy: str, form: str) -> Any:
-    """Ours, of Lightning's kind."""
+    """Make our strategy of Lightning's kind."""
     return make_strategy(
         way,
         STRATEGIES[strategy],
@@ -107,13 +107,13 @@ def strategy_for(way: Way, strategy: str, form: str) -> Any:
 
 
 def batches() -> Tensor:
-    """This rank's, by row; the Trainer would take a list for several loaders."""
+    """Return this rank's batches, by row; the Trainer would take a list for several loaders."""
     return torch.stack([llama.tokens(step) for step in range(STEPS)])
 
 
 @contextmanager
 def trainer_of(folder: str, strategy: str, fsdp: str, form: str) -> Iterator[Trainer]:
-    """A context with a trainer that keeps the last of its checkpoints and the best."""
+    """Return a context with a trainer that keeps the last of its checkpoints and the best."""
     way = Way("trainer", fsdp)
     with environment():
         own = strategy_for(way, strategy, form)
@@ -156,14 +156,14 @@ def saved_by_trainer(folder: str, kind: str, strategy: str, fsdp: str, form: str
 
 
 def consolidated(checkpoint: Path) -> dict[str, Any]:
-    """What Lightning's command makes of a checkpoint that is a folder."""
+    """Return what Lightning's command makes of a checkpoint that is a folder."""
     with mock.patch.object(sys, "argv", ["", str(checkpoint)]):
         runpy.run_module("lightning.fabric.utilities.consolidate_checkpoint", run_name="__main__")
     return torch.load(f"{checkpoint}.consolidated")
 
 
 def check_weights(weights: dict[str, Tensor], form: str, kind: str, strategy: str, trained: Tensor) -> None:
-    """A plain model loads the weights of a file, all of them, or those of shards on what the base was rounded to."""
+    """Check that a plain model loads all weights of a file, or those of shards on what the base was rounded to."""
     if form == "full":
         model = make_model(kind, other=True).cpu()  # of which nothing is to stay
         model.load_state_dict(weights)
@@ -177,12 +177,12 @@ def check_weights(weights: dict[str, Tensor], form: str, kind: str, strategy: st
 
 
 def trained_names(kind: str) -> set[str]:
-    """What is trained."""
+    """Return the names of what is trained."""
     return {name for name, parameter in make_model(kind).named_parameters() if parameter.requires_grad}
 
 
 def frozen_matrices(kind: str) -> list[str]:
-    """What a strategy quantizes."""
+    """Return what a strategy quantizes."""
     return [name for name, p in make_model(kind).named_parameters() if p.dim() == 2 and not p.requires_grad]
 
 
@@ -217,7 +217,7 @@ def test_trainer_saves_all(
 
 @contextmanager
 def fabric_of(kind: str, strategy: str, fsdp: str, form: str, other: bool = False) -> Iterator[tuple[Any, Any, Any]]:
-    """A context with a fabric, a model and its optimizer."""
+    """Return a context with a fabric, a model and its optimizer."""
     way = Way("fabric", fsdp)
     with environment():
         fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=strategy_for(way, strategy, form))

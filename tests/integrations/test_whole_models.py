@@ -30,7 +30,7 @@ STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 def prepared(
     kind: str, strategy: str, state_dict: str, tied: bool = False, other: bool = False
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """A context with an accelerator, a model and its optimizer."""
+    """Return a context with an accelerator, a model and its optimizer."""
     with new_job():
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type=state_dict
@@ -64,7 +64,7 @@ def saved_by_accelerate(folder: str, kind: str, strategy: str, tied: bool = Fals
 
 
 def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str, **options: Any) -> Trainer:
-    """A trainer of two steps, with a checkpoint after them."""
+    """Return a trainer of two steps, with a checkpoint after them."""
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 16).view(8, 16) % llama.VOCABULARY]
     arguments = TrainingArguments(
         output_dir=f"{folder}/{state_dict}",
@@ -123,7 +123,7 @@ def test_trainer_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: st
 
 
 class Answers(TrainerCallback):
-    """What a model answers after each step."""
+    """A callback that keeps what a model answers after each step."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The hooks by which models hear of optimizers and scalers are removed with their model, at any moment."""
+"""Hooks by which models hear of optimizers and scalers are removed with their model, at any moment."""
 
 from __future__ import annotations
 

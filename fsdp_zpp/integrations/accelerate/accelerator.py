@@ -26,7 +26,7 @@ A = TypeVar("A", bound=Accelerator)
 
 
 def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
-    """Have ``accelerator.prepare`` shard its model by ``strategy``.
+    """Make ``accelerator.prepare`` shard its model by ``strategy``.
 
     Each module that the plugin's policy wraps becomes a unit, and the model another. Without a plugin those are the
     layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
@@ -118,7 +118,7 @@ class ShardingAccelerator(Accelerator):
         return clip(list(parameters), max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
+        """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
 
         Of a PEFT model, it is what the model's ``save_pretrained`` saves, and not the base.
         """
@@ -158,7 +158,7 @@ class ShardingAccelerator(Accelerator):
         return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
 
     def _checkpoint_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path | None:
-        """The checkpoint that accelerate loads; None if it is going to raise."""
+        """Return the checkpoint that accelerate loads; None if it is going to raise."""
         if input_dir is not None:
             return Path(input_dir).expanduser()
         if self.project_dir is None or not self.project_configuration.automatic_checkpoint_naming:

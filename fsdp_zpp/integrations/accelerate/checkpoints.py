@@ -25,7 +25,7 @@ _MODEL = "_fsdp_zpp_model"
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """The one of ``models`` that ``optimizer`` trains.
+    """Return the one of ``models`` that ``optimizer`` trains.
 
     Raises:
         ValueError: If it has parameters of several models, or others than their shards.
@@ -47,13 +47,13 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
 
 
 def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
-    """Have :func:`paired` save a prepared optimizer with ``model``."""
+    """Record that :func:`paired` saves a prepared optimizer with ``model``."""
     setattr(optimizer, _MODEL, model)
 
 
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
-    """A context in which each model is where its optimizers are. See the top of this file."""
+    """Return a context in which each model is where its optimizers are. See the top of this file."""
     models, optimizers = accelerator._models, accelerator._optimizers
     trained: dict[nn.Module, list[Optimizer]] = {}
     for optimizer in optimizers:
@@ -69,14 +69,14 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 def save_codec_states(
     accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
 ) -> None:
-    """A hook of ``save_state``, which :func:`paired` surrounds."""
+    """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
         save_base_identity(model, checkpoint)
         save_codec_state(model, optimizers, checkpoint)
 
 
 def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
-    """A hook of ``load_state``, likewise."""
+    """Load the codec state of all models, in a hook of ``load_state``, which :func:`paired` surrounds."""
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
     for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
         check_base_identity(model, checkpoint)
@@ -86,7 +86,7 @@ def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_d
 def _codec_states(
     accelerator: Accelerator, folder: str | os.PathLike[str]
 ) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
-    """The models that have codec state, their optimizers, and what it is saved next to."""
+    """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
     # Models without optimizers are there to be evaluated, and keep nothing from step to step.
     optimizers: list[Any] = accelerator._optimizers or [()]
     for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):

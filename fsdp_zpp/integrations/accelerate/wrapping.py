@@ -87,7 +87,7 @@ def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
 
 
 def _compile_layers(model: nn.Module, plugin: Any) -> None:
-    """As accelerate does for its own FSDP2, in place."""
+    """Compile layers in place, as accelerate does for its own FSDP2."""
     from accelerate.utils.other import compile_regions_fsdp2  # which accelerate 1.13 lacks
 
     torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
@@ -103,7 +103,7 @@ def _upcast(model: nn.Module) -> None:
 
 
 def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The arguments of ``fully_shard`` that the plugin stands for."""
+    """Return the arguments of ``fully_shard`` that the plugin stands for."""
     arguments = {
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload,
@@ -116,7 +116,7 @@ def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device:
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
-    """The modules that are units beside the model, bottom-up."""
+    """Return the modules that are units beside the model, bottom-up."""
     numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
     if strategy.frozen is not None and numels[0] < numels[1]:
         return []
@@ -140,7 +140,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 
 @contextmanager
 def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[None]:
-    """A context in which a model is sharded, after which optimizers have its parameters.
+    """Return a context in which a model is sharded, after which optimizers have its parameters.
 
     In between they have the names of parameters, so that they do not keep the memory of full ones.
     """

@@ -12,12 +12,12 @@ from lightning.fabric.utilities.load import _lazy_load
 
 
 class CheckpointFiles(ABC):
-    """What is asked of a strategy."""
+    """An interface to a strategy's checkpoints that are files."""
 
     @property
     @abstractmethod
     def _saves_files(self) -> bool:
-        """Whether checkpoints are files, with everything gathered."""
+        """Return whether checkpoints are files, with everything gathered."""
 
     @abstractmethod
     def _read(self, file: Path, weights_only: bool | None) -> Mapping[str, Any]:
@@ -25,7 +25,7 @@ class CheckpointFiles(ABC):
 
 
 class FilesOfFSDP(CheckpointFiles):
-    """Those of ``FSDPStrategy``."""
+    """Files as ``FSDPStrategy`` writes and reads them."""
 
     _state_dict_type: Literal["full", "sharded"]
 
@@ -38,7 +38,7 @@ class FilesOfFSDP(CheckpointFiles):
 
 
 class FilesOfModelParallel(CheckpointFiles):
-    """Those of ``ModelParallelStrategy``."""
+    """Files as ``ModelParallelStrategy`` writes and reads them."""
 
     _save_distributed_checkpoint: bool
 

@@ -1,4 +1,4 @@
-"""What Lightning's strategies are told, and what they refuse, before they shard anything."""
+"""Checks that Lightning's strategies make before they shard or load anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdp_zpp.runtime.validation import check_instance
 
 
 def split_sharding_strategy(sharding_strategy: Any, arguments: dict[str, Any]) -> Any:
-    """What Lightning's constructor is to be given in place of ``sharding_strategy``, of which it reads the name.
+    """Return the sharding strategy that Lightning's constructor is to be given, of which it reads the name.
 
     Args:
         sharding_strategy: A :class:`Strategy`, or what Lightning takes.
@@ -89,7 +89,7 @@ def check_no_codec_state(state: Iterable[object]) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint.
+    """Return the path of a checkpoint on a disk.
 
     Raises:
         ValueError: If it is on a remote file system: Lightning's strategies for FSDP write to disks alone.
@@ -133,7 +133,7 @@ def check_base(
 
 
 def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]) -> set[str]:
-    """The names of weights; none if Lightning is going to say that it can't read the checkpoint."""
+    """Return the names of weights; none if Lightning is going to say that it can't read the checkpoint."""
     try:
         if checkpoint.is_dir():
             saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

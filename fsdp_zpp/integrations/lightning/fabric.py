@@ -1,4 +1,4 @@
-"""The strategies for the Fabric of ``lightning.fabric``.
+"""Strategies for the Fabric of ``lightning.fabric``.
 
     from fsdp_zpp import Strategy
     from fsdp_zpp.integrations.lightning.fabric import FSDPStrategy
@@ -45,7 +45,7 @@ from .wrapping import wrapped_on_cpu
 _SHARDED = (FullyShardedDataParallel, FSDPModule)
 
 State = dict[str, nn.Module | Optimizer | Any]
-"""What Fabric saves and loads, by name."""
+"""Objects that Fabric saves and loads, by name."""
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
@@ -56,11 +56,11 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     """
 
     def __repr__(self) -> str:
-        """For the error of a Fabric of another package, or of a Trainer, which says what it wants instead."""
+        """Name the Fabric, for the error of one of another package, or of a Trainer."""
         return f"<{type(self).__name__} for the Fabric of lightning.fabric>"
 
     def setup_environment(self) -> None:
-        """As Lightning's."""
+        """Set up the process group as Lightning does, and tell strategies the size of a node."""
         assert self.parallel_devices is not None
         announce_node_size(len(self.parallel_devices))
         super().setup_environment()
@@ -72,7 +72,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """As Lightning's, with the quantized weights in a file, and codec state beside it.
+        """Save as Lightning does, with the quantized weights in a file, and codec state beside it.
 
         Raises:
             TypeError: If ``state`` holds codec state itself.
@@ -98,7 +98,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """As Lightning's, and codec state beside it.
+        """Load as Lightning does, and codec state from beside it.
 
         Raises:
             TypeError: If ``state`` holds codec state itself.
@@ -148,7 +148,7 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
             self.sharding_strategy: Any = sharding_strategy
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """As Lightning's."""
+        """Wrap the module with FSDP as Lightning does, on a CPU, too."""
         with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
             return super().setup_module(wrapped)
 
@@ -165,7 +165,7 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """As Lightning's.
+        """Shard the module as Lightning does, by ``parallelize_fn``, and check over which ranks it was sharded.
 
         Raises:
             ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
@@ -180,6 +180,6 @@ def _optimizers_in(state: State) -> list[Optimizer]:
 
 
 def _model_in(state: State) -> nn.Module | None:
-    """The model that FSDP has sharded, if any; Lightning sees to it that there is one. Metrics may be beside it."""
+    """Return the model that FSDP has sharded, if any; metrics may be beside it."""
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     return next((module for module in modules if any(isinstance(each, _SHARDED) for each in module.modules())), None)

@@ -1,4 +1,4 @@
-"""The strategies for the Trainer of ``lightning.pytorch``.
+"""Strategies for the Trainer of ``lightning.pytorch``.
 
     from fsdp_zpp import Strategy
     from fsdp_zpp.integrations.lightning.pytorch import FSDPStrategy
@@ -50,24 +50,24 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     """
 
     def __repr__(self) -> str:
-        """For the error of a Trainer of another package, which says what it wants instead."""
+        """Name the Trainer, for the error of one of another package."""
         return f"<{type(self).__name__} for the Trainer of lightning.pytorch>"
 
     def setup_environment(self) -> None:
-        """As Lightning's."""
+        """Set up the process group as Lightning does, and tell strategies the size of a node."""
         assert self.parallel_devices is not None
         announce_node_size(len(self.parallel_devices))
         super().setup_environment()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As Lightning's; if it is full, with what the strategy has quantized, dequantized."""
+        """Return Lightning's state dict; in a full one, what the strategy has quantized is dequantized."""
         assert self.model is not None
         with with_quantized_weights(self.model, kept=self.is_global_zero) if self._saves_files else nullcontext():
             state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """As Lightning's, with codec state, and what tells a quantized base, beside it.
+        """Save as Lightning does, with codec state and the identity of a quantized base beside it.
 
         Raises:
             ValueError: If ``filepath`` is remote.
@@ -84,7 +84,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
                 remove_codec_state(path)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, and codec state if the Trainer goes on training.
+        """Load as Lightning does, and codec state if the Trainer goes on training.
 
         Raises:
             ValueError: If the save was cut off, or if the model has another quantized base than it had then.
@@ -101,7 +101,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """As Lightning's, and what is saved with it."""
+        """Remove a checkpoint as Lightning does, and what was saved with it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_codec_state(Path(filepath))
@@ -143,14 +143,14 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         return self._root
 
     def setup_precision_plugin(self) -> None:
-        """As Lightning's; its plugin becomes one that clips norms."""
+        """Set up Lightning's plugin, which becomes one that clips norms."""
         if type(self.precision_plugin) is LightningFSDPPrecision:
             self.precision_plugin = FSDPPrecision(self.precision_plugin, self)
         super().setup_precision_plugin()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """FSDP's ``no_sync``, around micro-batches that are not the last of a step."""
+        """Return a context for micro-batches that are not the last of a step: FSDP's ``no_sync``."""
         assert self.model is not None
         with ExitStack() as stack:
             for instance in outermost_fsdp(self.model):
@@ -170,7 +170,7 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """As Lightning's.
+        """Check over which ranks the model was sharded, and set up as Lightning does.
 
         Raises:
             ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
@@ -181,7 +181,7 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """No synchronization of gradients, in micro-batches that are not the last of a step."""
+        """Return a context for micro-batches before the last of a step: gradients are not synchronized."""
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:

@@ -14,7 +14,7 @@ _POLICY = "auto_wrap_policy"
 
 @contextmanager
 def wrapped_on_cpu(model: nn.Module, strategy: Any, arguments: dict[str, Any]) -> Iterator[nn.Module]:
-    """On a CPU, FSDP around ``model``; elsewhere ``model`` itself, for Lightning to wrap.
+    """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, for Lightning to wrap.
 
     Lightning passes FSDP the index of the device alone. A CPU has none, and without a device FSDP wants an accelerator.
 
@@ -56,7 +56,7 @@ def wrapped_on_cpu(model: nn.Module, strategy: Any, arguments: dict[str, Any]) -
 
 
 def outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
-    """The FSDP instances of ``model`` that are in no other: the model itself, unless users wrap parts of it."""
+    """Return the FSDP instances of ``model`` that are in no other: itself, unless users wrap parts of it."""
     if isinstance(model, FullyShardedDataParallel):
         return [model]
     return [instance for child in model.children() for instance in outermost_fsdp(child)]

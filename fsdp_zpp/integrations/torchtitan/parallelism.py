@@ -15,7 +15,7 @@ from fsdp_zpp.config.strategy import Strategy
 
 
 def strategy_from_text(text: str) -> Strategy | None:
-    """What ``--parallelism.strategy`` stands for.
+    """Return the strategy that ``--parallelism.strategy`` stands for.
 
     Args:
         text: The name of a preset, a JSON mapping as :meth:`Strategy.from_dict` takes it, or ``None``.
@@ -56,7 +56,7 @@ class StrategyParallelism(ParallelismConfig):
 
     strategy: Annotated[Strategy | None, _FLAG] = None
     """
-    The sharding strategy: the name of a preset, or a JSON mapping of its arguments, such as
+    Sharding strategy: the name of a preset, or a JSON mapping of its arguments, such as
     '{"preset": "zeropp", "gpus_per_node": 8}'. None is torchtitan's own FSDP or HSDP.
     """
 
@@ -66,7 +66,7 @@ class StrategyParallelism(ParallelismConfig):
             _check_type(self.strategy)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of the section, in what JSON has: torchtitan logs it."""
+        """Return all of the section, in types that JSON has: torchtitan logs it."""
         section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
 

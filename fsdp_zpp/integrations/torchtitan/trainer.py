@@ -1,4 +1,4 @@
-"""torchtitan's trainer with a strategy: gradient accumulation by its letters, and codec state in the checkpoints."""
+"""torchtitan's trainer with a strategy: gradient accumulation by its scopes, and codec state in the checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_zpp.runtime.checkpoint import CodecState
 from .parallelism import StrategyParallelism, check_combination
 
 CODECS = "codecs"
-"""The key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
+"""Key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
 
 
 class StrategyTrainer(Trainer):
@@ -56,7 +56,7 @@ class StrategyTrainer(Trainer):
             _check_loss(config.loss)
             _check_communication(config.comm.mode)
         # torch's FULL_SHARD on one node would keep whole gradients where torchtitan reduces each micro-batch's, and
-        # the letters of GGG ask for just that.
+        # the scopes of GGG ask for just that.
         self._accumulates = strategy is not None and not strategy.is_plain
         self._micro_batches_left = 0
         super().__init__(config)
@@ -68,18 +68,18 @@ class StrategyTrainer(Trainer):
             self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
 
     def train(self) -> None:
-        """As torchtitan's; logs at its end what this rank has sent."""
+        """Train as torchtitan does, and log at the end what this rank has sent."""
         super().train()
         if self.config.parallelism.strategy is not None:
             logger.info("Bytes that this rank has sent: %s", traffic(self.model_parts[0]))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """As torchtitan's."""
+        """Train one step as torchtitan does, and count its micro-batches."""
         self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
-        """As torchtitan's, but gradients wait for the last micro-batch as far as the strategy says."""
+        """Run one micro-batch; gradients wait for the last one as far as the strategy says."""
         self._micro_batches_left -= 1
         model = self.model_parts[0]
         if self._accumulates and isinstance(model, FSDPModule):
@@ -166,7 +166,7 @@ def _check_communication(mode: str) -> None:
 
 
 def _has_codec_state(strategy: Strategy | None) -> bool:
-    """Whether there is anything to save: checkpoints without are those of torchtitan's own FSDP, and load as such."""
+    """Return whether there is anything to save: checkpoints without are those of torchtitan's own FSDP."""
     if strategy is None:
         return False
     kept = strategy.error_feedback is not None or strategy.local_steps is not None
