@@ -24,14 +24,14 @@ def units(model: nn.Module) -> Iterator[Communicator]:
     """
     check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
-    found: dict[Communicator, None] = dict.fromkeys(named_units(model))
-    found |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
-    if not found:
+    communicators: dict[Communicator, None] = dict.fromkeys(named_units(model))
+    communicators |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
+    if not communicators:
         raise ValueError(
             f"no part of this {type(model).__name__} communicates through fsdp_zpp; wrap it with a Strategy, register "
             "a quantized_reduce_hook, or quantize its frozen weights first"
         )
-    yield from found
+    yield from communicators
 
 
 def invalidate(model: nn.Module) -> None:
@@ -130,14 +130,14 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
 def _local_trainings(model: nn.Module) -> list[LocalTraining]:
     """Return the local trainings of a model; none on a single node, where there is nothing to exchange."""
-    ours = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
-    if not ours:
+    local = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
+    if not local:
         raise ValueError(f"no part of this {type(model).__name__} has a Strategy(local_steps=...)")
-    fragments = [unit.fragment for unit in ours if unit.fragment is not None]
-    found = list(dict.fromkeys(unit.local_training for unit in ours if unit.local_training is not None))
-    if fragments and not found:
+    fragments = [unit.fragment for unit in local if unit.fragment is not None]
+    trainings = list(dict.fromkeys(unit.local_training for unit in local if unit.local_training is not None))
+    if fragments and not trainings:
         raise RuntimeError(
             f"this {type(model).__name__} has not run a forward yet, and local steps start with the first: run one, "
             "then call this"
         )
-    return found
+    return trainings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,27 @@ from fsdp_zpp.config.local_steps import LocalSteps
 Span = tuple[int, int]
 """Start and stop of values in a flat tensor."""
 _MOST_SPANS = 64
+
+ParameterState = dict[str, object]
+"""State that an optimizer keeps of a parameter, by name."""
+
+
+class FragmentState(TypedDict):
+    """A fragment in a checkpoint.
+
+    Attributes:
+        progress: Fields of :class:`Progress`.
+        exchanges: State of :class:`OuterStep`; None if nothing was exchanged yet.
+        weights: This rank's weights, by FQN.
+        changed: FQNs of what was trained since its last exchange.
+        sent: FQNs of what is on its way.
+    """
+
+    progress: dict[str, Any]
+    exchanges: dict[str, Any] | None
+    weights: dict[str, Tensor]
+    changed: list[str]
+    sent: list[str]
 
 
 @dataclass
@@ -52,7 +73,7 @@ class Fragment:
         config: As given.
         outer: As given.
         progress: How far its training has come.
-        pending: By what it is of, state that was loaded besides this and is restored with it, and how.
+        pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded since it was last asked, and no state with them.
     """
@@ -67,12 +88,12 @@ class Fragment:
         invalidate: Callable[[], None],
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
-        self.pending: dict[int, tuple[Any, Callable[[Any], None]]] = {}
+        self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
         self._own: dict[str, Tensor] | None = None
         self._share, self._shards, self._trained, self._invalidate = share, shards, trained, invalidate
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: FragmentState | None = None
         self.before_restore: Callable[[], None] = lambda: None
         self.was_reloaded = False
 
@@ -183,7 +204,7 @@ class Fragment:
 
     # ---- in checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> FragmentState:
         """Return the progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
         if self._loaded is not None:
             return self._loaded
@@ -197,7 +218,7 @@ class Fragment:
             "sent": self._sent,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: FragmentState) -> None:
         """Go on with what :meth:`state_dict` gave, from the next forward on.
 
         Raises:
@@ -205,10 +226,10 @@ class Fragment:
         """
         held = self._shards()
         saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
-        found = {name: list(held[name].shape) for name in saved if name in held}
-        if found != saved:
+        present = {name: list(held[name].shape) for name in saved if name in held}
+        if present != saved:
             raise ValueError(
-                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {found}"
+                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
             )
         # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
         self._loaded = state

@@ -13,7 +13,6 @@ Codec state has the weights of each node, so pieces are compared with these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ class LoadedState:
     """Codec state that was loaded for several units. See [Note: Weights of codec state].
 
     Args:
-        saved_with: By unit, the checksums of the weights that it was saved with.
+        saved_with: Checksums by unit, of the weights that it was saved with.
         modules: The modules of these units.
         drop: Starts over without it.
     """
@@ -45,7 +44,7 @@ class LoadedState:
         self, saved_with: Mapping[Unit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
     ) -> None:
         self.saved_with, self._drop = saved_with, drop
-        self._found = {
+        self._held = {
             unit: (unit.loads, _held(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
         }
         # On all of them: not every model is called by its root. The first that is called removes them.
@@ -66,7 +65,7 @@ class LoadedState:
 
     # Not traced: once, and then it is gone.
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, *inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, *inputs: object) -> None:
         self.settle()
 
     def settle(self) -> None:
@@ -82,22 +81,22 @@ class LoadedState:
             self._drop()
 
     def _is_of_same(self, unit: Unit) -> bool:
-        saved, (loads, found) = self.saved_with[unit], self._found[unit]
-        return (loads == unit.loads and _match(found, saved)) or _match(_held(unit, saved), saved)
+        saved, (loads, held) = self.saved_with[unit], self._held[unit]
+        return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
         """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
         assert mesh.inter is not None
-        asked = [(fragment, self.saved_with[unit]) for unit in units if (fragment := _fragment_of(unit)) is not None]
-        agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in asked)
+        fragments = [(each, self.saved_with[unit]) for unit in units if (each := _fragment_of(unit)) is not None]
+        agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in fragments)
         own = {
             (index, name): same
-            for index, (fragment, names) in enumerate(asked)
+            for index, (fragment, names) in enumerate(fragments)
             for name, same in fragment.same_as_loaded(names).items()
         }
-        said = from_each_rank(own, mesh.inter)  # of what was trained there, which may differ
+        by_node = from_each_rank(own, mesh.inter)  # of what was trained there, which may differ
         return agreed or all(
-            _cover(numel, [span for node in said for span in node.get(parameter, (0, []))[1]])
+            _cover(numel, [span for node in by_node for span in node.get(parameter, (0, []))[1]])
             for parameter, (numel, _) in own.items()
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
@@ -34,13 +33,13 @@ def watch_modes(optimizer: Optimizer) -> None:
             register_method_post_hook(type(optimizer), mode, hook)
 
 
-def _called(mode: str, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _called(mode: str, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     if vars(optimizer).get(_MODE) != mode:
         setattr(optimizer, _MODE, mode)
         run_hooks(Optimizer, _HOOKS, optimizer)
 
 
-def _forget(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _forget(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     """Forget the mode, since the state that was loaded may have been saved in the other one."""
     vars(optimizer).pop(_MODE, None)
 

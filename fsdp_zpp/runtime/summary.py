@@ -56,7 +56,7 @@ class Coverage:
         if self.units == self.of_units:
             return f"{self.units} unit{'' if self.units == 1 else 's'}"
         share = 100 * self.numel / max(self.of_numel, 1)
-        # All or nothing is not said of what is neither.
+        # Neither 0 nor 100 % if that is not exact.
         percent = "under 1" if 0 < share < 0.5 else "over 99" if 99.5 <= share < 100 else f"{share:.0f}"
         return f"{self.units} of {self.of_units} units, {percent} % of parameters"
 
@@ -111,7 +111,7 @@ def _weights(strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage |
     if scopes.parameters == "N" and why_not is None:
         parts.append(("weights kept gathered until they change", None))
     if strategy.keeps_secondary:
-        parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
+        parts.append(("secondary shard of the weights kept in each node", _no_inter_node_hop(topology)))
     return parts
 
 
@@ -130,8 +130,8 @@ def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> 
         return [("gradients reduced in full precision", None)] if topology.world > 1 else []
     parts: list[tuple[str, str | None]] = []
     for codec, level, why_not in (
-        (intra, "inside nodes", _no_hop_inside(topology)),
-        (inter, "between nodes", _no_hop_between(topology)),
+        (intra, "inside nodes", _no_intra_node_hop(topology)),
+        (inter, "between nodes", _no_inter_node_hop(topology)),
     ):
         if codec is not None:
             parts.append((f"gradients reduced as {codec} {level}", why_not))
@@ -154,8 +154,8 @@ def _feedback(
     fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
     parts: list[tuple[str, str | None]] = []
     for hop, level, why_not in (
-        ("intra", "inside nodes", _no_hop_inside(topology)),
-        ("inter", "between nodes", _no_hop_between(topology)),
+        ("intra", "inside nodes", _no_intra_node_hop(topology)),
+        ("inter", "between nodes", _no_inter_node_hop(topology)),
     ):
         if hop not in fed_back and (hop == "inter" or config.hops == "both"):
             parts.append((f"error feedback {level}", why_not or "full precision: no error"))
@@ -173,13 +173,13 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def _no_hop_between(topology: Topology) -> str | None:
+def _no_inter_node_hop(topology: Topology) -> str | None:
     if topology.world == 1:
         return _ALONE
     return "one node: no inter-node hop" if topology.nodes == 1 else None
 
 
-def _no_hop_inside(topology: Topology) -> str | None:
+def _no_intra_node_hop(topology: Topology) -> str | None:
     if topology.world == 1:
         return _ALONE
     return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
@@ -193,18 +193,18 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
         groups: Its units.
         others: The numbers of values of units that torch alone manages.
     """
-    everything = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
+    numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
         encoded = [unit for unit in members if not unit.packed]
         resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
-        covered = None if len(encoded) == len(members) else _coverage(encoded, everything)
-        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), covered)
-        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, everything), summary)
+        coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
+        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), coverage)
+        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, numels), summary)
 
 
-def _coverage(members: Sequence[StrategyUnit], everything: Sequence[int]) -> Coverage:
-    """Return the share of some units in all of a model's, whose numbers of values are ``everything``."""
-    return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(everything), sum(everything))
+def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverage:
+    """Return the share of some units in all of a model's, whose numbers of values are ``numels``."""
+    return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(numels), sum(numels))
 
 
 def _error_nbytes(unit: StrategyUnit) -> int:
@@ -230,7 +230,7 @@ def log_reduction(
     _log(f"{model}: quantized_reduce_hook", mesh, Coverage(units, 0, units, 0), _summary(parts))
 
 
-def _log(subject: str, mesh: ProcessMesh, covered: Coverage, report: StrategySummary) -> None:
+def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySummary) -> None:
     if mesh.rank == 0:
         level = logging.WARNING if report.inactive else logging.INFO
-        logger.log(level, "%s on %s, %s: %s", subject, mesh.topology, covered, report)
+        logger.log(level, "%s on %s, %s: %s", subject, mesh.topology, coverage, report)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 PARTS = "_fsdp_zpp_parts"
-"""Name of the attribute in which a module lists what communicates for it besides its unit: its frozen base."""
+"""Attribute in which a module lists what communicates for it besides its unit: its frozen base."""
 
 
 class Communicator(Protocol):
@@ -58,7 +58,7 @@ class Unit(Communicator, Protocol):
 
     Attributes:
         sharded: What FSDP has sharded of it.
-        loads: How often weights were loaded from a state dict.
+        loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
@@ -103,12 +103,12 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def named_units(model: nn.Module) -> dict[Unit, str]:
     """Return the units of a model, outermost first, with their names; a shared unit has the first one's."""
-    found: dict[Unit, str] = {}
+    names: dict[Unit, str] = {}
     for name, module in model.named_modules():
         unit = unit_of(module)
         if unit is not None:
-            found.setdefault(unit, name)
-    return found
+            names.setdefault(unit, name)
+    return names
 
 
 class StrategyUnit:
@@ -131,9 +131,9 @@ class StrategyUnit:
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
-        local_training: Says when, from the first forward on.
+        local_training: Decides when, from the first forward on.
         sharded: What FSDP has sharded of it.
-        loads: How often weights were loaded from a state dict.
+        loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
@@ -160,13 +160,13 @@ class StrategyUnit:
     def _make_gather(self) -> WeightGather | None:
         if self.scopes.optimizer == "N":
             return None
-        # Under the optimizer scope I each node has all shards, so there is nothing to gather between nodes.
+        # Under the optimizer scope I each node has all shards, so there is no inter-node hop.
         within_node = self.scopes.optimizer == "I"
         mesh = self.mesh.own_node() if within_node else self.mesh
         # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
         does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
-        ours_on_one_level = does_more or self._in_place_of_torch
-        if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
+        replaces_one_hop = does_more or self._in_place_of_torch
+        if mesh.inter is None and not (mesh.intra is not None and replaces_one_hop):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 

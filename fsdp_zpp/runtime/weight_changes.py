@@ -1,10 +1,10 @@
-"""Which units' weights a training step may have changed, and so whose copies are stale after it.
+"""Units whose weights a training step may have changed, and whose copies are stale after it.
 
 [Note: What a step changes]
 A step may write to whatever was ever trained and to whatever an optimizer was ever given: weight decay and momentum
 move parameters that are frozen by now, and adapters that are switched off while the optimizer steps. So no decision
 hangs on what requires a gradient at the moment of asking. Once a unit is found to change, it counts as changing for
-good, and it is looked at where all ranks pass: at the end of every backward and at every step.
+good, and this is checked where all ranks pass: at the end of every backward and at every step.
 
 Users may leave parameters of which their rank has no element out of their optimizers. So a unit of which some rank has
 none changes with every step: it is too small for that to matter, and ranks could not tell otherwise.
@@ -90,8 +90,8 @@ class WeightChanges:
 
 def too_small_units(units: Sequence[StrategyUnit]) -> set[Unit]:
     """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
-    asked = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
-    return {unit for unit, on_any_rank in agree_on_use(asked) if any(on_any_rank())}
+    flags = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
+    return {unit for unit, on_any_rank in agree_on_use(flags) if any(on_any_rank())}
 
 
 def local_numel(parameter: nn.Parameter) -> int:

@@ -29,7 +29,7 @@ from torchtitan_checkpoints import ByTorchtitan
 from fsdp_zpp import Strategy
 
 SEEDS = {"stateful": range(30), "local steps": range(30, 60)}
-"""Ways by strategy, of which each has codec state of another kind."""
+"""Seeds by strategy, of which each has codec state of another kind."""
 WAYS: dict[str, InFolder] = FRAMEWORKS | {"save_frozen_params": SavedBase()}
 VERSIONS = {"older": 1, "first": 2, "second": 3}
 """Steps that tell saves from each other: what is there before, and what two jobs save."""
