@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +21,16 @@ from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.runtime.validation import check_instance
 
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
 
-def split_sharding_strategy(sharding_strategy: Any, arguments: dict[str, Any]) -> Any:
+Content = Mapping[str, Any]
+"""Content of a checkpoint that is a file."""
+
+
+def split_sharding_strategy(
+    sharding_strategy: Strategy | _SHARDING_STRATEGY, arguments: Mapping[str, object]
+) -> _SHARDING_STRATEGY:
     """Return the sharding strategy that Lightning's constructor is to be given, of which it reads the name.
 
     Args:
@@ -99,9 +107,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def check_base(
-    model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]
-) -> bool:
+def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> bool:
     """Raise if a checkpoint was made on another quantized base than the model has. Collective.
 
     Args:
@@ -132,7 +138,7 @@ def check_base(
     return False
 
 
-def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]) -> set[str]:
+def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> set[str]:
     """Return the names of weights; none if Lightning is going to say that it can't read the checkpoint."""
     try:
         if checkpoint.is_dir():

@@ -11,9 +11,7 @@ What they add to Lightning's: checkpoints that hold an optimizer hold codec stat
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import (
     FSDPStrategy as LightningFSDPStrategy,
@@ -22,25 +20,24 @@ from lightning.fabric.strategies import (
 )
 from lightning.fabric.utilities.types import _PATH
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
-from fsdp_zpp.integrations._base_files import save_base_identity
-from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
+from fsdp_zpp.integrations._codec_files import load_codec_state
 
 from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
 from .checks import (
     announce_node_size,
-    check_base,
     check_data_parallel,
     check_no_codec_state,
     local_path,
     split_sharding_strategy,
 )
 from .wrapping import wrapped_on_cpu
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
 
 _SHARDED = (FullyShardedDataParallel, FSDPModule)
 
@@ -49,11 +46,7 @@ State = dict[str, nn.Module | Optimizer | Any]
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
-    """A strategy whose checkpoints are whole.
-
-    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
-    Both hold codec state if they hold an optimizer, to resume bit for bit.
-    """
+    """A strategy for Fabric whose checkpoints are whole."""
 
     def __repr__(self) -> str:
         """Name the Fabric, for the error of one of another package, or of a Trainer."""
@@ -69,7 +62,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         self,
         path: _PATH,
         state: State,
-        storage_options: Any | None = None,
+        storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Save as Lightning does, with the quantized weights in a file, and codec state beside it.
@@ -80,16 +73,9 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         """
         check_no_codec_state(state.values())
         path = local_path(self.broadcast(path))
-        with MarkedSave(path):
-            model, optimizers = _model_in(state), _optimizers_in(state)
-            with self._with_quantized_weights(model):
-                super().save_checkpoint(path, state, storage_options, filter)
-            if model is not None:
-                save_base_identity(model, path)
-            if model is not None and optimizers:
-                save_codec_state(model, optimizers, path)
-            elif self.is_global_zero:
-                remove_codec_state(path)
+        model = _model_in(state)
+        with self._saving(path, model, _optimizers_in(state)), self._with_quantized_weights(model):
+            super().save_checkpoint(path, state, storage_options, filter)
 
     def load_checkpoint(
         self,
@@ -97,7 +83,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         state: nn.Module | Optimizer | State | None = None,
         strict: bool = True,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Load as Lightning does, and codec state from beside it.
 
         Raises:
@@ -108,21 +94,13 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         objects: State = state if isinstance(state, dict) else {"": state}
         check_no_codec_state(objects.values())
         path = local_path(self.broadcast(path))
-        check_complete(path)
-        if (model := _model_in(objects)) is None:
-            return super().load_checkpoint(path, state, strict, weights_only)
+        model = _model_in(objects)
         keys = [key for key, value in objects.items() if value is model and key]
-        has_base = check_base(model, path, keys, partial(self._read, weights_only=weights_only))
-        with without_quantized_weights(model) if has_base else nullcontext():
-            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-        if optimizers := _optimizers_in(objects):
+        with self._loading(path, model, keys, weights_only):
+            rest: dict[str, object] = super().load_checkpoint(path, state, strict, weights_only)
+        if model is not None and (optimizers := _optimizers_in(objects)):
             load_codec_state(model, optimizers, path)
         return rest
-
-    def _with_quantized_weights(self, model: nn.Module | None) -> AbstractContextManager[None]:
-        if model is None or not self._saves_files:
-            return nullcontext()
-        return with_quantized_weights(model, kept=self.is_global_zero)
 
 
 class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
@@ -140,9 +118,7 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         >>> fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
-    def __init__(
-        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
-    ) -> None:
+    def __init__(self, *, sharding_strategy: Strategy | _SHARDING_STRATEGY = "FULL_SHARD", **arguments: Any) -> None:
         super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy

@@ -13,10 +13,9 @@ or tell which they are, and hold codec state.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -28,26 +27,24 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
-from fsdp_zpp.integrations._base_files import remove_base_identity, save_base_identity
-from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete, remove_marks
+from fsdp_zpp.integrations._base_files import remove_base_identity
+from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state
+from fsdp_zpp.integrations._cut_off_saves import remove_marks
 
 from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
-from .checks import announce_node_size, check_base, check_data_parallel, local_path, split_sharding_strategy
+from .checks import announce_node_size, check_data_parallel, local_path, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
-    """A strategy whose checkpoints are whole.
-
-    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
-    Both hold codec state if they hold the optimizers' states, to resume bit for bit.
-    """
+    """A strategy for the Trainer whose checkpoints are whole."""
 
     def __repr__(self) -> str:
         """Name the Trainer, for the error of one of another package."""
@@ -59,43 +56,33 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         announce_node_size(len(self.parallel_devices))
         super().setup_environment()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         """Return Lightning's state dict; in a full one, what the strategy has quantized is dequantized."""
-        assert self.model is not None
-        with with_quantized_weights(self.model, kept=self.is_global_zero) if self._saves_files else nullcontext():
-            state: dict[str, Any] = super().lightning_module_state_dict()
+        with self._with_quantized_weights(self.model):
+            state: dict[str, object] = super().lightning_module_state_dict()
         return state
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
         """Save as Lightning does, with codec state and the identity of a quantized base beside it.
 
         Raises:
             ValueError: If ``filepath`` is remote.
         """
-        holds_optimizers = "optimizer_states" in checkpoint
-        path = local_path(self.broadcast(filepath))
-        with MarkedSave(path):
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        with self._saving(local_path(self.broadcast(filepath)), self.model, optimizers):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            assert self.model is not None
-            save_base_identity(self.model, path)
-            if holds_optimizers:
-                save_codec_state(self.model, self.optimizers, path)
-            elif self.is_global_zero:
-                remove_codec_state(path)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, object]:
         """Load as Lightning does, and codec state if the Trainer goes on training.
 
         Raises:
             ValueError: If the save was cut off, or if the model has another quantized base than it had then.
         """
         path = local_path(self.broadcast(checkpoint_path))
-        check_complete(path)
         assert self.model is not None
         assert self.lightning_module is not None
-        has_base = check_base(self.model, path, ("state_dict", "model"), partial(self._read, weights_only=weights_only))
-        with without_quantized_weights(self.model) if has_base else nullcontext():
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        with self._loading(path, self.model, ("state_dict", "model"), weights_only):
+            checkpoint: dict[str, object] = super().load_checkpoint(checkpoint_path, weights_only)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             load_codec_state(self.model, self.optimizers, path)
         return checkpoint
@@ -124,9 +111,7 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
-    def __init__(
-        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
-    ) -> None:
+    def __init__(self, *, sharding_strategy: Strategy | _SHARDING_STRATEGY = "FULL_SHARD", **arguments: Any) -> None:
         super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy
