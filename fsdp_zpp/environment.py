@@ -7,8 +7,8 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ _LAUNCHED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 Sections = dict[str, dict[str, str]]
 
 
-def add_env(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
+def add_env(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], formatter: Callable[..., argparse.HelpFormatter]
+) -> None:
     """Add the subcommand ``env``."""
     parser = subparsers.add_parser(
         "env",

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -127,7 +127,7 @@ def _missing(row: Needed) -> Iterator[str]:
             yield name
 
 
-def _resolve(path: str) -> Any:
+def _resolve(path: str) -> types.ModuleType | type | None:
     """Return the module or class with this full name, or None if there is none."""
     module, _, name = path.rpartition(".")
     try:
@@ -136,7 +136,7 @@ def _resolve(path: str) -> Any:
         return getattr(_resolve(module), name, None) if module else None
 
 
-def _sets_on_instances(owner: Any, name: str) -> bool:
+def _sets_on_instances(owner: types.ModuleType | type, name: str) -> bool:
     """Return whether a class declares or sets an attribute on its instances, or a function of a module sets it."""
     # Attributes that __init__ sets exist on instances alone, and there is no instance to look at when this is imported.
     return any(
@@ -146,12 +146,12 @@ def _sets_on_instances(owner: Any, name: str) -> bool:
     )
 
 
-def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+def _functions(values: Iterable[object]) -> Iterator[types.FunctionType]:
     for value in values:
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if isinstance(function, types.FunctionType):
             # Decorators (torch.no_grad, say) hide the code that sets attributes.
-            inner: Any = inspect.unwrap(function)
+            inner: object = inspect.unwrap(function)
             yield inner if isinstance(inner, types.FunctionType) else function
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -23,12 +22,12 @@ def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
     Raises:
         OSError: On every rank, if rank 0 can't write.
     """
-    described, file = describe_base(model), companion(checkpoint, _NAME)
+    identity, file = describe_base(model), companion(checkpoint, _NAME)
 
     def write() -> None:
         remove_base_identity(checkpoint.resolve())  # of an earlier checkpoint of this name
-        if described:
-            file.write_text(json.dumps(described))
+        if identity:
+            file.write_text(json.dumps(identity))
 
     run_on_first_rank(write)
 
@@ -60,7 +59,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
     return bool(saved)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], str]:
+def _read(file: Path) -> tuple[dict[str, dict[str, object]], str]:
     """Return the content of a file, empty if there is none, and why it can't be read."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""

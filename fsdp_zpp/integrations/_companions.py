@@ -1,4 +1,4 @@
-"""Where what we save with a framework's checkpoint lies: inside of one that is a folder, beside one that is a file."""
+"""Companions of a framework's checkpoint, saved with it: inside of one that is a folder, beside one that is a file."""
 
 from __future__ import annotations
 

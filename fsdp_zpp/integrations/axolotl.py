@@ -17,8 +17,8 @@ other integrations imported, when the plugin is registered.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from fsdp_zpp.config.strategy import Strategy
 
@@ -31,6 +31,13 @@ except ModuleNotFoundError as error:
         raise
     raise absent("axolotl") from None
 from pydantic import BaseModel, Field, field_validator, model_validator
+
+if TYPE_CHECKING:
+    from axolotl.utils.dict import DictDefault
+    from transformers import Trainer
+
+Configuration = Mapping[str, Any]
+"""Keys of axolotl's configuration."""
 
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _LEVELS = "leave it out, and set levels and gpus_per_node in fsdp_zpp"
@@ -85,7 +92,7 @@ class StrategyArgs(BaseModel):
 
     @field_validator("fsdp_zpp", mode="before")
     @classmethod
-    def _check_strategy(cls, value: Any) -> Any:
+    def _check_strategy(cls, value: object) -> object:
         if value is not None:
             strategy_of(value)
         return value
@@ -102,7 +109,7 @@ class StrategyPlugin(BasePlugin):
     def get_input_args(self) -> str:
         return f"{__name__}.{StrategyArgs.__name__}"
 
-    def register(self, cfg: Any) -> None:
+    def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Fill in what axolotl needs to know of FSDP before it validates ``cfg``; what is given there stays.
 
         Raises:
@@ -131,7 +138,7 @@ class StrategyPlugin(BasePlugin):
         if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
 
-    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+    def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
         """Make ``trainer`` shard its model.
 
         Raises:
@@ -159,7 +166,7 @@ def strategy_of(value: object) -> Strategy:
         raise ValueError(f"fsdp_zpp: {error}") from None
 
 
-def check_configuration(config: Mapping[str, Any]) -> None:
+def check_configuration(config: Configuration) -> None:
     """Check that a configuration asks for nothing that a strategy can't honour.
 
     Args:
@@ -182,7 +189,7 @@ def check_configuration(config: Mapping[str, Any]) -> None:
     _check_training(config)
 
 
-def _check_fsdp(config: Mapping[str, Any]) -> None:
+def _check_fsdp(config: Configuration) -> None:
     version, fsdp = config.get("fsdp_version"), config.get("fsdp_config") or {}
     if version not in (None, 2):
         _refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
@@ -204,7 +211,7 @@ def _check_fsdp(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_training(config: Mapping[str, Any]) -> None:
+def _check_training(config: Configuration) -> None:
     if config.get("optimizer") in _OPTIMIZERS_WITH_A_MESH:
         _refuse(
             "optimizer",

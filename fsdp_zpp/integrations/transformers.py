@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
@@ -34,6 +34,7 @@ from ._requirement import require
 
 require("transformers", "5.16")
 
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -223,7 +224,7 @@ class ShardingTrainer(Trainer):
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if state_dict is None or not is_peft_model(self.model):
             super()._save(output_dir, state_dict)
             return
@@ -237,7 +238,7 @@ class ShardingTrainer(Trainer):
 
 
 @contextmanager
-def _with_full_state_dicts(accelerator: Any) -> Iterator[None]:
+def _with_full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
     plugin = accelerator.state.fsdp_plugin
     kind = plugin.state_dict_type
     plugin.state_dict_type = StateDictType.FULL_STATE_DICT

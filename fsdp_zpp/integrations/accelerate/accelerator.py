@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
@@ -23,6 +25,7 @@ from .checks import check_accelerator, check_plugin
 from .wrapping import shard
 
 A = TypeVar("A", bound=Accelerator)
+Folder = str | os.PathLike[str]
 
 
 def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
@@ -82,7 +85,7 @@ class ShardingAccelerator(Accelerator):
 
     strategy: Strategy
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
         # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
         # model may be there to be evaluated only, and an optimizer that is made later has the shards.
         kinds = [sum(isinstance(each, kind) for each in objects) for kind in (nn.Module, Optimizer)]
@@ -101,23 +104,23 @@ class ShardingAccelerator(Accelerator):
     ) -> nn.Module:
         shard(self, model, [], self.strategy, trained=not evaluation_mode)
         self._list(model)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        vars(model)["_is_accelerate_prepared"] = True
         return model
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         model = model_of(optimizer, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         remember_model(prepared, model)
         return prepared
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         # accelerate's compares the parameters with those of each model, which fails if one has as many.
         self.unscale_gradients()
         # accelerate 1.15 has a function of its own, which takes gradients that are no DTensors beside those that are.
         clip = getattr(self, "_clip_grad_norm_dtensor_aware", nn.utils.clip_grad_norm_)
         return clip(list(parameters), max_norm, norm_type=norm_type)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
 
         Of a PEFT model, it is what the model's ``save_pretrained`` saves, and not the base.
@@ -129,7 +132,7 @@ class ShardingAccelerator(Accelerator):
     def save_model(
         self,
         model: nn.Module,
-        save_directory: str | os.PathLike[str],
+        save_directory: Folder,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
@@ -139,17 +142,18 @@ class ShardingAccelerator(Accelerator):
         else:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> Any:
+    def save_state(self, output_dir: Folder | None = None, *arguments: object, **options: object) -> str:
         with paired(self), self._saving(output_dir):
-            return super().save_state(output_dir, *arguments, **options)
+            folder: str = super().save_state(output_dir, *arguments, **options)
+        return folder
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> None:
+    def load_state(self, input_dir: Folder | None = None, *arguments: object, **options: object) -> None:
         if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
             check_complete(checkpoint)
         with paired(self):
             super().load_state(input_dir, *arguments, **options)
 
-    def _saving(self, output_dir: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
+    def _saving(self, output_dir: Folder | None) -> AbstractContextManager[None]:
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 return nullcontext()  # accelerate raises
@@ -157,7 +161,7 @@ class ShardingAccelerator(Accelerator):
             return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
         return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
 
-    def _checkpoint_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path | None:
+    def _checkpoint_to_load(self, input_dir: Folder | None) -> Path | None:
         """Return the checkpoint that accelerate loads; None if it is going to raise."""
         if input_dir is not None:
             return Path(input_dir).expanduser()
@@ -166,7 +170,7 @@ class ShardingAccelerator(Accelerator):
         named = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
         return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
 
-    def _prepare_fsdp2(self, *objects: Any) -> tuple[Any, ...]:
+    def _prepare_fsdp2(self, *objects: object) -> tuple[object, ...]:
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         models = [each for each in objects if isinstance(each, nn.Module)]
         for model in models:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -37,13 +36,13 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
             "the optimizer has a parameter that is not a shard of the model: a forward leaves the root unsharded, so "
             "construct the optimizer before it, or after model.reshard()"
         )
-    found = dict.fromkeys(owners[each] for each in held)
-    if len(found) > 1:
+    owned = dict.fromkeys(owners[each] for each in held)
+    if len(owned) > 1:
         raise ValueError(
-            f"the optimizer has parameters of {len(found)} models, but save_state saves each optimizer with one: make "
+            f"the optimizer has parameters of {len(owned)} models, but save_state saves each optimizer with one: make "
             "an optimizer for each model, or make the models parts of one module, and prepare that"
         )
-    return next(iter(found), models[0])
+    return next(iter(owned), models[0])
 
 
 def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
@@ -67,7 +66,7 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 
 
 def save_codec_states(
-    accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
+    accelerator: Accelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
 ) -> None:
     """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
@@ -88,7 +87,7 @@ def _codec_states(
 ) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
     """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
     # Models without optimizers are there to be evaluated, and keep nothing from step to step.
-    optimizers: list[Any] = accelerator._optimizers or [()]
+    optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
     for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):
         own = [each] if isinstance(each, Optimizer) else list(each)
         yield model, own, Path(folder) / f"model_{index}" if index else Path(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.llama3 import config_registry as llama3, parallelize_llama as torchtitan_parallelize_llama
@@ -15,6 +15,9 @@ from fsdp_zpp.config.strategy import Strategy
 from .parallelism import StrategyParallelism
 from .sharding import parallelize_llama
 from .trainer import StrategyTrainer
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
@@ -69,5 +72,5 @@ def llama3_70b() -> StrategyTrainer.Config:
     return with_strategy(config, Strategy.zeropp())
 
 
-def _values(section: Any) -> dict[str, Any]:
+def _values(section: DataclassInstance) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}

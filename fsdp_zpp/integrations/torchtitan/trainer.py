@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.checkpoint import MODEL
+from torchtitan.components.checkpoint import MODEL, CheckpointManager
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -88,7 +89,7 @@ class StrategyTrainer(Trainer):
         return loss
 
 
-def _take_turns(checkpointer: Any) -> None:
+def _take_turns(checkpointer: CheckpointManager) -> None:
     """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last.
 
     torchtitan writes file by file over what is there, and passes over a checkpoint without ``.metadata``. If a process
@@ -96,7 +97,7 @@ def _take_turns(checkpointer: Any) -> None:
     """
     save = checkpointer.dcp_save
 
-    def dcp_save(state_dict: dict[str, Any], checkpoint_id: str, *arguments: Any, **options: Any) -> Any:
+    def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
         if is_remote(checkpoint_id):
             return save(state_dict, checkpoint_id, *arguments, **options)
         turn = Turn(Path(checkpoint_id, "being_saved"))
@@ -116,14 +117,14 @@ def _take_turns(checkpointer: Any) -> None:
     checkpointer.dcp_save = dcp_save
 
 
-def _end(turn: Turn, written: Future[Any]) -> None:
+def _end(turn: Turn, written: Future[object]) -> None:
     if written.cancelled() or written.exception():
         turn.abandon()
     else:
         turn.release()
 
 
-def _check_export(checkpointer: Any, model: nn.Module) -> None:
+def _check_export(checkpointer: CheckpointManager, model: nn.Module) -> None:
     """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
     if not checkpointer.last_save_in_hf:
         return
@@ -141,7 +142,7 @@ def _check_export(checkpointer: Any, model: nn.Module) -> None:
         )
 
 
-def _is_exported(adapter: Any, name: str, shape: torch.Size) -> bool:
+def _is_exported(adapter: BaseStateDictAdapter, name: str, shape: torch.Size) -> bool:
     try:
         return bool(adapter.to_hf({name: torch.empty(shape, device="meta")}))
     except KeyError:
