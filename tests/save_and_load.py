@@ -71,12 +71,12 @@ def check_base(folder: Path) -> None:
 def check_disagreement() -> None:
     """Fail unless ranks that were given different strategies are told so."""
     strategy = (Strategy.zeropp, Strategy.zero3)[dist.get_rank()](gpus_per_node=1)
-    said = ""
+    message = ""
     try:
         fsdp_zpp.fully_shard(nn.Linear(64, 64), strategy=strategy)
     except ValueError as error:
-        said = str(error)
-    assert "levels: IGG on rank 0, GGG on rank 1" in said, said
+        message = str(error)
+    assert "levels: IGG on rank 0, GGG on rank 1" in message, message
 
 
 if __name__ == "__main__":

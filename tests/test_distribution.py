@@ -73,16 +73,16 @@ def install_alone(wheel: Path, environment: Path) -> Path:
 
 def dependencies(name: str) -> set[str]:
     """Return the names of all that an installed distribution depends on, directly or not, without extras."""
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [name]
     while pending:
         for line in metadata.requires(pending.pop()) or []:
             requirement = Requirement(line)
-            if requirement.name in found or not (requirement.marker is None or requirement.marker.evaluate()):
+            if requirement.name in names or not (requirement.marker is None or requirement.marker.evaluate()):
                 continue
-            found.add(requirement.name)
+            names.add(requirement.name)
             pending.append(requirement.name)
-    return found
+    return names
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def test_the_wheel_works_with_its_dependencies_alone(alone: Alone, tmp_path: Pat
 def test_an_integration_without_its_framework_says_what_to_install(
     alone: Alone, integration: str, framework: str
 ) -> None:
-    said = alone.run("-c", f"import fsdp_zpp.integrations.{integration}").stderr.splitlines()[-1]
+    error = alone.run("-c", f"import fsdp_zpp.integrations.{integration}").stderr.splitlines()[-1]
     expected = f"fsdp_zpp.integrations.{framework} needs {framework}: run pip install '.[{framework}]' in your clone"
-    assert said.startswith(f"ImportError: {expected}")
+    assert error.startswith(f"ImportError: {expected}")
 
 
 def test_changelog_and_citation_are_of_this_version() -> None:

@@ -32,8 +32,8 @@ def test_the_process_of_the_tests_does_not_find_ours() -> None:
 
 
 def test_workers_do_not_find_ours(pool: Callable[[int], Pool]) -> None:
-    for found in (*pool(2).run(find_kernels), in_fake_world(8, 4, find_kernels)):
-        assert_not_ours(found)
+    for folders in (*pool(2).run(find_kernels), in_fake_world(8, 4, find_kernels)):
+        assert_not_ours(folders)
 
 
 def test_scripts_do_not_find_ours(tmp_path: Path) -> None:

@@ -86,20 +86,20 @@ def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: P
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("left", ["another Python", "no pip", "all but the packages"])
-def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, left: str) -> None:
+@pytest.mark.parametrize("remainder", ["another Python", "no pip", "all but the packages"])
+def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, remainder: str) -> None:
     bin_ = tmp_path / ".venv/bin"
     bin_.mkdir(parents=True)
     for name in ("python", "pip"):
-        fails = (left, name) in (("another Python", "python"), ("no pip", "pip"))
+        fails = (remainder, name) in (("another Python", "python"), ("no pip", "pip"))
         (bin_ / name).write_text(f"#!/bin/sh\nexit {int(fails)}\n")
         (bin_ / name).chmod(0o755)
     (bin_ / "pytest").symlink_to("pip")
     result = attempt(tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / ".venv/ready").exists()
-    made = "-m venv --clear .venv" in (tmp_path / "log").read_text()
-    assert made == (left != "all but the packages")
+    is_new = "-m venv --clear .venv" in (tmp_path / "log").read_text()
+    assert is_new == (remainder != "all but the packages")
 
 
 def test_the_hook_before_a_commit_is_lint_and_nothing_else() -> None:

@@ -126,13 +126,13 @@ class StrategyPlugin(BasePlugin):
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
-        given = cfg.get("fsdp_config") or {}
-        if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(given):
+        fsdp_config = cfg.get("fsdp_config") or {}
+        if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(fsdp_config):
             cfg["fsdp_version"] = 2
         cfg["fsdp_config"] = {
             "state_dict_type": "SHARDED_STATE_DICT",
             "final_state_dict_type": "FULL_STATE_DICT",
-        } | dict(given)
+        } | dict(fsdp_config)
         if cfg.get("experimental_skip_move_to_device") is None:
             cfg["experimental_skip_move_to_device"] = True  # or a model would have to fit on a GPU before it is sharded
         if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:

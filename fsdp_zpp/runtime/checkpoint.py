@@ -121,9 +121,11 @@ class RankState:
         for name, part in self._parts.items():
             part.load_state_dict(loaded[name])
         # Older checkpoints have no checksums.
-        known = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items() if _SAVED_WITH in loaded[name]}
-        if known:
-            LoadedState(known, self._modules, self._drop)
+        saved_with = {
+            unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items() if _SAVED_WITH in loaded[name]
+        }
+        if saved_with:
+            LoadedState(saved_with, self._modules, self._drop)
 
     def _forget_loaded(self) -> None:
         for unit in self._units.values():

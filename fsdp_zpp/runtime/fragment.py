@@ -209,11 +209,11 @@ class Fragment:
         if self._loaded is not None:
             return self._loaded
         # This node's own, also while the agreed ones are shown.
-        held = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
+        shards = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
         return {
             "progress": asdict(self.progress),
             "exchanges": self.outer.state_dict() if self.outer.names else None,
-            "weights": {name: shard.detach().to("cpu", copy=True) for name, shard in held.items()},
+            "weights": {name: shard.detach().to("cpu", copy=True) for name, shard in shards.items()},
             "changed": sorted(self._changed),
             "sent": self._sent,
         }
@@ -224,9 +224,9 @@ class Fragment:
         Raises:
             ValueError: If it was saved for other weights.
         """
-        held = self._shards()
+        shards = self._shards()
         saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
-        present = {name: list(held[name].shape) for name in saved if name in held}
+        present = {name: list(shards[name].shape) for name in saved if name in shards}
         if present != saved:
             raise ValueError(
                 f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
@@ -248,9 +248,9 @@ class Fragment:
         """Return whether this rank holds, of some parameters, the agreed weights of what was loaded."""
         exchanges = None if self._loaded is None else self._loaded["exchanges"]
         agreed = {} if exchanges is None else exchanges["agreed"]
-        held = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
-        return held.keys() <= agreed.keys() and all(
-            torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in held.items()
+        shards = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
+        return shards.keys() <= agreed.keys() and all(
+            torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in shards.items()
         )
 
     def restore(self) -> None:

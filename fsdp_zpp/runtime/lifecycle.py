@@ -60,22 +60,22 @@ class LifecycleHooks:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Handle a step of ``optimizer``, which may be another model's."""
-        held = _held_by(optimizer)
-        if not self._holds_any(held):
+        ids = _parameter_ids(optimizer)
+        if not self._holds_any(ids):
             if self._mistakes is not None:
                 self._mistakes.other_stepped()
             return
         self._last_scaler = None  # with a step units forget the scaler, so they must be told of it again
-        self._changes.step(held)
+        self._changes.step(ids)
         self._step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
-        self._step_made(held, getattr(optimizer, "found_inf", None))
+        self._step_made(ids, getattr(optimizer, "found_inf", None))
 
     def optimizer_switched(self, optimizer: Optimizer) -> None:
         """Handle a change of ``optimizer``, which may be another model's, between training and evaluation."""
-        held = _held_by(optimizer)
-        if self._holds_any(held):
-            self._changes.written(held)
+        ids = _parameter_ids(optimizer)
+        if self._holds_any(ids):
+            self._changes.written(ids)
 
     def _step_ended(self) -> None:
         if self._mistakes is not None:
@@ -83,10 +83,10 @@ class LifecycleHooks:
         if self._local_training is not None:
             self._local_training.step_ended()
 
-    def _step_made(self, held: set[int], skipped: Tensor | None) -> None:
+    def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
         if all(unit.errors is None for unit in self._units):
             return
-        units = list(self._units_of(held))
+        units = list(self._units_of(ids))
         # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
         if any(unit.errors is not None and unit.errors.has_uncommitted for unit in units):
             for unit in units:
@@ -95,14 +95,14 @@ class LifecycleHooks:
 
     def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``scaler.step(optimizer)``, which has made a step or skipped it; it may be another model's."""
-        held = _held_by(optimizer)
-        if not scaler.is_enabled() or not self._holds_any(held):
+        ids = _parameter_ids(optimizer)
+        if not scaler.is_enabled() or not self._holds_any(ids):
             return
         self._last_scaler = None
         self._step_ended()
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
-            self._step_made(held, None)  # an optimizer that is not torch's runs no step hook
-        for unit in self._units_of(held):
+            self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
+        for unit in self._units_of(ids):
             if unit.errors is not None:
                 unit.errors.scaler_stepped(scaler)
 
@@ -118,11 +118,11 @@ class LifecycleHooks:
 
     def gradients_cleared(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
-        held = _held_by(optimizer)
-        if self._holds_any(held):
+        ids = _parameter_ids(optimizer)
+        if self._holds_any(ids):
             if self._mistakes is not None:
                 self._mistakes.gradients_cleared()
-            for unit in self._units_of(held):
+            for unit in self._units_of(ids):
                 unit.drop_gradients()
 
     def module_cleared(self, module: nn.Module, set_to_none: bool = True) -> None:
@@ -141,21 +141,21 @@ class LifecycleHooks:
                 if self._mistakes is not None:
                     self._mistakes.gradients_cleared()
 
-    def _units_of(self, held: set[int]) -> Iterator[Unit]:
+    def _units_of(self, ids: set[int]) -> Iterator[Unit]:
         """Yield the units of which an optimizer holds a parameter, by the ids of all it holds; alike on all ranks."""
         # Not all: one of several optimizers, or one that steps within the backward, clears its own gradients alone.
         for unit in self._units:
             parameters = unit.sharded.parameters()
             # A rank may hold no element of a unit. Its empty parameters count like any others, but if users leave them
             # out of all optimizers, nothing tells which one they belong to: any optimizer of the model clears the unit.
-            if any(id(p) in held for p in parameters) or not any(
+            if any(id(p) in ids for p in parameters) or not any(
                 local_numel(p) or getattr(p, IN_OPTIMIZER, False) for p in parameters
             ):
                 yield unit
 
-    def _holds_any(self, held: set[int]) -> bool:
+    def _holds_any(self, ids: set[int]) -> bool:
         """Return whether an optimizer with these parameters is one of this model's."""
-        return any(id(p) in held for unit in self._units for p in unit.sharded.parameters())
+        return any(id(p) in ids for unit in self._units for p in unit.sharded.parameters())
 
     def backward_ended(self, synchronized: bool) -> None:
         """Handle the end of a backward, which may have synchronized gradients."""
@@ -189,12 +189,12 @@ def _weak(method: Callable[..., None]) -> Hook:
     return hook
 
 
-def _held_by(optimizer: Optimizer) -> set[int]:
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
     """Return the ids of an optimizer's parameters."""
-    held: set[int] = set()
+    ids: set[int] = set()
     for group in optimizer.param_groups:
-        held.update(map(id, group["params"]))  # in C, as it is asked twice a step
-    return held
+        ids.update(map(id, group["params"]))  # in C, since this runs twice a step
+    return ids
 
 
 @torch.no_grad()

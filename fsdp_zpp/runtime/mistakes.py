@@ -76,8 +76,8 @@ class MistakeWatch:
 
     def _check_optimizer(self) -> None:
         self._optimizer_is_known = True  # or is said to be unknown, once
-        held = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
-        if not held and any(unit.sharded.is_trained() for unit in self._units):
+        is_given = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
+        if not is_given and any(unit.sharded.is_trained() for unit in self._units):
             self._warn(
                 "%s: optimizers step, but none of torch's was given a parameter that this model has by now, so nothing "
                 "trains it; sharding replaces parameters: make the optimizer after it"

@@ -41,18 +41,18 @@ class WeightChanges:
         self._others = [unit for unit in units if unit not in too_small]
         self._has_warned = False
 
-    def look(self, held: Collection[int] = ()) -> None:
+    def look(self, ids: Collection[int] = ()) -> None:
         """Find the units that have begun to change; at a point that all ranks pass.
 
         Args:
-            held: The ids of the parameters of an optimizer that has stepped.
+            ids: The ids of the parameters of an optimizer that has stepped.
         """
         others: list[Unit] = []
         untrained: list[Unit] = []
         for unit in self._others:
             if unit.sharded.is_trained():
                 self._changing.append(unit)
-            elif any(id(p) in held or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()):
+            elif any(id(p) in ids or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()):
                 self._changing.append(unit)
                 untrained.append(unit)
             else:
@@ -60,16 +60,16 @@ class WeightChanges:
         self._others = others
         self._warn_of([unit for unit in untrained if unit.keeps_weights])
 
-    def step(self, held: Collection[int] = ()) -> None:
-        """Declare the weights of units that change stale, for a step that was made or is to come; ``held`` as above."""
-        self._invalidate(held, by_step=True)
+    def step(self, ids: Collection[int] = ()) -> None:
+        """Declare the weights of units that change stale, for a step made or to come; ``ids`` as of :meth:`look`."""
+        self._invalidate(ids, by_step=True)
 
-    def written(self, held: Collection[int]) -> None:
+    def written(self, ids: Collection[int]) -> None:
         """Declare them stale after other writes of an optimizer, which may change them by more than a step does."""
-        self._invalidate(held, by_step=False)
+        self._invalidate(ids, by_step=False)
 
-    def _invalidate(self, held: Collection[int], *, by_step: bool) -> None:
-        self.look(held)
+    def _invalidate(self, ids: Collection[int], *, by_step: bool) -> None:
+        self.look(ids)
         for unit in self._changing:
             unit.invalidate(by_step=by_step)
 

@@ -57,9 +57,10 @@ def test_resumed_run_ends_like_an_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     rest = train(text, tmp_path / "rest", *options, "--resume", tmp_path / "half" / "step-2")
     assert half + rest == whole
     assert whole[-1] < 0.9 * whole[0]
-    ours, oracle = (saved(tmp_path / name / "step-4") for name in ("rest", "whole"))
+    resumed, oracle = (saved(tmp_path / name / "step-4") for name in ("rest", "whole"))
     assert all(
-        one.equal(other) if isinstance(one, Tensor) else one == other for one, other in zip(ours, oracle, strict=True)
+        one.equal(other) if isinstance(one, Tensor) else one == other
+        for one, other in zip(resumed, oracle, strict=True)
     )
 
 

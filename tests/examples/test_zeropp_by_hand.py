@@ -90,7 +90,8 @@ def both(
     names = {"gather": "weights", "reduce": "gradients"}
     sent = {f"{names[kind]} {level}": nbytes for (kind, level), nbytes in traffic.sent.items()}
     results = {"weights": (gathered, weights), "gradients": (reduced, mean)}
-    return {what: (bits(ours), bits(theirs)) for what, (ours, theirs) in results.items()}, [dict(network.sent), sent]
+    compared = {what: (bits(by_hand), bits(by_library)) for what, (by_hand, by_library) in results.items()}
+    return compared, [dict(network.sent), sent]
 
 
 @over_pairs(

@@ -89,19 +89,19 @@ def make_strategy(
         layer: What FSDP1 wraps.
         parallelize: Shards by FSDP2, for Fabric; the Trainer has its module do that.
     """
-    theirs, stock_fsdp, ours = {
+    stock, stock_fsdp, integration = {
         "trainer": (trainer_strategies, StockTrainerFsdp, our_trainer),
         "fabric": (fabric_strategies, StockFabricFsdp, our_fabric),
     }[way.framework]
     if way.fsdp == "fsdp2":
-        kind: Any = (theirs if strategy is STOCK else ours).ModelParallelStrategy
+        kind: Any = (stock if strategy is STOCK else integration).ModelParallelStrategy
         return kind(
             **({"parallelize_fn": parallelize} if way.framework == "fabric" else {}),
             data_parallel_size=dist.get_world_size(),
             tensor_parallel_size=1,
             save_distributed_checkpoint=not full,
         )
-    return (stock_fsdp if strategy is STOCK else ours.FSDPStrategy)(
+    return (stock_fsdp if strategy is STOCK else integration.FSDPStrategy)(
         sharding_strategy="FULL_SHARD" if strategy is STOCK else strategy,
         auto_wrap_policy={layer},
         state_dict_type="full" if full and device_type() == "cuda" else "sharded",

@@ -254,9 +254,9 @@ def test_axolotl_is_told_of_fsdp2_where_there_are_several_processes(monkeypatch:
     assert cfg.fsdp_config.final_state_dict_type == "FULL_STATE_DICT"
     assert cfg.experimental_skip_move_to_device is True
     assert not any(cfg[kernel] for kernel in NO_KERNELS)
-    given = {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}
-    cfg = validated({"adapter": None, "fsdp_config": given, "experimental_skip_move_to_device": False})
-    assert {key: cfg.fsdp_config[key] for key in given} == given
+    options = {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}
+    cfg = validated({"adapter": None, "fsdp_config": options, "experimental_skip_move_to_device": False})
+    assert {key: cfg.fsdp_config[key] for key in options} == options
     assert cfg.experimental_skip_move_to_device is False
     monkeypatch.setenv("WORLD_SIZE", "1")
     cfg = validated({})  # axolotl preprocess, merge-lora and inference

@@ -26,10 +26,10 @@ def outcome(go_on: Callable[[], list[float]]) -> tuple[Outcome, bool]:
     """Return what comes of loading a checkpoint and training on, and whether codec state is lost, with a warning."""
     with collected() as records:
         try:
-            found: Outcome = go_on()
+            result: Outcome = go_on()
         except (ValueError, OSError, RuntimeError) as error:
-            found = str(error)
-    return found, any(level == "WARNING" and "start over" in text for level, text in records)
+            result = str(error)
+    return result, any(level == "WARNING" and "start over" in text for level, text in records)
 
 
 def cut_off(
@@ -62,11 +62,11 @@ def check(by_rank: list[tuple[list[Outcome], list[tuple[Outcome, bool]]]]) -> No
     assert isinstance(newer, list)
     assert older != newer
     for copies in zip(*(copies for _, copies in by_rank), strict=True):
-        found = [copy[0] for copy in copies]
-        if all(isinstance(each, list) for each in found):
-            assert found[0] in (older, newer) or any(warned for _, warned in copies), found
+        outcomes = [copy[0] for copy in copies]
+        if all(isinstance(each, list) for each in outcomes):
+            assert outcomes[0] in (older, newer) or any(warned for _, warned in copies), outcomes
         else:
-            assert all(isinstance(each, str) and all(word in each for word in TOLD) for each in found), found
+            assert all(isinstance(each, str) and all(word in each for word in TOLD) for each in outcomes), outcomes
 
 
 @over_each(way=WAYS, strategy=STRATEGIES)

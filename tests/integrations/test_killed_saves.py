@@ -125,13 +125,13 @@ class Saves:
         saved = self._folder / f"{seed} of {len(several)}"
         shutil.copytree(self._folder / "older", saved)
         ends = self._run(several, saved)
-        found = self._load(saved)
+        outcome = self._load(saved)
         for version, losses in self._losses.items():
-            if found == losses:
+            if outcome == losses:
                 return version
-        if all(isinstance(each, str) and all(word in each for word in TOLD) for each in found):
+        if all(isinstance(each, str) and all(word in each for word in TOLD) for each in outcome):
             return "told"
-        return f"seed {seed}: {found} of {saved} after {ends} of {several}"
+        return f"seed {seed}: {outcome} of {saved} after {ends} of {several}"
 
     def _load(self, saved: Path) -> list[Any]:
         try:
@@ -149,9 +149,9 @@ def forker() -> Iterator[ProcessPoolExecutor]:
 
 def check(kind: Callable[[Saves, int], str], saves: Saves, seeds: Iterable[int]) -> None:
     """Fail if anything else loads than a whole version, without a word of what to do."""
-    found = Counter(kind(saves, seed) for seed in seeds)
-    print(dict(found))
-    assert found.keys() <= {*VERSIONS, EARLIER, "told"}, "\n".join(found)
+    counts = Counter(kind(saves, seed) for seed in seeds)
+    print(dict(counts))
+    assert counts.keys() <= {*VERSIONS, EARLIER, "told"}, "\n".join(counts)
 
 
 over_kinds = pytest.mark.parametrize("kind", [Saves.alone, Saves.with_another], ids=["alone", "with another"])

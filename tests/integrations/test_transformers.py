@@ -209,18 +209,18 @@ def evaluated(folder: str, kind: str, strategy: Strategy) -> tuple[Any, ...]:
 def test_the_best_model_is_evaluated_and_saved_for_plain_use(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: Strategy
 ) -> None:
-    found = pool(4).run(evaluated, str(tmp_path), kind, strategy)
-    before, during, after, logits, generated = found[0]
+    results = pool(4).run(evaluated, str(tmp_path), kind, strategy)
+    before, during, after, logits, generated = results[0]
     assert before > during[0] > during[1]
     assert after == pytest.approx(during[0], rel=1e-6)
-    made = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
-    base = made.cpu()
+    unsharded = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
+    base = unsharded.cpu()
     if kind in ("whole", "partly frozen"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     else:
         loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
-    assert all(each[-1] == generated for each in found)  # each rank generates
+    assert all(each[-1] == generated for each in results)  # each rank generates
     best = loaded.generate(input_ids=TOKENS, max_new_tokens=8, do_sample=False)
     assert generated[-1] == best[0].tolist()
 
@@ -279,9 +279,9 @@ def test_optimizers_may_evaluate_other_weights_than_they_train(
     pool: Callable[[int], Pool], tmp_path: Path, of_class: bool
 ) -> None:
     # Weights are kept from one forward to the next, or never.
-    kept, fresh = (pool(4).run(averaged, str(tmp_path), levels, of_class)[0] for levels in ("IGG", "GGG"))
-    assert kept == pytest.approx(fresh, rel=1e-4)
-    assert len(kept) == 6
+    refreshed, fresh = (pool(4).run(averaged, str(tmp_path), levels, of_class)[0] for levels in ("IGG", "GGG"))
+    assert refreshed == pytest.approx(fresh, rel=1e-4)
+    assert len(refreshed) == 6
 
 
 def refused(folder: str, kind: str) -> str:
@@ -323,8 +323,8 @@ def refused(folder: str, kind: str) -> str:
 def test_what_cannot_be_is_refused_on_every_rank(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str, message: str
 ) -> None:
-    for said in pool(4).run(refused, str(tmp_path), kind):
-        assert message in said
+    for error in pool(4).run(refused, str(tmp_path), kind):
+        assert message in error
 
 
 def test_what_a_class_cannot_have_is_refused() -> None:

@@ -30,9 +30,9 @@ WORDS = ["<pad>", "<eos>", *map(str, range(2, llama.VOCABULARY))]
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of numbers."""
     vocabulary = {word: number for number, word in enumerate(WORDS)}
-    made = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    words = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def texts(seed: int, length: int = 8) -> list[str]:
@@ -69,7 +69,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
         data = prompts
         options |= {"beta": 0.1, "num_generations": 2, "max_completion_length": 6}
     model, reference = (LlamaForCausalLM.from_pretrained(base) for _ in range(2))
-    kept: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
+    options: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
     if strategy is not None:
         cls = use_strategy(cls, strategy)
     return cls(
@@ -77,7 +77,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
         args=configuration(**options),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
-        **kept,
+        **options,
     )
 
 

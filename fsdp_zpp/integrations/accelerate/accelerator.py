@@ -180,5 +180,5 @@ class ShardingAccelerator(Accelerator):
         return tuple(map(self._prepare_one, [self._prepare_one(each, first_pass=True) for each in objects]))
 
     def _list(self, model: nn.Module) -> None:
-        if not any(known is model for known in self._models):
+        if not any(prepared is model for prepared in self._models):
             self._models.append(model)

@@ -30,13 +30,13 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
         ValueError: If it has parameters of several models, or others than their shards.
     """
     owners = {id(parameter): model for model in models for parameter in model.parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if any(each not in owners for each in held):
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if any(each not in owners for each in parameters):
         raise ValueError(
             "the optimizer has a parameter that is not a shard of the model: a forward leaves the root unsharded, so "
             "construct the optimizer before it, or after model.reshard()"
         )
-    owned = dict.fromkeys(owners[each] for each in held)
+    owned = dict.fromkeys(owners[each] for each in parameters)
     if len(owned) > 1:
         raise ValueError(
             f"the optimizer has parameters of {len(owned)} models, but save_state saves each optimizer with one: make "

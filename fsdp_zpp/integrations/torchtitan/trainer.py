@@ -170,5 +170,5 @@ def _has_codec_state(strategy: Strategy | None) -> bool:
     """Return whether there is anything to save: checkpoints without are those of torchtitan's own FSDP."""
     if strategy is None:
         return False
-    kept = strategy.error_feedback is not None or strategy.local_steps is not None
-    return kept or isinstance(strategy.weights, Int4Delta)
+    has_state = strategy.error_feedback is not None or strategy.local_steps is not None
+    return has_state or isinstance(strategy.weights, Int4Delta)
