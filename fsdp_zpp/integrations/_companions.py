@@ -13,8 +13,6 @@ def companion(checkpoint: Path, name: str) -> Path:
 
 
 def companions(checkpoint: Path, name: str) -> tuple[Path, Path]:
-    """Return both paths of a companion, inside and beside: a framework may save over one of the other kind.
-
-    A link stays one here: to remove it is not to remove what it leads to.
-    """
+    """Return both paths of a companion, inside and beside: a framework may save over one of the other kind."""
+    # A link stays one here: to remove it is not to remove what it leads to.
     return checkpoint / name, checkpoint.with_name(f"{checkpoint.name}.{name}")

@@ -16,7 +16,7 @@ from .unit import PARTS, Communicator, StrategyUnit, named_units
 from .validation import check_module
 
 
-def units(model: nn.Module) -> Iterator[Communicator]:
+def communicators(model: nn.Module) -> Iterator[Communicator]:
     """Yield the units of a model, outermost first, then its frozen base.
 
     Raises:
@@ -24,14 +24,14 @@ def units(model: nn.Module) -> Iterator[Communicator]:
     """
     check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
-    communicators: dict[Communicator, None] = dict.fromkeys(named_units(model))
-    communicators |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
-    if not communicators:
+    parts: dict[Communicator, None] = dict.fromkeys(named_units(model))
+    parts |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
+    if not parts:
         raise ValueError(
             f"no part of this {type(model).__name__} communicates through fsdp_zpp; wrap it with a Strategy, register "
             "a quantized_reduce_hook, or quantize its frozen weights first"
         )
-    yield from communicators
+    yield from parts
 
 
 def invalidate(model: nn.Module) -> None:
@@ -53,8 +53,8 @@ def invalidate(model: nn.Module) -> None:
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
-    for unit in units(model):
-        unit.invalidate()
+    for part in communicators(model):
+        part.invalidate()
 
 
 def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
@@ -79,7 +79,7 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
         "reduce": {"inter": 0, "intra": 0},
     }
     # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
-    for counter in {id(unit.traffic): unit.traffic for unit in units(model)}.values():
+    for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
         for (kind, level), nbytes in counter.sent.items():
             total[kind][level] += nbytes
     return total
@@ -130,7 +130,8 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
 def _local_trainings(model: nn.Module) -> list[LocalTraining]:
     """Return the local trainings of a model; none on a single node, where there is nothing to exchange."""
-    local = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
+    parts = communicators(model)
+    local = [part for part in parts if isinstance(part, StrategyUnit) and part.strategy.local_steps is not None]
     if not local:
         raise ValueError(f"no part of this {type(model).__name__} has a Strategy(local_steps=...)")
     fragments = [unit.fragment for unit in local if unit.fragment is not None]

@@ -24,7 +24,7 @@ from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
-from .api import units
+from .api import communicators
 from .fragment import Fragment
 from .loaded_state import LoadedState, trained_checksums
 from .optimizer_state import OptimizerState
@@ -174,7 +174,9 @@ class CodecState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
-        next(units(model))  # raises if fsdp_zpp manages nothing of the model, where there would be nothing to save
+        next(
+            communicators(model)
+        )  # raises if there are none, so that there would be nothing to save
         names, parts, units_by_part = named_units(model), dict[str, SavedState](), dict[str, Unit]()
         for unit, fqn in names.items():
             for kind, part in _parts_of(unit):

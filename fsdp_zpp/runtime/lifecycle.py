@@ -44,9 +44,10 @@ class LifecycleHooks:
         changes: WeightChanges | None = None,
         mistakes: MistakeWatch | None = None,
     ) -> None:
-        self._units, self._local_training = units, local_training
+        self._units = units
         self._changes = WeightChanges(units) if changes is None else changes
         self._mistakes = mistakes
+        self._step_counters = [each for each in (mistakes, local_training) if each is not None]
         self._last_scaler: weakref.ref[GradScaler] | None = None  # of which units were told since the last step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
@@ -78,10 +79,8 @@ class LifecycleHooks:
             self._changes.written(ids)
 
     def _step_ended(self) -> None:
-        if self._mistakes is not None:
-            self._mistakes.step_ended()
-        if self._local_training is not None:
-            self._local_training.step_ended()
+        for counter in self._step_counters:
+            counter.step_ended()
 
     def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
         if all(unit.errors is None for unit in self._units):
@@ -169,10 +168,8 @@ class LifecycleHooks:
         # A step follows, and not every optimizer announces it: some are not torch's, some write through p.data or in
         # the middle of their step. Those that do announce it cover steps that no backward precedes.
         self._changes.step()
-        if self._mistakes is not None:
-            self._mistakes.gradients_synchronized()
-        if self._local_training is not None:
-            self._local_training.gradients_synchronized()
+        for counter in self._step_counters:
+            counter.gradients_synchronized()
 
 
 def _weak(method: Callable[..., None]) -> Hook:

@@ -30,7 +30,7 @@ class Sharded:
     def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
         """Return, for each parameter, the modules on which it is registered.
 
-        Nothing at all for adapters whose modules show the parameters at any time.
+        It is empty for adapters whose modules show the parameters at any time.
         """
         return ()
 

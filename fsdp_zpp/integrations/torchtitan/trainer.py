@@ -90,11 +90,7 @@ class StrategyTrainer(Trainer):
 
 
 def _take_turns(checkpointer: CheckpointManager) -> None:
-    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last.
-
-    torchtitan writes file by file over what is there, and passes over a checkpoint without ``.metadata``. If a process
-    of its own writes (asynchronously, from pinned memory), it holds no lock, and may go on when this job is killed.
-    """
+    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last."""
     save = checkpointer.dcp_save
 
     def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
@@ -102,12 +98,14 @@ def _take_turns(checkpointer: CheckpointManager) -> None:
             return save(state_dict, checkpoint_id, *arguments, **options)
         turn = Turn(Path(checkpoint_id, "being_saved"))
         try:
+            # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
             run_on_first_rank(lambda: Path(checkpoint_id, ".metadata").unlink(missing_ok=True))
             saved = save(state_dict, checkpoint_id, *arguments, **options)
         except BaseException:
             turn.abandon()
             raise
-        written = getattr(saved, "upload_completion", saved)  # pinned memory is written by another process
+        # Pinned memory is written by another process, which holds no lock, and may go on when this job is killed.
+        written = getattr(saved, "upload_completion", saved)
         if isinstance(written, Future):
             written.add_done_callback(partial(_end, turn))
         else:
