@@ -174,9 +174,7 @@ class CodecState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
-        next(
-            communicators(model)
-        )  # raises if there are none, so that there would be nothing to save
+        next(communicators(model))  # raises if there are none, so that there would be nothing to save
         names, parts, units_by_part = named_units(model), dict[str, SavedState](), dict[str, Unit]()
         for unit, fqn in names.items():
             for kind, part in _parts_of(unit):

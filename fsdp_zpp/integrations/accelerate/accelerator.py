@@ -127,7 +127,8 @@ class ShardingAccelerator(Accelerator):
         """
         if is_peft_model(model):
             return adapter_state(model)
-        return super().get_state_dict(model, unwrap) | dequantized_weights(model, kept=self.is_main_process)
+        weights: dict[str, Tensor] = super().get_state_dict(model, unwrap)
+        return weights | dequantized_weights(model, kept=self.is_main_process)
 
     def save_model(
         self,

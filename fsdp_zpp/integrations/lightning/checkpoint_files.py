@@ -89,7 +89,8 @@ class FilesOfFSDP(CheckpointFiles):
         return self._state_dict_type == "full"
 
     def _read(self, file: Path, weights_only: bool | None) -> Content:
-        return _lazy_load(file)
+        content: Content = _lazy_load(file)
+        return content
 
 
 class FilesOfModelParallel(CheckpointFiles):
@@ -102,4 +103,5 @@ class FilesOfModelParallel(CheckpointFiles):
         return not self._save_distributed_checkpoint
 
     def _read(self, file: Path, weights_only: bool | None) -> Content:
-        return torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
+        content: Content = torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
+        return content
