@@ -133,7 +133,7 @@ class ShardingAccelerator(Accelerator):
     def save_model(
         self,
         model: nn.Module,
-        save_directory: Folder,
+        save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:

@@ -23,11 +23,7 @@ from .checks import Content, check_base
 
 
 class CheckpointFiles(ABC):
-    """Checkpoints that are whole.
-
-    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
-    Both hold codec state if they hold an optimizer, to resume bit for bit.
-    """
+    """Completes a strategy's checkpoints: with quantized weights or the identity of a base, and with codec state."""
 
     is_global_zero: bool
 

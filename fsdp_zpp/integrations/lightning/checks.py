@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -29,7 +30,7 @@ Content = Mapping[str, Any]
 
 
 def split_sharding_strategy(
-    sharding_strategy: Strategy | _SHARDING_STRATEGY, arguments: Mapping[str, object]
+    sharding_strategy: Strategy | ShardingStrategy | str, arguments: Mapping[str, object]
 ) -> _SHARDING_STRATEGY:
     """Return the sharding strategy that Lightning's constructor is to be given, of which it reads the name.
 
@@ -43,7 +44,7 @@ def split_sharding_strategy(
     """
     check_instance("sharding_strategy", sharding_strategy)
     if not isinstance(sharding_strategy, Strategy):
-        return sharding_strategy
+        return cast("_SHARDING_STRATEGY", sharding_strategy)  # Lightning checks the name
     mesh = arguments.get("device_mesh")
     if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
         raise ValueError(

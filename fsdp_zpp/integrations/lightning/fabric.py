@@ -11,7 +11,7 @@ What they add to Lightning's: checkpoints that hold an optimizer hold codec stat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.strategies import (
     FSDPStrategy as LightningFSDPStrategy,
@@ -20,7 +20,7 @@ from lightning.fabric.strategies import (
 )
 from lightning.fabric.utilities.types import _PATH
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
@@ -36,9 +36,6 @@ from .checks import (
 )
 from .wrapping import wrapped_on_cpu
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
-
 _SHARDED = (FullyShardedDataParallel, FSDPModule)
 
 State = dict[str, nn.Module | Optimizer | Any]
@@ -46,7 +43,11 @@ State = dict[str, nn.Module | Optimizer | Any]
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
-    """A strategy for Fabric whose checkpoints are whole."""
+    """A strategy for Fabric whose checkpoints are whole.
+
+    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
+    Both hold codec state if they hold an optimizer, to resume bit for bit.
+    """
 
     def __repr__(self) -> str:
         """Name the Fabric, for the error of one of another package, or of a Trainer."""
@@ -118,7 +119,9 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         >>> fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
-    def __init__(self, *, sharding_strategy: Strategy | _SHARDING_STRATEGY = "FULL_SHARD", **arguments: Any) -> None:
+    def __init__(
+        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
+    ) -> None:
         super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy

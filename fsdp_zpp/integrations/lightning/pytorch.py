@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
@@ -39,12 +39,13 @@ from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
 from .checks import announce_node_size, check_data_parallel, local_path, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
-
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
-    """A strategy for the Trainer whose checkpoints are whole."""
+    """A strategy for the Trainer whose checkpoints are whole.
+
+    Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
+    Both hold codec state if they hold an optimizer, to resume bit for bit.
+    """
 
     def __repr__(self) -> str:
         """Name the Trainer, for the error of one of another package."""
@@ -111,7 +112,9 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         >>> trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}))
     """
 
-    def __init__(self, *, sharding_strategy: Strategy | _SHARDING_STRATEGY = "FULL_SHARD", **arguments: Any) -> None:
+    def __init__(
+        self, *, sharding_strategy: Strategy | ShardingStrategy | str = "FULL_SHARD", **arguments: Any
+    ) -> None:
         super().__init__(sharding_strategy=split_sharding_strategy(sharding_strategy, arguments), **arguments)
         if isinstance(sharding_strategy, Strategy):
             self.sharding_strategy: Any = sharding_strategy
