@@ -42,7 +42,7 @@ CODECS = {"int8": Int8, "int4": Int4, "nf4": NF4}
 
 
 def parse() -> Namespace:
-    """The options."""
+    """Parse the options."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, help="folder of a model, or a config.json (default: a small Llama)")
@@ -64,7 +64,7 @@ def parse() -> Namespace:
 
 
 def load_tokens(options: Namespace, device: torch.device) -> Tensor:
-    """The text in the model's tokens, or in bytes if it has no tokenizer, as rank 0 reads it. Collective."""
+    """Return the text in tokens, or in bytes if there is no tokenizer, as rank 0 reads it. Collective."""
     tokens = [torch.empty(0)]
     if dist.get_rank() == 0:
         files = options.data or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -80,7 +80,7 @@ def load_tokens(options: Namespace, device: torch.device) -> Tensor:
 
 
 def make_model(options: Namespace, device: torch.device) -> Any:
-    """The base, quantized unless it is to be compared with, and adapters, the same on every rank. Collective."""
+    """Make the base, quantized unless it is to be compared with, and adapters, alike on every rank. Collective."""
     torch.manual_seed(options.seed)
     has_files = options.model and options.model.is_dir() and any(options.model.glob("*.safetensors"))
     if options.model:
@@ -137,7 +137,7 @@ def shard(model: Any, options: Namespace, device: torch.device) -> Any:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, starts: Tensor, sequence: int) -> Tensor:
-    """Mean cross-entropy, in nats a token, of the sequences that begin at ``starts``."""
+    """Return mean cross-entropy, in nats a token, of the sequences that begin at ``starts``."""
     batch = tokens[(starts[:, None] + torch.arange(sequence + 1)).to(tokens.device)].long()
     logits = model(input_ids=batch[:, :-1]).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

@@ -39,20 +39,20 @@ class ByteTokenizer(BaseTokenizer):
         self.eos_id = 0
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """The bytes of ``text``."""
+        """Return the bytes of ``text``."""
         return [*text.encode(), *([0] if add_eos else [])]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of ``tokens``."""
+        """Return the text of ``tokens``."""
         return bytes(tokens).decode(errors="replace")
 
     def get_vocab_size(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return 256
 
 
 def load(folder: str) -> Dataset:
-    """The source files of a folder, one a sample."""
+    """Return the source files of a folder, one a sample."""
     files = sorted(Path(folder).glob("*.py"))
     return Dataset.from_dict({"text": [file.read_text(errors="replace") for file in files]})
 
@@ -63,7 +63,7 @@ DATASETS["standard_library"] = DatasetConfig(
 
 
 def standard_library() -> StrategyTrainer.Config:
-    """torchtitan's debug model, with ZeRO++ unless ``--parallelism.strategy`` says otherwise."""
+    """Return torchtitan's debug model, with ZeRO++ unless ``--parallelism.strategy`` says otherwise."""
     config = with_strategy(llama3_debugmodel(), Strategy.zeropp())
     config.tokenizer = ByteTokenizer.Config()
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset="standard_library")

@@ -38,7 +38,7 @@ NOT_PROSE = {*"test tests encodings pydoc_data idlelib turtledemo ensurepip site
 
 
 def make_parser(description: str | None = __doc__) -> ArgumentParser:
-    """The options. A CPU learns something in a minute on two cores; a GPU gets a model that is worth sharding."""
+    """Return the options. A CPU learns something in a minute on two cores; a GPU gets a model worth sharding."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     add, gpu = parser.add_argument, torch.cuda.is_available()
     add("--strategy", default="zeropp", help=f"{', '.join(PRESETS)}, scopes such as IGG, or torch's own full_shard")
@@ -60,7 +60,7 @@ def make_parser(description: str | None = __doc__) -> ArgumentParser:
 
 
 def load_text(paths: list[Path], device: torch.device) -> Tensor:
-    """Bytes as rank 0 reads them, so that all ranks have the same: uint8 on ``device``. Collective."""
+    """Return bytes as rank 0 reads them, so that all ranks have the same: uint8 on ``device``. Collective."""
     text = [b""]
     if dist.get_rank() == 0:
         files = paths or [f for f in sorted(LIBRARY.rglob("*.py")) if not NOT_PROSE & {*f.relative_to(LIBRARY).parts}]
@@ -70,7 +70,7 @@ def load_text(paths: list[Path], device: torch.device) -> Tensor:
 
 
 def make_model(options: Namespace) -> LlamaForCausalLM:
-    """A Llama with the same random weights on every rank."""
+    """Make a Llama with the same random weights on every rank."""
     torch.manual_seed(options.seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -84,7 +84,7 @@ def make_model(options: Namespace) -> LlamaForCausalLM:
 
 
 def make_strategy(name: str, gpus_per_node: int | None) -> Strategy | None:
-    """A strategy by its name or its scopes; None for torch's own FULL_SHARD."""
+    """Make a strategy from its name or its scopes; None for torch's own FULL_SHARD."""
     if name == "full_shard":
         return None
     return PRESETS.get(name, partial(Strategy, name))(gpus_per_node=gpus_per_node)
@@ -111,14 +111,14 @@ def shard(model: Any, strategy: Strategy | None, fsdp2: bool, device: torch.devi
 
 
 def loss_of(model: nn.Module, tokens: Tensor, starts: Tensor, sequence: int) -> Tensor:
-    """Mean cross-entropy, in nats a token, of the sequences that begin at ``starts``."""
+    """Return mean cross-entropy, in nats a token, of the sequences that begin at ``starts``."""
     batch = tokens[(starts[:, None] + torch.arange(sequence + 1)).to(tokens.device)].long()
     logits = model(batch[:, :-1]).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def train_step(model: Any, optimizer: Optimizer, tokens: Tensor, step: int, options: Namespace) -> Tensor:
-    """One optimizer step; returns the mean loss of all ranks, without waiting for it. Collective."""
+    """Train one step; return the mean loss of all ranks, without waiting for it. Collective."""
     # The data depends on the seed and the step alone: a resumed run goes on with what it would have seen.
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
     shape = (options.micro_batches, dist.get_world_size(), options.batch)
@@ -143,14 +143,14 @@ def train_step(model: Any, optimizer: Optimizer, tokens: Tensor, step: int, opti
 
 
 def schedule(step: int, steps: int) -> float:
-    """The share of the learning rate: a fifth of the steps to warm up, then a cosine down to a tenth."""
+    """Return the share of the learning rate: a fifth of the steps to warm up, then a cosine down to a tenth."""
     warmup = math.ceil(steps / 5)
     cosine = math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
     return (step + 1) / (warmup + 1) if step < warmup else 0.1 + 0.9 * 0.5 * (1 + cosine)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, strategy: Strategy | None, step: int) -> dict[str, Any]:
-    """This rank's shards of all that a run needs to go on exactly where it stopped. Collective."""
+    """Return this rank's shards of all that a run needs to go on exactly where it stopped. Collective."""
     weights, moments = get_state_dict(model, optimizer)
     codecs = {"codecs": CodecState(model, optimizer)} if strategy else {}
     return {"model": weights, "optimizer": moments, "step": step, **codecs}

@@ -187,8 +187,8 @@ def main() -> None:
         ):
             print(f"{what:40}{network.sent[hop]:11,}{2 * values:10,}")
         assert torch.equal(forward, backward)
-        for what, ours, theirs in (("weights", forward, weights), ("gradients", reduced, exact)):
-            print(f"error of the {what}: {(ours - theirs).norm() / theirs.norm():.2%} of their norm")
+        for what, result, reference in (("weights", forward, weights), ("gradients", reduced, exact)):
+            print(f"error of the {what}: {(result - reference).norm() / reference.norm():.2%} of their norm")
     dist.destroy_process_group()
 
 

@@ -7,8 +7,8 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,19 @@ import torch.distributed as dist
 PACKAGES = (
     "fsdp_zpp torch triton safetensors transformers peft accelerate trl lightning torchtitan axolotl bitsandbytes"
 ).split()
-"""What is asked for its version: this package, what it needs, and what it works with."""
+"""Packages whose versions are shown: this one, those that it needs, and those that it works with."""
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
-"""What names of variables have whose values nobody should publish."""
+"""Parts of names of variables whose values nobody should publish."""
 _LAUNCHED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 Sections = dict[str, dict[str, str]]
 
 
-def add_env(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None:
+def add_env(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], formatter: Callable[..., argparse.HelpFormatter]
+) -> None:
     """Add the subcommand ``env``."""
     parser = subparsers.add_parser(
         "env",
@@ -43,38 +45,38 @@ def add_env(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> None
 def run(arguments: argparse.Namespace) -> int:
     """Print the sections and return the exit status."""
     if os.environ.get("RANK", "0") == "0":
-        found = sections()
-        print(json.dumps(found, indent=1) if arguments.json else as_text(found))
+        shown = sections()
+        print(json.dumps(shown, indent=1) if arguments.json else as_text(shown))
     return 0
 
 
 def sections() -> Sections:
-    """What is known of this process's environment: texts by name, by section."""
+    """Collect what is known of this process's environment: texts by name, by section."""
     return {"versions": _versions(), "GPUs": _gpus(), "nodes": _nodes(), "variables": _variables()}
 
 
-def as_text(found: Sections) -> str:
-    """The sections, a line for each name."""
+def as_text(shown: Sections) -> str:
+    """Format the sections, a line for each name."""
     lines = []
-    for title, values in found.items():
+    for title, values in shown.items():
         lines.append(f"{title}:")
         lines += [f"  {name:<{max(map(len, values))}}  {value}" for name, value in values.items()] or ["  none"]
     return "\n".join(lines)
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform()}
+    versions = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            versions[package] = "not installed"
     # Of the library that is loaded: the distribution's version may lack the build, such as +cu130.
-    found["torch"] = torch.__version__
+    versions["torch"] = torch.__version__
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)) or "none"}
-    return found
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)) or "none"}
+    return versions
 
 
 def _gpus() -> dict[str, str]:
@@ -87,12 +89,12 @@ def _gpus() -> dict[str, str]:
 
 
 def _nodes() -> dict[str, str]:
-    found = {"host": platform.node(), "CPU cores": str(os.cpu_count())}
+    node = {"host": platform.node(), "CPU cores": str(os.cpu_count())}
     if "LOCAL_WORLD_SIZE" not in os.environ:
-        return found | {"launcher": "none: LOCAL_WORLD_SIZE is not set (torchrun sets it)"}
-    return found | {name: os.environ.get(name, "not set") for name in _LAUNCHED}
+        return node | {"launcher": "none: LOCAL_WORLD_SIZE is not set (torchrun sets it)"}
+    return node | {name: os.environ.get(name, "not set") for name in _LAUNCHED}
 
 
 def _variables() -> dict[str, str]:
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in found.items()}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in variables.items()}

@@ -13,22 +13,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 _PASSED = ("original_module", "token_adapter")
-"""The children that hold the wrapped module in PEFT's wrappers of whole modules."""
+"""Children that hold the wrapped module in PEFT's wrappers of whole modules."""
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def original_path(path: str) -> str:
-    """A path without the parts that wrappers insert."""
+    """Return a path without the parts that wrappers insert."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def parameter_name(path: str, own_name: str) -> str:
-    """The FQN of the parameter ``own_name`` of the module at ``path``, without the parts that wrappers insert."""
+    """Return the FQN of the parameter ``own_name`` of the module at ``path``, without what wrappers insert."""
     return original_path(f"{path}.{own_name}").removeprefix(".")
 
 
 def model_name(model: nn.Module) -> str:
-    """The name of a model's class, whether or not the model is sharded."""
+    """Return the name of a model's class, whether or not the model is sharded."""
     if isinstance(model, FullyShardedDataParallel):
         model = model.module
     name = type(model).__name__
@@ -37,7 +37,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def base_fqns(model: nn.Module) -> Iterator[tuple[str, str | None, nn.Module]]:
-    """Each module's FQN, its FQN in the base (None for an adapter's), and the module; shared ones under every FQN."""
+    """Yield each module, its FQN and its FQN in the base (None for an adapter's); shared ones under every FQN."""
     yield from _walk(model, "", "")
 
 
@@ -58,7 +58,7 @@ def _walk(module: nn.Module, path: str, base: str | None) -> Iterator[tuple[str,
 
 
 def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
-    """The children that take the place of ``module`` in the base if PEFT inserted it; None if PEFT did not."""
+    """Return the children that stand for ``module`` in the base if PEFT inserted it; None if PEFT did not."""
     children = module._modules
     if hasattr(module, "adapter_layer_names"):
         if "base_layer" in children:
@@ -74,5 +74,5 @@ def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def join_fqn(path: str, name: str) -> str:
-    """The FQN of the child ``name`` of the module at ``path``; the root is at "".."""
+    """Return the FQN of the child ``name`` of the module at ``path``; the root is at ""."""
     return f"{path}.{name}" if path else name

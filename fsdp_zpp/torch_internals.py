@@ -1,4 +1,4 @@
-"""What this package relies on in torch: supported versions, and tables of the private names that a folder uses.
+"""Checks of what this package relies on in torch: supported versions, and the private names that a folder uses.
 
 A folder that uses torch's internals lists them in a table, ``_needed.py``, which is checked before anything else of the
 folder is imported. Otherwise, with a torch that lacks a name, training would fail halfway or silently compute something
@@ -12,7 +12,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,14 +38,14 @@ def check_torch_version(adapter: str, version: str | None = None) -> None:
 
 
 def major_minor(version: str) -> tuple[int, int]:
-    """The first two numbers of a version of torch."""
+    """Return the first two numbers of a version of torch."""
     # Local versions ("2.13.0+cpu") and pre-releases ("2.15.0a0") differ only after these.
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
 
 
 def supported_versions() -> str:
-    """The supported versions and the command that installs one, for error messages."""
+    """Return the supported versions and the command that installs one, for error messages."""
     (low, first), (high, last) = SUPPORTED
     return f'torch {low}.{first} to {high}.{last} work: pip install "torch>={low}.{first},<{high}.{last + 1}"'
 
@@ -80,7 +80,7 @@ def apply_patches(patches: Iterable[Patch]) -> None:
 
 
 class Needed(NamedTuple):
-    """The names that one purpose needs.
+    """Names of torch that one purpose needs.
 
     Attributes:
         owner: The full name of the module or class that has the names.
@@ -127,8 +127,8 @@ def _missing(row: Needed) -> Iterator[str]:
             yield name
 
 
-def _resolve(path: str) -> Any:
-    """The module or class with this full name, or None if there is none."""
+def _resolve(path: str) -> types.ModuleType | type | None:
+    """Return the module or class with this full name, or None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
@@ -136,8 +136,8 @@ def _resolve(path: str) -> Any:
         return getattr(_resolve(module), name, None) if module else None
 
 
-def _sets_on_instances(owner: Any, name: str) -> bool:
-    """Whether a class declares or sets an attribute on its instances; for a module, whether any function sets it."""
+def _sets_on_instances(owner: types.ModuleType | type, name: str) -> bool:
+    """Return whether a class declares or sets an attribute on its instances, or a function of a module sets it."""
     # Attributes that __init__ sets exist on instances alone, and there is no instance to look at when this is imported.
     return any(
         name in inspect.get_annotations(each)
@@ -146,17 +146,18 @@ def _sets_on_instances(owner: Any, name: str) -> bool:
     )
 
 
-def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+def _functions(values: Iterable[object]) -> Iterator[types.FunctionType]:
     for value in values:
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if isinstance(function, types.FunctionType):
             # Decorators (torch.no_grad, say) hide the code that sets attributes.
-            inner: Any = inspect.unwrap(function)
+            inner: object = inspect.unwrap(function)
             yield inner if isinstance(inner, types.FunctionType) else function
 
 
 def _sets(code: types.CodeType, name: str) -> bool:
-    """Whether ``code`` contains ``something.name = ...``. ``dis`` could tell, too, but takes seconds for all tables."""
+    """Return whether ``code`` contains ``something.name = ...``."""
+    # dis could tell, too, but takes seconds for all tables.
     if name not in code.co_names:
         return False
     # Bytecode is pairs of operation and argument; EXTENDED_ARG holds the higher bytes of the next pair's argument.

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Pool]]:
-    """``pool(world)``: that many workers in one process group; skips if there are too few GPUs for them."""
+    """Return ``pool(world)``: that many workers in one process group; skips if there are too few GPUs for them."""
     pools: dict[int, Pool] = {}
 
     def get(world: int) -> Pool:

@@ -21,7 +21,7 @@ STRATEGY = Strategy.loco(gpus_per_node=1)
 
 
 def make(adapter: str) -> nn.Module:
-    """A small sharded model."""
+    """Return a small sharded model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     if adapter == "fully_shard":
@@ -31,7 +31,7 @@ def make(adapter: str) -> nn.Module:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    """Train one step; returns its loss."""
+    """Train one step; return its loss."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * seed + dist.get_rank()))
     loss = (model(x) - x).square().mean()
     loss.backward()
@@ -71,12 +71,12 @@ def check_base(folder: Path) -> None:
 def check_disagreement() -> None:
     """Fail unless ranks that were given different strategies are told so."""
     strategy = (Strategy.zeropp, Strategy.zero3)[dist.get_rank()](gpus_per_node=1)
-    said = ""
+    message = ""
     try:
         fsdp_zpp.fully_shard(nn.Linear(64, 64), strategy=strategy)
     except ValueError as error:
-        said = str(error)
-    assert "levels: IGG on rank 0, GGG on rank 1" in said, said
+        message = str(error)
+    assert "levels: IGG on rank 0, GGG on rank 1" in message, message
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The source distribution and the wheel: built from the repository, and installed where nothing else of it is."""
+"""Source distribution and wheel: built from the repository, and installed where nothing else of it is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_DISTRIBUTED = shutil.ignore_patterns(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution and a wheel that was built from it."""
+    """Return a folder with the source distribution and a wheel that was built from it."""
     source = tmp_path_factory.mktemp("source") / "fsdp_zpp"
     shutil.copytree(ROOT, source, ignore=NOT_DISTRIBUTED, symlinks=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", source]
@@ -58,7 +58,7 @@ def test_the_source_distribution_has_the_licence_and_readme(built: Path) -> None
 
 
 def install_alone(wheel: Path, environment: Path) -> Path:
-    """Install a wheel and what it depends on, but nothing else, in a new environment; returns its site-packages."""
+    """Install a wheel and its dependencies, but nothing else, in a new environment; return its site-packages."""
     venv.create(environment, with_pip=True)
     install = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True, capture_output=True)
@@ -72,17 +72,17 @@ def install_alone(wheel: Path, environment: Path) -> Path:
 
 
 def dependencies(name: str) -> set[str]:
-    """The names of all that an installed distribution depends on, directly or not, without extras."""
-    found: set[str] = set()
+    """Return the names of all that an installed distribution depends on, directly or not, without extras."""
+    names: set[str] = set()
     pending = [name]
     while pending:
         for line in metadata.requires(pending.pop()) or []:
             requirement = Requirement(line)
-            if requirement.name in found or not (requirement.marker is None or requirement.marker.evaluate()):
+            if requirement.name in names or not (requirement.marker is None or requirement.marker.evaluate()):
                 continue
-            found.add(requirement.name)
+            names.add(requirement.name)
             pending.append(requirement.name)
-    return found
+    return names
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Alone:
     site: Path
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run its Python."""
+        """Run a program with the environment's Python."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [self.folder / "bin/python", *arguments]
@@ -102,7 +102,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Such an environment."""
+    """Return such an environment."""
     folder = tmp_path_factory.mktemp("alone")
     return Alone(folder, install_alone(built / f"fsdp_zpp-{VERSION}-py3-none-any.whl", folder))
 
@@ -125,9 +125,9 @@ def test_the_wheel_works_with_its_dependencies_alone(alone: Alone, tmp_path: Pat
 def test_an_integration_without_its_framework_says_what_to_install(
     alone: Alone, integration: str, framework: str
 ) -> None:
-    said = alone.run("-c", f"import fsdp_zpp.integrations.{integration}").stderr.splitlines()[-1]
+    error = alone.run("-c", f"import fsdp_zpp.integrations.{integration}").stderr.splitlines()[-1]
     expected = f"fsdp_zpp.integrations.{framework} needs {framework}: run pip install '.[{framework}]' in your clone"
-    assert said.startswith(f"ImportError: {expected}")
+    assert error.startswith(f"ImportError: {expected}")
 
 
 def test_changelog_and_citation_are_of_this_version() -> None:

@@ -33,15 +33,15 @@ def test_env_names_versions_the_job_and_what_communication_depends_on(
     assert main(["env", "--json"]) == 0
     printed = capsys.readouterr().out
     assert "secret" not in printed
-    found = json.loads(printed)
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["triton"] == version("triton")
-    assert found["versions"]["python"] == sys.version.split()[0]
-    assert len(found["GPUs"]) == torch.cuda.device_count()
-    assert (found["nodes"]["LOCAL_WORLD_SIZE"], found["nodes"]["GROUP_WORLD_SIZE"]) == ("4", "2")
-    assert found["variables"]["NCCL_SOCKET_IFNAME"] == "eth1"
-    assert found["variables"]["TORCH_HUB_TOKEN"] == "(hidden)"
-    assert "HF_TOKEN" not in found["variables"]
+    sections = json.loads(printed)
+    assert sections["versions"]["torch"] == torch.__version__
+    assert sections["versions"]["triton"] == version("triton")
+    assert sections["versions"]["python"] == sys.version.split()[0]
+    assert len(sections["GPUs"]) == torch.cuda.device_count()
+    assert (sections["nodes"]["LOCAL_WORLD_SIZE"], sections["nodes"]["GROUP_WORLD_SIZE"]) == ("4", "2")
+    assert sections["variables"]["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert sections["variables"]["TORCH_HUB_TOKEN"] == "(hidden)"
+    assert "HF_TOKEN" not in sections["variables"]
 
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()

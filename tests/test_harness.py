@@ -1,4 +1,4 @@
-"""The tests' own tools: every pair of values is covered, and what hangs or fails ends."""
+"""Tools of the tests: every pair of values is covered, and what hangs or fails ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FACTORS = {"a": ["x", "y"], "b": [1, 2, 3], "c": {"yes": True, "no": False}}
 
 
 def default_of(decorator: pytest.MarkDecorator) -> list[tuple[object, ...]]:
-    """The values that a decorator has tests run over by default."""
+    """Return the values that a decorator has tests run over by default."""
     return [parameters.values for parameters in decorator.args[1] if not parameters.marks]
 
 
@@ -40,11 +40,11 @@ def test_combinations_beyond_pairs_are_slow_tests() -> None:
 
 
 def answer() -> None:
-    """In a worker: at once."""
+    """Return at once, in a worker."""
 
 
 def hang() -> None:
-    """In a worker: wait for what no one does."""
+    """Wait for what no one does, in a worker."""
     if pool_module.dist.get_rank() == 1:
         threading.Event().wait()
 

@@ -1,4 +1,4 @@
-"""What import-linter can't see of imports: the package's own by names in strings, and those of benchmarks' scripts."""
+"""Imports that import-linter can't see: the package's own by names in strings, and those of benchmarks' scripts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def hidden_imports(source: str) -> Iterator[str]:
 def imported_by(path: Path) -> set[str]:
     """Return the names of all modules that a script imports, anywhere in it."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return found | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return modules | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
 def test_no_module_imports_another_by_a_name_in_a_string() -> None:
-    found = {str(path.relative_to(ROOT)): list(hidden_imports(path.read_text())) for path in FILES}
-    assert not {path: names for path, names in found.items() if names}
+    hidden = {str(path.relative_to(ROOT)): list(hidden_imports(path.read_text())) for path in FILES}
+    assert not {path: names for path, names in hidden.items() if names}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ``./run`` installs and how it tests: its commands are watched, with stand-ins for python, pip and nvidia-smi.
+"""Installation and tests by ``./run``: its commands are watched, with stand-ins for python, pip and nvidia-smi.
 
 Git's hook and GitHub run these commands and no others.
 """
@@ -30,7 +30,7 @@ STAND_INS = {
 
 
 def commands(folder: Path, command: str = "test", *, gpu: bool, torch: bool) -> list[str]:
-    """What ``./run command`` calls in a fresh clone.
+    """Return what ``./run command`` calls in a fresh clone.
 
     Args:
         folder: An empty one.
@@ -44,7 +44,7 @@ def commands(folder: Path, command: str = "test", *, gpu: bool, torch: bool) -> 
 
 
 def attempt(folder: Path, command: str = "test", **variables: str) -> subprocess.CompletedProcess[str]:
-    """``./run command`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
+    """Run ``./run command`` in ``folder``, which it makes a clone; ``OLD=1`` makes its Python too old."""
     shutil.copy(RUN, folder)
     stand_ins = folder / "stand-ins"
     stand_ins.mkdir(exist_ok=True)
@@ -86,24 +86,24 @@ def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: P
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("left", ["another Python", "no pip", "all but the packages"])
-def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, left: str) -> None:
+@pytest.mark.parametrize("remainder", ["another Python", "no pip", "all but the packages"])
+def test_a_try_that_failed_does_not_spoil_the_next_one(tmp_path: Path, remainder: str) -> None:
     bin_ = tmp_path / ".venv/bin"
     bin_.mkdir(parents=True)
     for name in ("python", "pip"):
-        fails = (left, name) in (("another Python", "python"), ("no pip", "pip"))
+        fails = (remainder, name) in (("another Python", "python"), ("no pip", "pip"))
         (bin_ / name).write_text(f"#!/bin/sh\nexit {int(fails)}\n")
         (bin_ / name).chmod(0o755)
     (bin_ / "pytest").symlink_to("pip")
     result = attempt(tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / ".venv/ready").exists()
-    made = "-m venv --clear .venv" in (tmp_path / "log").read_text()
-    assert made == (left != "all but the packages")
+    is_new = "-m venv --clear .venv" in (tmp_path / "log").read_text()
+    assert is_new == (remainder != "all but the packages")
 
 
 def test_the_hook_before_a_commit_is_lint_and_nothing_else() -> None:
-    """So that checks and versions of tools stand in one place."""
+    """Check that checks and versions of tools stand in one place."""
     configured = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in configured["repos"] for hook in repository["hooks"]]
     assert [(hook["entry"], hook["pass_filenames"], hook["always_run"]) for hook in hooks] == [

@@ -53,7 +53,7 @@ from fsdp_zpp.planner.model_size import module_size
 pytestmark = pytest.mark.smoke
 
 ELSEWHERE = {"fully_shard", "Codec"}
-"""What the harness calls (``fully_shard``), and the base of all codecs."""
+"""Names that the harness calls (``fully_shard``), and the base of all codecs."""
 CLUSTER: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "gpu_memory": 80}
 DEEPSPEED = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
 CODECS = {
@@ -82,22 +82,22 @@ def test_scopes(pool: Callable[[int], Pool], adapter: Adapter, scopes: str) -> N
 
 def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
     """In a worker: the loss after three steps and an announced write, and stock's."""
-    found = []
+    means = []
     for each in (strategy, STOCK):
         model = adapter.make(Case(), each)
         train(adapter, model, Case(steps=3))
         if each is not STOCK:
             invalidate(model)
             assert traffic(model)["gather"]["inter"] > 0
-        found.append(mean_loss(model, 9))
-    return found[0], found[1]
+        means.append(mean_loss(model, 9))
+    return means[0], means[1]
 
 
 @pytest.mark.parametrize("name", CODECS)
 @over_adapters
 def test_codecs(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
-    for ours, stock in pool(4).run(losses, adapter, CODECS[name]):
-        assert ours == pytest.approx(stock, rel=0.02)
+    for mean, stock in pool(4).run(losses, adapter, CODECS[name]):
+        assert mean == pytest.approx(stock, rel=0.02)
 
 
 def exchanged(adapter: Adapter) -> tuple[list[Any], list[Any]]:

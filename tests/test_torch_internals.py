@@ -1,4 +1,4 @@
-"""What the package needs of torch: a version, and internals in tables; a torch that lacks any is an error at import."""
+"""Needs of the package in torch: a version, and internals in tables; a torch that lacks any is an error at import."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_an_error_names_all_missing_internals_and_the_versions_that_work() -> No
     ]
 
 
-@pytest.mark.parametrize(("version", "asked"), [("2.11.0", False), ("2.12.0a0+git", True), ("2.14.0", False)])
-def test_a_row_may_apply_to_some_versions_only(version: str, asked: bool) -> None:
+@pytest.mark.parametrize(("version", "applies"), [("2.11.0", False), ("2.12.0a0+git", True), ("2.14.0", False)])
+def test_a_row_may_apply_to_some_versions_only(version: str, applies: bool) -> None:
     table = (Needed("torch", "no_such_name", "nothing", since=(2, 12), until=(2, 13)),)
-    if asked:
+    if applies:
         with pytest.raises(RuntimeError, match="no_such_name"):
             check_needed("adapter", table, version)
     else:
@@ -84,10 +84,10 @@ def test_a_missing_internal_is_an_error_before_the_rest_is_imported(
 
 @over_folders
 def test_a_table_lists_every_internal_that_its_folder_uses(folder: str) -> None:
-    listed = {name for row in _needed(folder) for name in (*row.names.split(), *row.owner.split("."))}
+    needed = {name for row in _needed(folder) for name in (*row.names.split(), *row.owner.split("."))}
     files = [path for path in _files(folder) if path.name.startswith(("_torch", "_tensor"))]
     used = {name for path in files for name in _private_names(ast.parse(path.read_text()))}
-    assert not used - listed - _own_names(), f"add rows for them to {folder}/_needed.py"
+    assert not used - needed - _own_names(), f"add rows for them to {folder}/_needed.py"
 
 
 @over_folders
@@ -155,7 +155,7 @@ def _used_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _private_names(tree: ast.AST) -> list[str]:
-    """Attributes and imports that begin with an underscore."""
+    """Return attributes and imports that begin with an underscore."""
     names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -165,7 +165,7 @@ def _private_names(tree: ast.AST) -> list[str]:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """What the package itself defines: functions, classes, declared attributes, and those it sets on ``self``."""
+    """Return what the package defines: functions, classes, declared attributes, and those it sets on ``self``."""
     names = {"_version"}  # of any tensor
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

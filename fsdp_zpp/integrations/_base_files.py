@@ -1,10 +1,9 @@
-"""What tells the quantized base of a model, next to a framework's checkpoint of what is trained on it."""
+"""Identity of a model's quantized base, next to a framework's checkpoint of what is trained on it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -18,23 +17,23 @@ _NAME = "frozen_base.json"
 
 
 def save_base_identity(model: nn.Module, checkpoint: Path) -> None:
-    """Save what tells the quantized base of ``model``, if it has one. Collective.
+    """Save the identity of the quantized base of ``model``, if it has one. Collective.
 
     Raises:
         OSError: On every rank, if rank 0 can't write.
     """
-    described, file = describe_base(model), companion(checkpoint, _NAME)
+    identity, file = describe_base(model), companion(checkpoint, _NAME)
 
     def write() -> None:
         remove_base_identity(checkpoint.resolve())  # of an earlier checkpoint of this name
-        if described:
-            file.write_text(json.dumps(described))
+        if identity:
+            file.write_text(json.dumps(identity))
 
     run_on_first_rank(write)
 
 
 def remove_base_identity(checkpoint: Path) -> None:
-    """Remove what is saved with a checkpoint, if anything; for one rank alone."""
+    """Remove the saved identity of a base, if there is one; for one rank alone."""
     for file in companions(checkpoint, _NAME):
         if file.is_file():
             file.unlink()
@@ -60,8 +59,8 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
     return bool(saved)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """What a file says, nothing if there is none, and why it can't be read."""
+def _read(file: Path) -> tuple[dict[str, dict[str, object]], str]:
+    """Return the content of a file, empty if there is none, and why it can't be read."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""
     except (OSError, ValueError) as error:

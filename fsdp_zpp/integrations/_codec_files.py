@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,9 +23,10 @@ from fsdp_zpp.runtime.unit import named_units
 
 from ._companions import companion, companions
 
+State = dict[str, str | bytes]
 _NAME = "codecs"
 _LAYOUT = "layout"
-"""The one key that the state dict of a :class:`CodecState` without any state has, too."""
+"""Key that even the state dict of a :class:`CodecState` without any state has."""
 
 
 def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path) -> None:
@@ -42,8 +42,8 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     """
     # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
-    if (found := _codec_state_of(model, optimizers)) is not None:
-        _, state = found
+    if (codec_state := _codec_state_of(model, optimizers)) is not None:
+        _, state = codec_state
         dcp.save(state, checkpoint_id=companion(checkpoint, _NAME))
 
 
@@ -52,16 +52,16 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
 
     Args:
         model: What a strategy has sharded; its weights may be loaded before or after.
-        optimizers: All of its optimizers; likewise.
+        optimizers: All of its optimizers, loaded before or after.
         checkpoint: The framework's file or folder, the same on all ranks.
 
     Raises:
         ValueError: If it was saved for other units, or under another configuration of error feedback, or if its files
             are not all there; the latter on every rank.
     """
-    if (found := _codec_state_of(model, optimizers)) is None:
+    if (codec_state := _codec_state_of(model, optimizers)) is None:
         return
-    codecs, state = found
+    codecs, state = codec_state
     folder = companion(checkpoint, _NAME)
     if not from_first_rank(folder.is_dir()):  # ranks that see a shared folder at different times would hang
         codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
@@ -84,14 +84,14 @@ def _saved_keys(folder: Path) -> set[str]:
 
 
 def remove_codec_state(checkpoint: Path) -> None:
-    """Remove what is next to ``checkpoint``, if anything; for one rank alone."""
+    """Remove the codec state next to ``checkpoint``, if there is any; for one rank alone."""
     for folder in companions(checkpoint, _NAME):
         if folder.is_dir():
             shutil.rmtree(folder)
 
 
-def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, dict[str, Any]] | None:
-    """The codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
+def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, State] | None:
+    """Return the codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
     if not named_units(model):  # only torch's own strategies are in the model
         return None
     codecs = CodecState(model, list(optimizers))

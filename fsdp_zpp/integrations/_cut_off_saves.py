@@ -156,14 +156,14 @@ def check_complete(checkpoint: Path, *, written_last: str | None = None) -> None
 
 @dataclass(frozen=True)
 class _State:
-    """What files tell of a checkpoint.
+    """State of a checkpoint, as its files tell it.
 
     Attributes:
         mark: Its mark, if there is one.
-        text: What the mark says.
+        text: Content of the mark.
         is_being_saved: Whether a job is saving it now.
         lacks_last_file: Whether the file is missing that a framework writes last.
-        unreadable: Why nothing can be told, if so.
+        unreadable: Reason why nothing can be told, if so.
     """
 
     mark: Path | None = None
@@ -190,6 +190,6 @@ def _text_of(mark: Path) -> str:
 
 
 def _marks(target: Path) -> tuple[Path, Path, Path]:
-    """Where marks may be: inside of a checkpoint, beside it, and above."""
+    """Return the possible marks of a checkpoint: inside of it, beside it, and above."""
     above = target.parent.with_name(f"{target.parent.name}.{target.name}.{_MARK}")
     return *companions(target, _MARK), above

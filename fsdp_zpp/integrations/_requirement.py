@@ -1,4 +1,4 @@
-"""Which version of a framework an integration needs."""
+"""Versions of frameworks that integrations need."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def require(distribution: str, least: str, *, purpose: str = "") -> None:
         ImportError: If it is not installed, or is older; says what to install.
     """
     try:
-        found = version(distribution)
+        present = version(distribution)
     except PackageNotFoundError:
         raise absent(distribution) from None
-    if TorchVersion(found) < least:
+    if TorchVersion(present) < least:
         needs = f"{distribution} {least} or later" + (f" {purpose}" if purpose else "")
         install = how_to_install(distribution, upgrade=True)
-        raise ImportError(f"fsdp_zpp.integrations.{distribution} needs {needs}, and {found} is installed: {install}")
+        raise ImportError(f"fsdp_zpp.integrations.{distribution} needs {needs}, and {present} is installed: {install}")
 
 
 def absent(distribution: str) -> ImportError:
-    """The error that a framework is not installed; arguments as of :func:`require`."""
+    """Return the error for a framework that is not installed; arguments as of :func:`require`."""
     return ImportError(f"fsdp_zpp.integrations.{distribution} needs {distribution}: {how_to_install(distribution)}")

@@ -7,7 +7,6 @@ written to at the end of each step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -28,12 +27,12 @@ class AnnouncesWrites(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def on_optimizer_step(self, *arguments: Any, **others: Any) -> None:
-        """Have these models show their shards, which the callbacks are to write to."""
+    def on_optimizer_step(self, *arguments: object, **others: object) -> None:
+        """Reshard the models, so that the callbacks write to their shards."""
         for model in self._held():
             reshard(model)
 
-    def on_step_begin(self, *arguments: Any, **others: Any) -> None:
+    def on_step_begin(self, *arguments: object, **others: object) -> None:
         """Handle what callbacks may have written at the end of the last step."""
         self.announce()
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
 
 from .accelerate import ShardingAccelerator
 
+Prepare = Callable[[nn.Module, Accelerator], nn.Module]
 _FUNCTION = "prepare_fsdp"
-_OURS = "_fsdp_zpp_prepares"
+_IS_REPLACED = "_fsdp_zpp_prepares"
 
 
 def prepare_by_strategy(trainer: type) -> None:
-    """Have the modules of ``trainer`` and its bases shard other models as their accelerator does, if it has a strategy.
+    """Replace ``prepare_fsdp`` in the modules of ``trainer`` and its bases by one that knows strategies.
 
     Args:
         trainer: The class of a trainer, of TRL or not.
@@ -25,16 +28,16 @@ def prepare_by_strategy(trainer: type) -> None:
     for cls in trainer.__mro__:
         module = sys.modules.get(cls.__module__)
         original = vars(module).get(_FUNCTION) if cls.__module__.startswith("trl.") else None
-        if original is not None and not hasattr(original, _OURS):
+        if original is not None and not hasattr(original, _IS_REPLACED):
             setattr(module, _FUNCTION, _preparing(original))
 
 
-def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _preparing(original: Prepare) -> Prepare:
     @functools.wraps(original)
-    def prepare(model: Any, accelerator: Any) -> Any:
+    def prepare(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         if not isinstance(accelerator, ShardingAccelerator):
             return original(model, accelerator)
         return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
-    setattr(prepare, _OURS, True)
+    setattr(prepare, _IS_REPLACED, True)
     return prepare

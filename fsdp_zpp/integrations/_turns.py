@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from fsdp_zpp.collectives.agreement import agree, from_first_rank, run_on_first_rank
+from fsdp_zpp.collectives.agreement import agree, from_first_rank
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -60,7 +61,7 @@ class Turn:
         self.abandon()
 
     def is_alone(self) -> bool:
-        """Whether no other job has begun since, as one may where there are no locks; for rank 0."""
+        """Return whether no other job has begun since, as one may where there are no locks; for rank 0."""
         assert self._file is not None
         return _is_still(self._path, self._file) and os.pread(self._file.fileno(), 4096, 0) == self._text
 
@@ -72,10 +73,12 @@ class Turn:
 
     def _wait(self) -> None:
         # In short collectives: in one long one, the other ranks would run into the process group's timeout.
-        tries = 0
-        while True:
-            run_on_first_rank(self._try)
-            if from_first_rank(self._file is not None):
+        for tries in itertools.count():
+            # By the word of rank 0 alone, so that all ranks raise, begin or wait.
+            outcome = from_first_rank(self._outcome() if self._rank == 0 else False)
+            if isinstance(outcome, OSError):
+                raise outcome
+            if outcome:
                 return
             if self._rank == 0 and tries % 600 == 0:
                 logger.warning(
@@ -84,8 +87,15 @@ class Turn:
                     self._path.parent,
                     self._path,
                 )
-            tries += 1
             sleep(PAUSE)
+
+    def _outcome(self) -> bool | OSError:
+        """Try to begin, on rank 0; return whether this job has begun, or the error."""
+        try:
+            self._try()
+        except OSError as error:
+            return error
+        return self._file is not None
 
     def _try(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +132,7 @@ class Turn:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a job holds its turn, as far as this machine can tell."""
+    """Return whether a job holds its turn, as far as this machine can tell."""
     try:
         mark = file.open("rb")
     except OSError:
@@ -149,7 +159,7 @@ def _locks_all(file: IO[bytes]) -> bool:
 
 
 def _is_still(path: Path, file: IO[bytes]) -> bool:
-    """Whether a file is the one at ``path``, not one that was removed."""
+    """Return whether a file is the one at ``path``, not one that was removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError as error:

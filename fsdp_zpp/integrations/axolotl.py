@@ -17,8 +17,8 @@ other integrations imported, when the plugin is registered.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from fsdp_zpp.config.strategy import Strategy
 
@@ -31,6 +31,13 @@ except ModuleNotFoundError as error:
         raise
     raise absent("axolotl") from None
 from pydantic import BaseModel, Field, field_validator, model_validator
+
+if TYPE_CHECKING:
+    from axolotl.utils.dict import DictDefault
+    from transformers import Trainer
+
+Configuration = Mapping[str, Any]
+"""Keys of axolotl's configuration."""
 
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _LEVELS = "leave it out, and set levels and gpus_per_node in fsdp_zpp"
@@ -59,20 +66,20 @@ _SIZES = {
     "sequence_parallel_degree": _ONE_DIMENSION,
     "expert_parallel_size": _ONE_DIMENSION,
 }
-"""Likewise, keys that ask for nothing if they are 1."""
+"""Keys that ask for what a strategy can't honour unless they are 1."""
 
 _FSDP_ALTERNATIVES = {
     "offload_params": "leave it out; frozen: nf4 and levels: GGG are what saves memory on GPUs",
     "cpu_ram_efficient_loading": "it loads the weights on one rank, and a strategy shards those of each: leave it out",
 }
-"""Likewise, keys of ``fsdp_config``."""
+"""Keys of ``fsdp_config`` that ask for what a strategy can't honour."""
 
 _OPTIMIZERS_WITH_A_MESH = ("muon", "dion", "sinkgd")
 """Optimizers that axolotl gives a mesh of its own making, which is not the strategy's."""
 
 
 class StrategyArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration.
+    """A pydantic model of the keys that the plugin adds to axolotl's configuration.
 
     Attributes:
         fsdp_zpp: The strategy: a preset's name, or a mapping as ``Strategy.from_dict`` reads it.
@@ -85,7 +92,7 @@ class StrategyArgs(BaseModel):
 
     @field_validator("fsdp_zpp", mode="before")
     @classmethod
-    def _check_strategy(cls, value: Any) -> Any:
+    def _check_strategy(cls, value: object) -> object:
         if value is not None:
             strategy_of(value)
         return value
@@ -102,7 +109,7 @@ class StrategyPlugin(BasePlugin):
     def get_input_args(self) -> str:
         return f"{__name__}.{StrategyArgs.__name__}"
 
-    def register(self, cfg: Any) -> None:
+    def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Fill in what axolotl needs to know of FSDP before it validates ``cfg``; what is given there stays.
 
         Raises:
@@ -119,20 +126,20 @@ class StrategyPlugin(BasePlugin):
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
-        given = cfg.get("fsdp_config") or {}
-        if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(given):
+        fsdp_config = cfg.get("fsdp_config") or {}
+        if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(fsdp_config):
             cfg["fsdp_version"] = 2
         cfg["fsdp_config"] = {
             "state_dict_type": "SHARDED_STATE_DICT",
             "final_state_dict_type": "FULL_STATE_DICT",
-        } | dict(given)
+        } | dict(fsdp_config)
         if cfg.get("experimental_skip_move_to_device") is None:
             cfg["experimental_skip_move_to_device"] = True  # or a model would have to fit on a GPU before it is sharded
         if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
 
-    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Have ``trainer`` shard its model.
+    def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
+        """Make ``trainer`` shard its model.
 
         Raises:
             ValueError: If the trainer was configured for what a strategy can't honour; says what to do instead.
@@ -148,7 +155,7 @@ class StrategyPlugin(BasePlugin):
 
 
 def strategy_of(value: object) -> Strategy:
-    """The strategy that the key ``fsdp_zpp`` stands for.
+    """Return the strategy that the key ``fsdp_zpp`` stands for.
 
     Raises:
         ValueError: If it stands for none; the error names the key.
@@ -159,7 +166,7 @@ def strategy_of(value: object) -> Strategy:
         raise ValueError(f"fsdp_zpp: {error}") from None
 
 
-def check_configuration(config: Mapping[str, Any]) -> None:
+def check_configuration(config: Configuration) -> None:
     """Check that a configuration asks for nothing that a strategy can't honour.
 
     Args:
@@ -182,7 +189,7 @@ def check_configuration(config: Mapping[str, Any]) -> None:
     _check_training(config)
 
 
-def _check_fsdp(config: Mapping[str, Any]) -> None:
+def _check_fsdp(config: Configuration) -> None:
     version, fsdp = config.get("fsdp_version"), config.get("fsdp_config") or {}
     if version not in (None, 2):
         _refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
@@ -204,7 +211,7 @@ def _check_fsdp(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_training(config: Mapping[str, Any]) -> None:
+def _check_training(config: Configuration) -> None:
     if config.get("optimizer") in _OPTIMIZERS_WITH_A_MESH:
         _refuse(
             "optimizer",

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
@@ -34,6 +34,7 @@ from ._requirement import require
 
 require("transformers", "5.16")
 
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -60,7 +61,7 @@ def use_strategy(trainer: T, strategy: Strategy) -> T: ...
 
 
 def use_strategy(trainer: Any, strategy: Strategy) -> Any:
-    """Have ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
+    """Make ``trainer`` shard its model by ``strategy``, in its training and in its evaluations.
 
     It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
     sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap and more; its kind
@@ -192,7 +193,7 @@ class ShardingTrainer(Trainer):
             self._marked_save = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """As Trainer's.
+        """Train as Trainer does, but refuse a checkpoint whose save was cut off.
 
         Raises:
             ValueError: If the save of the checkpoint was cut off.
@@ -223,7 +224,7 @@ class ShardingTrainer(Trainer):
         with _with_full_state_dicts(self.accelerator) if whole else nullcontext():
             super().save_model(output_dir, _internal_call)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if state_dict is None or not is_peft_model(self.model):
             super()._save(output_dir, state_dict)
             return
@@ -231,13 +232,13 @@ class ShardingTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def push_to_hub(self, *arguments: Any, **options: Any) -> Any:
-        """As Trainer's, with the whole model. Collective."""
+        """Push to the hub as Trainer does, with the whole model. Collective."""
         with _with_full_state_dicts(self.accelerator):
             return super().push_to_hub(*arguments, **options)
 
 
 @contextmanager
-def _with_full_state_dicts(accelerator: Any) -> Iterator[None]:
+def _with_full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
     plugin = accelerator.state.fsdp_plugin
     kind = plugin.state_dict_type
     plugin.state_dict_type = StateDictType.FULL_STATE_DICT

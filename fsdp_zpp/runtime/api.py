@@ -1,4 +1,4 @@
-"""The functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps."""
+"""Functions that users call with a model: ``traffic``, ``invalidate``, and those of local steps."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .unit import PARTS, Communicator, StrategyUnit, named_units
 from .validation import check_module
 
 
-def units(model: nn.Module) -> Iterator[Communicator]:
-    """The units of a model, outermost first, then its frozen base.
+def communicators(model: nn.Module) -> Iterator[Communicator]:
+    """Yield the units of a model, outermost first, then its frozen base.
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
     check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
-    found: dict[Communicator, None] = dict.fromkeys(named_units(model))
-    found |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
-    if not found:
+    parts: dict[Communicator, None] = dict.fromkeys(named_units(model))
+    parts |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
+    if not parts:
         raise ValueError(
             f"no part of this {type(model).__name__} communicates through fsdp_zpp; wrap it with a Strategy, register "
             "a quantized_reduce_hook, or quantize its frozen weights first"
         )
-    yield from found
+    yield from parts
 
 
 def invalidate(model: nn.Module) -> None:
@@ -53,12 +53,12 @@ def invalidate(model: nn.Module) -> None:
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
     """
-    for unit in units(model):
-        unit.invalidate()
+    for part in communicators(model):
+        part.invalidate()
 
 
 def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
-    """Bytes that this rank has sent for ``model`` so far, by kind and hop.
+    """Return the bytes that this rank has sent for ``model`` so far, by kind and hop.
 
     It counts what the strategies, comm hooks and frozen bases of fsdp_zpp send. It does not count torch's own
     collectives: full-precision gathers for state dicts and ``summon_full_params``, and, on one node, whatever is not
@@ -79,7 +79,7 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
         "reduce": {"inter": 0, "intra": 0},
     }
     # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
-    for counter in {id(unit.traffic): unit.traffic for unit in units(model)}.values():
+    for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
         for (kind, level), nbytes in counter.sent.items():
             total[kind][level] += nbytes
     return total
@@ -105,7 +105,7 @@ def exchange_weights(model: nn.Module) -> None:
 
 @contextmanager
 def agreed_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which each unit has the weights of its last exchange, which are the same on all nodes.
+    """Return a context in which each unit has the weights of its last exchange, the same on all nodes.
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
     they show the agreed ones, as DiLoCo evaluates and saves them. Nothing is sent between nodes. The node's own weights
@@ -129,15 +129,16 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _local_trainings(model: nn.Module) -> list[LocalTraining]:
-    """The local trainings of a model; none on a single node, where there is nothing to exchange."""
-    ours = [unit for unit in units(model) if isinstance(unit, StrategyUnit) and unit.strategy.local_steps is not None]
-    if not ours:
+    """Return the local trainings of a model; none on a single node, where there is nothing to exchange."""
+    parts = communicators(model)
+    local = [part for part in parts if isinstance(part, StrategyUnit) and part.strategy.local_steps is not None]
+    if not local:
         raise ValueError(f"no part of this {type(model).__name__} has a Strategy(local_steps=...)")
-    fragments = [unit.fragment for unit in ours if unit.fragment is not None]
-    found = list(dict.fromkeys(unit.local_training for unit in ours if unit.local_training is not None))
-    if fragments and not found:
+    fragments = [unit.fragment for unit in local if unit.fragment is not None]
+    trainings = list(dict.fromkeys(unit.local_training for unit in local if unit.local_training is not None))
+    if fragments and not trainings:
         raise RuntimeError(
             f"this {type(model).__name__} has not run a forward yet, and local steps start with the first: run one, "
             "then call this"
         )
-    return found
+    return trainings

@@ -24,7 +24,7 @@ from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard
 
-from .api import units
+from .api import communicators
 from .fragment import Fragment
 from .loaded_state import LoadedState, trained_checksums
 from .optimizer_state import OptimizerState
@@ -37,11 +37,11 @@ SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 """Codec state of one unit, or of one optimizer."""
 
 _SAVED_WITH = "saved_with"
-"""The key of the checksums of a unit's weights, in the state of each of its parts."""
+"""Key of the checksums of a unit's weights, in the state of each of its parts."""
 
 
 class RankState:
-    """The codec state of several units on this rank.
+    """Codec state of several units on this rank.
 
     Args:
         parts: The state of each unit, by a name that is the same on all ranks.
@@ -66,15 +66,15 @@ class RankState:
         self._layout = f"{dist.get_world_size()} ranks" + (f" as {' and '.join(layouts)}" if layouts else "")
         self._prefix = f"rank{dist.get_rank()}/"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
+    def state_dict(self) -> dict[str, str | bytes]:
+        """Return each part as bytes, under a key that no other rank uses, and the layout of the ranks."""
         # Of what was loaded and not used yet, those that it was saved with.
         saved_with = {
             unit: trained_checksums(unit) if unit.loaded_state is None else unit.loaded_state.saved_with[unit]
             for unit in dict.fromkeys(self._units.values())
         }
         own = {
-            self._prefix + name: _to_bytes(part.state_dict() | self._weights_of(name, saved_with))
+            self._prefix + name: _to_bytes({**part.state_dict(), **self._weights_of(name, saved_with)})
             for name, part in self._parts.items()
         }
         return {"layout": self._layout, **own}
@@ -121,9 +121,11 @@ class RankState:
         for name, part in self._parts.items():
             part.load_state_dict(loaded[name])
         # Older checkpoints have no checksums.
-        known = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items() if _SAVED_WITH in loaded[name]}
-        if known:
-            LoadedState(known, self._modules, self._drop)
+        saved_with = {
+            unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items() if _SAVED_WITH in loaded[name]
+        }
+        if saved_with:
+            LoadedState(saved_with, self._modules, self._drop)
 
     def _forget_loaded(self) -> None:
         for unit in self._units.values():
@@ -145,7 +147,7 @@ class RankState:
 
 
 class CodecState:
-    """The codec state of a model, for checkpoints from which training resumes bit for bit.
+    """Codec state of a model, for checkpoints from which training resumes bit for bit.
 
     It holds the errors of ``Strategy(error_feedback=...)`` and the secondary shards that ``weights=Int4Delta(...)``
     sends deltas against; of ``Strategy(local_steps=...)``, what differs from node to node: weights, states of
@@ -172,19 +174,21 @@ class CodecState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
-        next(units(model))  # raises if fsdp_zpp manages nothing of the model, where there would be nothing to save
-        found, parts, of = named_units(model), dict[str, SavedState](), dict[str, Unit]()
-        for unit, path in found.items():
-            for name, part in _parts_of(unit):
-                parts[f"{name} of {path}"], of[f"{name} of {path}"] = part, unit
-        meshes = dict.fromkeys(unit.ranks for unit in of.values())
+        next(communicators(model))  # raises if there are none, so that there would be nothing to save
+        names, parts, units_by_part = named_units(model), dict[str, SavedState](), dict[str, Unit]()
+        for unit, fqn in names.items():
+            for kind, part in _parts_of(unit):
+                name = f"{kind} of {fqn}"
+                parts[name], units_by_part[name] = part, unit
+        meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
         # Of all that FSDP has sharded: a root whose parameters are all in other units has no unit, but is called first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
-        warns = any(unit.ranks.rank == 0 for unit in found)
-        self._state = RankState(parts | _optimizer_states(model, optimizers, parts), meshes, of, modules, warns=warns)
+        warns = any(unit.ranks.rank == 0 for unit in names)
+        parts |= _optimizer_states(model, optimizers, parts)
+        self._state = RankState(parts, meshes, units_by_part, modules, warns=warns)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part, as bytes by unit."""
+    def state_dict(self) -> dict[str, str | bytes]:
+        """Return this rank's part, as bytes by unit."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,18 +213,20 @@ def _parts_of(unit: Unit) -> Iterator[tuple[str, SavedState]]:
 def _optimizer_states(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], parts: Mapping[str, SavedState]
 ) -> dict[str, SavedState]:
-    given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     fragments = [part for part in parts.values() if isinstance(part, Fragment)]
     # A model may be frozen now, and trained when the state was saved, or after this.
-    if fragments and not given and any(fragment.was_trained for fragment in fragments):
+    if fragments and not listed and any(fragment.was_trained for fragment in fragments):
         raise ValueError(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
-    return {f"optimizer {at}": OptimizerState(each, fragments[0]) for at, each in enumerate(given if fragments else [])}
+    return {
+        f"optimizer {at}": OptimizerState(each, fragments[0]) for at, each in enumerate(listed if fragments else [])
+    }
 
 
-def _to_bytes(state: dict[str, Any]) -> bytes:
+def _to_bytes(state: Mapping[str, object]) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

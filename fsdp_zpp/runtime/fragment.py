@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,8 +15,29 @@ from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.config.local_steps import LocalSteps
 
 Span = tuple[int, int]
-"""Where values start and stop in a flat tensor."""
+"""Start and stop of values in a flat tensor."""
 _MOST_SPANS = 64
+
+ParameterState = dict[str, object]
+"""State that an optimizer keeps of a parameter, by name."""
+
+
+class FragmentState(TypedDict):
+    """A fragment in a checkpoint.
+
+    Attributes:
+        progress: Fields of :class:`Progress`.
+        exchanges: State of :class:`OuterStep`; None if nothing was exchanged yet.
+        weights: This rank's weights, by FQN.
+        changed: FQNs of what was trained since its last exchange.
+        sent: FQNs of what is on its way.
+    """
+
+    progress: dict[str, Any]
+    exchanges: dict[str, Any] | None
+    weights: dict[str, Tensor]
+    changed: list[str]
+    sent: list[str]
 
 
 @dataclass
@@ -35,7 +56,7 @@ class Progress:
 
 
 class Fragment:
-    """The weights of a unit, which nodes train on their own and exchange.
+    """Weights of a unit, which nodes train on their own and exchange.
 
     What was trained since its last exchange is exchanged, once, whether or not it is still trained by then. Parameters
     that never were stay out of it.
@@ -52,7 +73,7 @@ class Fragment:
         config: As given.
         outer: As given.
         progress: How far its training has come.
-        pending: By what it is of, state that was loaded besides this and is restored with it, and how.
+        pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded since it was last asked, and no state with them.
     """
@@ -67,36 +88,36 @@ class Fragment:
         invalidate: Callable[[], None],
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
-        self.pending: dict[int, tuple[Any, Callable[[Any], None]]] = {}
+        self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
         self._own: dict[str, Tensor] | None = None
         self._share, self._shards, self._trained, self._invalidate = share, shards, trained, invalidate
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: FragmentState | None = None
         self.before_restore: Callable[[], None] = lambda: None
         self.was_reloaded = False
 
     @property
     def was_trained(self) -> bool:
-        """Whether any of its weights are trained, or ever were; the same on all ranks."""
+        """Return whether any of its weights are trained, or ever were; the same on all ranks."""
         return bool(self.outer.names) or len(self._trained()) > 0
 
     @property
     def weights(self) -> list[Tensor]:
-        """What this rank holds of what was ever trained."""
+        """Return what this rank holds of the parameters that were ever trained."""
         return list(self._of(self.outer.names).values())
 
     def _of(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What this rank holds of some parameters, in the unit's order."""
+        """Return what this rank holds of some parameters, in the unit's order."""
         return {name: shard for name, shard in self._shards().items() if name in names}
 
     def _exchanged(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What this rank exchanges of them."""
+        """Return what this rank exchanges of some parameters."""
         whole = self._of(names)
         return whole if self._share is None else dict(zip(whole, self._share.of([*whole.values()]), strict=True))
 
     def start(self, *, anew: bool = False) -> None:
-        """Have what is trained by now adopt its weights, which all nodes hold alike, as the agreed ones.
+        """Adopt the weights of what is trained by now, which all nodes hold alike, as the agreed ones.
 
         Args:
             anew: Whether parameters do that have agreed weights already.
@@ -106,25 +127,25 @@ class Fragment:
             self.outer.start(self._exchanged(new))
 
     def note_trained(self) -> None:
-        """Note what a step changes."""
+        """Record the parameters that a step changes."""
         self.start()
         self._changed |= set(self._trained())
 
     @property
     def changed(self) -> list[bool]:
-        """Of each parameter of the unit, whether it was trained on this rank since its last exchange."""
+        """Return, for each parameter of the unit, whether it was trained on this rank since its last exchange."""
         return [name in self._changed for name in self._shards()]
 
     @changed.setter
     def changed(self, changed: Sequence[bool]) -> None:
-        """Note for which that is so on any rank: all must exchange the same ones."""
+        """Record which parameters were trained on any rank: all must exchange the same ones."""
         self._changed = {name for name, flag in zip(self._shards(), changed, strict=True) if flag}
         if new := self._changed - self.outer.names:
             self.outer.start(self._exchanged(new))  # this node has left them as they were
 
     @property
     def holds_agreed(self) -> bool:
-        """Whether this rank's weights are the agreed ones."""
+        """Return whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
 
     def restart(self) -> None:
@@ -159,7 +180,7 @@ class Fragment:
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
-        """Have the agreed weights in place of this node's own. Collective over the node."""
+        """Return a context with the agreed weights in place of this node's own. Collective over the node."""
         # Others hold what was agreed on, or what a user has written since they were frozen.
         names = self.outer.names & (self._changed | set(self._sent) | set(self._trained()))
         self._own = {name: shard.detach().clone() for name, shard in self._of(names).items()}
@@ -183,39 +204,39 @@ class Fragment:
 
     # ---- in checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """The progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
+    def state_dict(self) -> FragmentState:
+        """Return the progress, the state of the exchanges, and this rank's weights, which other nodes do not have."""
         if self._loaded is not None:
             return self._loaded
         # This node's own, also while the agreed ones are shown.
-        held = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
+        shards = self._of(self.outer.names | set(self._trained())) if self._own is None else self._own
         return {
             "progress": asdict(self.progress),
             "exchanges": self.outer.state_dict() if self.outer.names else None,
-            "weights": {name: shard.detach().to("cpu", copy=True) for name, shard in held.items()},
+            "weights": {name: shard.detach().to("cpu", copy=True) for name, shard in shards.items()},
             "changed": sorted(self._changed),
             "sent": self._sent,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: FragmentState) -> None:
         """Go on with what :meth:`state_dict` gave, from the next forward on.
 
         Raises:
             ValueError: If it was saved for other weights.
         """
-        held = self._shards()
+        shards = self._shards()
         saved = {name: list(shard.shape) for name, shard in state["weights"].items()}
-        found = {name: list(held[name].shape) for name in saved if name in held}
-        if found != saved:
+        present = {name: list(shards[name].shape) for name in saved if name in shards}
+        if present != saved:
             raise ValueError(
-                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {found}"
+                f"{self.outer.label}: the checkpoint has weights of shapes {saved}, but this rank holds {present}"
             )
         # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
         self._loaded = state
         self.progress = Progress(**state["progress"])
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
-        """By parameter, its number of values here, and where they are those of what was loaded."""
+        """Return, by parameter, its number of values here, and where they equal what was loaded."""
         loaded = {} if self._loaded is None else self._loaded["weights"]
         return {
             name: (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
@@ -224,12 +245,12 @@ class Fragment:
         }
 
     def holds_loaded_agreed(self, names: Collection[str]) -> bool:
-        """Whether what this rank holds of some parameters are the agreed weights of what was loaded."""
+        """Return whether this rank holds, of some parameters, the agreed weights of what was loaded."""
         exchanges = None if self._loaded is None else self._loaded["exchanges"]
         agreed = {} if exchanges is None else exchanges["agreed"]
-        held = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
-        return held.keys() <= agreed.keys() and all(
-            torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in held.items()
+        shards = {name: shard.cpu().view(-1) for name, shard in self._exchanged(names).items()}
+        return shards.keys() <= agreed.keys() and all(
+            torch.equal(agreed[name].to(shard.dtype), shard) for name, shard in shards.items()
         )
 
     def restore(self) -> None:
@@ -255,7 +276,7 @@ class Fragment:
 
 
 def _longest_spans(flags: Tensor) -> list[Span]:
-    """Where flags are set, without the many short spans in which they are so by chance."""
+    """Return the spans in which flags are set, without the many short ones that arise by chance."""
     padded = torch.nn.functional.pad(flags.reshape(-1).to(torch.int8), (1, 1))
     edges = padded.diff().nonzero().view(-1, 2)
     longest = (edges[:, 1] - edges[:, 0]).topk(min(len(edges), _MOST_SPANS)).indices

@@ -1,4 +1,4 @@
-"""The events in a model's life that its units react to.
+"""Events in a model's life that its units react to.
 
 Weights change ([Note: Staleness] in secondary_shard.py), gradients are cleared, steps are made or skipped
 ([Note: The lifetime of errors] in error_state.py).
@@ -7,10 +7,7 @@ Weights change ([Note: Staleness] in secondary_shard.py), gradients are cleared,
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +15,20 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import Optimizer
 
-from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
-from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
-from fsdp_zpp.collectives.replicas import check_replicas
-from fsdp_zpp.collectives.weight_gather import WeightGather
-
 from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
-from .summary import Groups, log_summaries
 from .unit import StrategyUnit, Unit, unit_of
-from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel, too_small_units
+from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel
 
 
 class LifecycleHooks:
     """Tells the units of a model when their weights change and when their gradients are cleared.
 
-    A backward that synchronizes gradients counts as a change of the weights: an optimizer step follows it, and not
-    every optimizer announces its steps. Some are not torch's, some write through ``p.data`` or in the middle of their
-    step. torch's optimizers announce their steps as well, which covers steps that no backward precedes. Both change
-    all units that any step changes; see [Note: What a step changes] in weight_changes.py. So do ``train`` and ``eval``
-    of an optimizer that has them; see optimizer_modes.py.
+    Weights change with a backward that synchronizes gradients, with a step of an optimizer, and with its ``train`` and
+    ``eval``, if it has them (optimizer_modes.py). All three change all units that any step changes; see
+    [Note: What a step changes] in weight_changes.py.
 
     Args:
         units: The units of the model.
@@ -55,10 +44,11 @@ class LifecycleHooks:
         changes: WeightChanges | None = None,
         mistakes: MistakeWatch | None = None,
     ) -> None:
-        self._units, self._local_training = units, local_training
+        self._units = units
         self._changes = WeightChanges(units) if changes is None else changes
         self._mistakes = mistakes
-        self._heard: weakref.ref[GradScaler] | None = None  # the last scaler that units were told of since a step
+        self._step_counters = [each for each in (mistakes, local_training) if each is not None]
+        self._last_scaler: weakref.ref[GradScaler] | None = None  # of which units were told since the last step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
         weakref.finalize(self, register_mode_hook(_weak(self.optimizer_switched)))
@@ -71,69 +61,67 @@ class LifecycleHooks:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Handle a step of ``optimizer``, which may be another model's."""
-        held = _held_by(optimizer)
-        if not self._holds_any(held):
+        ids = _parameter_ids(optimizer)
+        if not self._holds_any(ids):
             if self._mistakes is not None:
                 self._mistakes.other_stepped()
             return
-        self._heard = None  # with a step units forget the scaler, so they must be told of it again
-        self._changes.step(held)
+        self._last_scaler = None  # with a step units forget the scaler, so they must be told of it again
+        self._changes.step(ids)
         self._step_ended()
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
-        self._step_made(held, getattr(optimizer, "found_inf", None))
+        self._step_made(ids, getattr(optimizer, "found_inf", None))
 
     def optimizer_switched(self, optimizer: Optimizer) -> None:
         """Handle a change of ``optimizer``, which may be another model's, between training and evaluation."""
-        held = _held_by(optimizer)
-        if self._holds_any(held):
-            self._changes.written(held)
+        ids = _parameter_ids(optimizer)
+        if self._holds_any(ids):
+            self._changes.written(ids)
 
     def _step_ended(self) -> None:
-        if self._mistakes is not None:
-            self._mistakes.step_ended()
-        if self._local_training is not None:
-            self._local_training.step_ended()
+        for counter in self._step_counters:
+            counter.step_ended()
 
-    def _step_made(self, held: set[int], skipped: Tensor | None) -> None:
+    def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
         if all(unit.errors is None for unit in self._units):
             return
-        units = list(self._units_of(held))
+        units = list(self._units_of(ids))
         # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
         if any(unit.errors is not None and unit.errors.has_uncommitted for unit in units):
             for unit in units:
                 if unit.errors is not None:
                     unit.errors.step_made(skipped)
 
-    def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def scaler_stepped(self, scaler: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``scaler.step(optimizer)``, which has made a step or skipped it; it may be another model's."""
-        held = _held_by(optimizer)
-        if not scaler.is_enabled() or not self._holds_any(held):
+        ids = _parameter_ids(optimizer)
+        if not scaler.is_enabled() or not self._holds_any(ids):
             return
-        self._heard = None
+        self._last_scaler = None
         self._step_ended()
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
-            self._step_made(held, None)  # an optimizer that is not torch's runs no step hook
-        for unit in self._units_of(held):
+            self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
+        for unit in self._units_of(ids):
             if unit.errors is not None:
                 unit.errors.scaler_stepped(scaler)
 
-    def loss_scaled(self, scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+    def loss_scaled(self, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         """Handle ``scaler.scale(loss)``, the loss of this or of another model."""
         # Units read the scale by having the scaler scale a 1, which calls this again.
-        if not scaler.is_enabled() or (self._heard is not None and self._heard() is scaler):
+        if not scaler.is_enabled() or (self._last_scaler is not None and self._last_scaler() is scaler):
             return
-        self._heard = weakref.ref(scaler)
+        self._last_scaler = weakref.ref(scaler)
         for unit in self._units:
             if unit.errors is not None:
                 unit.errors.loss_scaled(scaler)
 
-    def gradients_cleared(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def gradients_cleared(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
-        held = _held_by(optimizer)
-        if self._holds_any(held):
+        ids = _parameter_ids(optimizer)
+        if self._holds_any(ids):
             if self._mistakes is not None:
                 self._mistakes.gradients_cleared()
-            for unit in self._units_of(held):
+            for unit in self._units_of(ids):
                 unit.drop_gradients()
 
     def module_cleared(self, module: nn.Module, set_to_none: bool = True) -> None:
@@ -152,23 +140,21 @@ class LifecycleHooks:
                 if self._mistakes is not None:
                     self._mistakes.gradients_cleared()
 
-    def _units_of(self, held: set[int]) -> Iterator[Unit]:
-        """The units of which an optimizer holds a parameter, given the ids of all it holds; the same on all ranks.
-
-        One of several optimizers, or one that steps within the backward, clears the gradients of its own units only. A
-        rank may hold no element of a unit; its empty parameters count like any others. If users leave these out of all
-        optimizers, nothing tells which one they belong to, and any optimizer of the model clears the unit.
-        """
+    def _units_of(self, ids: set[int]) -> Iterator[Unit]:
+        """Yield the units of which an optimizer holds a parameter, by the ids of all it holds; alike on all ranks."""
+        # Not all: one of several optimizers, or one that steps within the backward, clears its own gradients alone.
         for unit in self._units:
             parameters = unit.sharded.parameters()
-            if any(id(p) in held for p in parameters) or not any(
+            # A rank may hold no element of a unit. Its empty parameters count like any others, but if users leave them
+            # out of all optimizers, nothing tells which one they belong to: any optimizer of the model clears the unit.
+            if any(id(p) in ids for p in parameters) or not any(
                 local_numel(p) or getattr(p, IN_OPTIMIZER, False) for p in parameters
             ):
                 yield unit
 
-    def _holds_any(self, held: set[int]) -> bool:
-        """Whether an optimizer that holds these is one of this model's."""
-        return any(id(p) in held for unit in self._units for p in unit.sharded.parameters())
+    def _holds_any(self, ids: set[int]) -> bool:
+        """Return whether an optimizer with these parameters is one of this model's."""
+        return any(id(p) in ids for unit in self._units for p in unit.sharded.parameters())
 
     def backward_ended(self, synchronized: bool) -> None:
         """Handle the end of a backward, which may have synchronized gradients."""
@@ -179,33 +165,33 @@ class LifecycleHooks:
 
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients, for a step to come."""
+        # A step follows, and not every optimizer announces it: some are not torch's, some write through p.data or in
+        # the middle of their step. Those that do announce it cover steps that no backward precedes.
         self._changes.step()
-        if self._mistakes is not None:
-            self._mistakes.gradients_synchronized()
-        if self._local_training is not None:
-            self._local_training.gradients_synchronized()
+        for counter in self._step_counters:
+            counter.gradients_synchronized()
 
 
 def _weak(method: Callable[..., None]) -> Hook:
-    """A bound method as a hook that does not keep its object alive."""
+    """Return a bound method as a hook that does not keep its object alive."""
     # Hooks are kept on torch's classes: a strong reference would keep a model's units alive there, and the finalizers
     # that remove the hooks would never run.
     reference = weakref.WeakMethod(method)
 
-    def hook(*args: Any, **kwargs: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args, **kwargs)
+    def hook(*args: object, **kwargs: object) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*args, **kwargs)
 
     return hook
 
 
-def _held_by(optimizer: Optimizer) -> set[int]:
-    """The ids of an optimizer's parameters."""
-    held: set[int] = set()
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    ids: set[int] = set()
     for group in optimizer.param_groups:
-        held.update(map(id, group["params"]))  # in C, as it is asked twice a step
-    return held
+        ids.update(map(id, group["params"]))  # in C, since this runs twice a step
+    return ids
 
 
 @torch.no_grad()
@@ -216,12 +202,10 @@ def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
         parameter.grad.zero_()
 
 
-def _found_inf(scaler: GradScaler, optimizer: Any) -> bool:
-    """Whether a scaler has skipped the step of an optimizer.
-
-    ``item()`` costs no wait of its own: to decide on that step, ``GradScaler.step`` has just waited for these values.
-    """
-    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether a scaler has skipped the step of an optimizer."""
+    # item() costs no wait of its own: to decide on that step, GradScaler.step has just waited for these values.
+    return any(found_inf.item() for found_inf in scaler._found_inf_per_device(optimizer).values())
 
 
 def weights_moved(module: nn.Module) -> None:
@@ -231,92 +215,7 @@ def weights_moved(module: nn.Module) -> None:
         unit.invalidate()
 
 
-def set_up_model(
-    root: nn.Module, model: str, units: Sequence[StrategyUnit], others: Sequence[int] = ()
-) -> LifecycleHooks:
-    """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
-
-    Args:
-        root: Its outermost part.
-        model: The model's name in errors and in the log line.
-        units: Its units.
-        others: The numbers of values of the units below ``root`` that torch alone manages.
-
-    Raises:
-        ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
-            values.
-    """
-    # First: the collectives below hang if ranks have different units.
-    _check_agreement(model, units)
-    groups: Groups = defaultdict(list)
-    for unit in units:
-        unit.rename(unit.sharded.name)
-        groups[unit.strategy, unit.ranks].append(unit)
-    for (_, ranks), members in groups.items():
-        # Nodes that have trained on their own hold different weights.
-        if not any(unit.fragment is not None and unit.fragment.progress.made for unit in members):
-            held = (shard for unit in members for shard in unit.sharded.shards())
-            check_replicas(held, ranks, members[0].scopes.optimizer, model)
-    _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
-    with_weights = [unit for unit in units if unit.sharded.parameters()]  # FSDP may have left all to inner units
-    changes = WeightChanges(with_weights, too_small_units(with_weights))
-    hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
-    log_summaries(model, groups, others)  # after all that may raise
-    return hooks
-
-
-def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
-    """Have nodes exchange the fragments of a model before forwards, if it has any. Collective."""
-    trained = [unit for unit in units if unit.sharded.is_trained()]
-    configurations = dict.fromkeys(unit.strategy.local_steps for unit in trained)
-    if len(configurations) > 1:
-        given = " and ".join(f"local_steps={each!r}" for each in configurations)
-        raise ValueError(
-            f"{model}: its parts were given {given}, but steps are counted for the whole model; pass the same to all "
-            "parts"
-        )
-    exchanged = [unit for unit in units if unit.fragment is not None]
-    if not exchanged:
-        return None
-
-    def steps_are_announced() -> bool:
-        return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
-
-    fragments = [unit.fragment for unit in exchanged if unit.fragment is not None]
-    training = LocalTraining(model, fragments, exchanged[0].ranks, steps_are_announced)
-    root.register_forward_pre_hook(training.before_forward, prepend=True)
-    # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
-    if all(unit.loaded_state is None for unit in exchanged):
-        training.before_forward(root)
-    for unit in exchanged:
-        unit.local_training = training
-    return training
-
-
-def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
-    """Let one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
-    readable = [gather for gather in gathers if gather is not None and gather.secondary.source is not None]
-    prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in readable)
-    for gather in readable:
-        gather.prefetcher = prefetcher
-
-
-def _check_agreement(model: str, units: Sequence[StrategyUnit]) -> None:
-    """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
-    # A dict, not a set: ranks must go through the groups in the same order, and a set's order differs by process.
-    for group in dict.fromkeys(unit.ranks.group for unit in units):
-        facts = {}
-        for unit in units:
-            if unit.ranks.group is group:
-                # A node size that was left to the launcher and the same one given explicitly are no difference.
-                strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
-                facts[unit.sharded.name] = (
-                    f"{strategy}, {shard_signature(unit.sharded.shards())}{', packed' * unit.packed}"
-                )
-        check_agreement(group, f"the first forward of {model}", facts)
-
-
-def _optimizer_given(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     """Mark the parameters of the group that was just added to an optimizer, which is its last."""
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)

@@ -13,7 +13,6 @@ Codec state has the weights of each node, so pieces are compared with these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,16 +26,16 @@ from .unit import Checksums, StrategyUnit, Unit
 
 
 def trained_checksums(unit: Unit) -> Checksums:
-    """Those of a unit's trained parameters, which are what tells one step from another."""
+    """Return the checksums of a unit's trained parameters, which are what tells one step from another."""
     trained = set(unit.sharded.trained_names())
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in trained})
 
 
 class LoadedState:
-    """What was loaded for several units. See [Note: Weights of codec state].
+    """Codec state that was loaded for several units. See [Note: Weights of codec state].
 
     Args:
-        saved_with: By unit, the checksums of the weights that it was saved with.
+        saved_with: Checksums by unit, of the weights that it was saved with.
         modules: The modules of these units.
         drop: Starts over without it.
     """
@@ -45,7 +44,7 @@ class LoadedState:
         self, saved_with: Mapping[Unit, Checksums], modules: Iterable[nn.Module], drop: Callable[[], None]
     ) -> None:
         self.saved_with, self._drop = saved_with, drop
-        self._found = {
+        self._held = {
             unit: (unit.loads, _held(unit, saved)) for unit, saved in saved_with.items() if _fragment_of(unit) is None
         }
         # On all of them: not every model is called by its root. The first that is called removes them.
@@ -56,7 +55,7 @@ class LoadedState:
                 fragment.before_restore = self.settle
 
     def forget(self) -> None:
-        """Leave it as it is: it was settled, or other state was loaded over it."""
+        """Leave the state as it is: it was settled, or other state was loaded over it."""
         for hook in self._hooks:
             hook.remove()
         for unit in self.saved_with:
@@ -66,11 +65,11 @@ class LoadedState:
 
     # Not traced: once, and then it is gone.
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, *inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, *inputs: object) -> None:
         self.settle()
 
     def settle(self) -> None:
-        """Drop it unless it belongs to the weights of all ranks. Collective."""
+        """Drop the state unless it belongs to the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         # A dict, not a set: ranks must go through them in the same order, and a set's order differs by process.
@@ -82,22 +81,22 @@ class LoadedState:
             self._drop()
 
     def _is_of_same(self, unit: Unit) -> bool:
-        saved, (loads, found) = self.saved_with[unit], self._found[unit]
-        return (loads == unit.loads and _match(found, saved)) or _match(_held(unit, saved), saved)
+        saved, (loads, held) = self.saved_with[unit], self._held[unit]
+        return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
-        """Whether the weights of units are those of any node or, all of them, the agreed ones. Collective."""
+        """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
         assert mesh.inter is not None
-        asked = [(fragment, self.saved_with[unit]) for unit in units if (fragment := _fragment_of(unit)) is not None]
-        agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in asked)
+        fragments = [(each, self.saved_with[unit]) for unit in units if (each := _fragment_of(unit)) is not None]
+        agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in fragments)
         own = {
             (index, name): same
-            for index, (fragment, names) in enumerate(asked)
+            for index, (fragment, names) in enumerate(fragments)
             for name, same in fragment.same_as_loaded(names).items()
         }
-        said = from_each_rank(own, mesh.inter)  # of what was trained there, which may differ
+        by_node = from_each_rank(own, mesh.inter)  # of what was trained there, which may differ
         return agreed or all(
-            _cover(numel, [span for node in said for span in node.get(parameter, (0, []))[1]])
+            _cover(numel, [span for node in by_node for span in node.get(parameter, (0, []))[1]])
             for parameter, (numel, _) in own.items()
         )
 
@@ -107,17 +106,17 @@ def _fragment_of(unit: Unit) -> Fragment | None:
 
 
 def _held(unit: Unit, saved: Checksums) -> Checksums:
-    """What this rank holds of parameters that were saved."""
+    """Return the checksums of what this rank holds of parameters that were saved."""
     return checksums({name: shard for name, shard in unit.sharded.named_shards().items() if name in saved})
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:
-    """Whether parameters are those that were saved; in another dtype they may be."""
+    """Return whether parameters are those that were saved; in another dtype they may be."""
     return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in held.items())
 
 
 def _cover(numel: int, spans: Iterable[Span]) -> bool:
-    """Whether spans leave no gap in a tensor."""
+    """Return whether spans leave no gap in a tensor."""
     reached = 0
     for start, stop in sorted(spans):
         if start > reached:

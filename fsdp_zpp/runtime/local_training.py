@@ -1,4 +1,4 @@
-"""Local-update training of a model: which step is which, and when its fragments are exchanged between nodes.
+"""Local-update training of a model: it counts steps, and exchanges fragments between nodes when they are due.
 
 [Note: Steps of nodes]
 Nodes step on their own, but must agree which step an exchange follows. So a step is counted where every node must pass:
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -47,8 +46,8 @@ class LocalTraining:
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
         self._awaits_step = self._shows_agreed = False
-        made = [fragment.progress.made for fragment in fragments]
-        check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": made})
+        steps = [fragment.progress.made for fragment in fragments]
+        check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": steps})
         stream = SideStream()
         for fragment in fragments:
             fragment.outer.stream = stream
@@ -82,7 +81,7 @@ class LocalTraining:
 
     # Not traced: when exchanges are due changes with every step.
     @torch.compiler.disable
-    def before_forward(self, root: nn.Module, *inputs: Any) -> None:
+    def before_forward(self, root: nn.Module, *inputs: object) -> None:
         """Make the exchanges that are due; a hook before the root's forward."""
         if self._shows_agreed or not torch.is_grad_enabled():
             for fragment in self._all:
@@ -96,7 +95,7 @@ class LocalTraining:
             self._exchange_after(progress.exchanged + 1)
 
     def _prepare(self) -> None:
-        """Restore what was loaded, and have agreed weights of all that was trained so far."""
+        """Restore what was loaded, and start all that was trained so far."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
@@ -110,20 +109,18 @@ class LocalTraining:
         self._restart_from_loaded()
 
     def _restart_from_loaded(self) -> None:
-        """Adopt weights that were loaded without a state of local steps as the agreed ones, if all nodes hold the same.
-
-        If they differ, each node's own were put back, after an evaluation of averaged weights, say. If they are the
-        agreed ones already, exchanges go on.
-        """
+        """Adopt weights loaded without a state of local steps as the agreed ones, if all nodes hold the same."""
         reloaded = [fragment for fragment in self._trained if fragment.was_reloaded]
         for fragment in reloaded:
             fragment.was_reloaded = False
         if not reloaded:
             return
         # As under the scope I, under N, too: what is compared are nodes.
-        held = [shard for fragment in reloaded for shard in fragment.weights]
-        left = any(not each.holds_agreed for each in reloaded)
-        if replicas_are_equal(held, self._ranks, "I") and on_any_rank(left, self._ranks.group):
+        shards = [shard for fragment in reloaded for shard in fragment.weights]
+        differs = any(not fragment.holds_agreed for fragment in reloaded)
+        # If nodes differ, each node's own weights were put back, after an evaluation of averaged weights, say. If they
+        # are the agreed ones already, exchanges go on.
+        if replicas_are_equal(shards, self._ranks, "I") and on_any_rank(differs, self._ranks.group):
             for fragment in reloaded:
                 fragment.restart()
 
@@ -148,15 +145,15 @@ class LocalTraining:
                 fragment.receive(self._config.mix)
 
     def _check_agreement(self, fragments: str) -> None:
-        # Over all ranks, whose communicator is another than that between nodes: what is on its way there is not waited
-        # for.
+        # Over all ranks, whose communicator is another than that of the inter-node hop: what is on its way there is not
+        # waited for.
         check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
     def _agree_on_changes(self, fragments: Sequence[Fragment]) -> None:
-        """Have all nodes exchange what any of them has trained. Collective."""
-        asked = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
-        for fragment, by_any in agree_on_use(asked):
-            fragment.changed = by_any()
+        """Let all nodes exchange what any of them has trained. Collective."""
+        flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
+        for fragment, on_any in agree_on_use(flags):
+            fragment.changed = on_any()
 
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
@@ -184,7 +181,7 @@ class LocalTraining:
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
-        """Have the agreed weights in place of this node's own.
+        """Return a context with the agreed weights in place of this node's own.
 
         Raises:
             RuntimeError: If they are shown already.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -15,7 +14,7 @@ Hook = Callable[..., None]
 
 
 def register_method_post_hook(owner: type, method: str, hook: Hook) -> Callable[[], None]:
-    """Run ``hook(instance, *args, **kwargs)`` after every call of a class's method; returns a function that removes it.
+    """Run ``hook(instance, *args, **kwargs)`` after each call of a class's method; return a function that removes it.
 
     It does not run for a subclass that overrides the method without calling it.
     """
@@ -27,18 +26,16 @@ def register_method_post_hook(owner: type, method: str, hook: Hook) -> Callable[
 
 
 def register_step_hook(hook: Hook) -> Callable[[], None]:
-    """Run ``hook(optimizer)`` after every step of a torch optimizer; returns a function that removes it at any time.
-
-    torch iterates over its step hooks as it runs them, so removing one meanwhile raises; a garbage collection could do
-    that to the hook of a model that is gone. So torch gets one hook, for good, which runs all of ours.
-    """
+    """Run ``hook(optimizer)`` after each step of a torch optimizer; return a function that removes it at any time."""
+    # torch iterates over its step hooks as it runs them, so removing one meanwhile raises; a garbage collection could
+    # do that to the hook of a model that is gone. So torch gets one hook, for good, which runs all that are added here.
     if not hasattr(Optimizer, _STEP_HOOKS):
         register_optimizer_step_post_hook(lambda optimizer, args, kwargs: run_hooks(Optimizer, _STEP_HOOKS, optimizer))
     return add_hook(Optimizer, _STEP_HOOKS, hook)
 
 
 def add_hook(owner: type, name: str, hook: Hook) -> Callable[[], None]:
-    """Add a hook to those that a class has under ``name``; returns a function that removes it at any time."""
+    """Add a hook to those that a class has under ``name``; return a function that removes it at any time."""
     # On torch's class, where torch's own hooks are, rather than in a global of this module.
     if not hasattr(owner, name):
         setattr(owner, name, {})
@@ -47,7 +44,7 @@ def add_hook(owner: type, name: str, hook: Hook) -> Callable[[], None]:
     return _remover(hooks, hook)
 
 
-def run_hooks(owner: type, name: str, *args: Any, **kwargs: Any) -> None:
+def run_hooks(owner: type, name: str, *args: object, **kwargs: object) -> None:
     """Run the hooks that :func:`add_hook` has added."""
     hooks: dict[int, Hook] = getattr(owner, name, {})
     for hook in list(hooks.values()):  # a copy, since a hook may be removed meanwhile
@@ -67,8 +64,8 @@ def _install(owner: type, method: str) -> dict[int, Hook]:
     hooks: dict[int, Hook] = {}
 
     @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def wrapped(self: object, *args: object, **kwargs: object) -> object:
+        result: object = original(self, *args, **kwargs)
         for hook in list(hooks.values()):  # a copy, since a hook may be removed meanwhile
             hook(self, *args, **kwargs)
         return result

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ class MistakeWatch:
         self._has_run = True  # FSDP sets up its model in a forward, of which hooks have been run
         root.register_forward_pre_hook(self.before_forward, prepend=True)
 
-    def before_forward(self, root: nn.Module, *inputs: Any) -> None:
+    def before_forward(self, root: nn.Module, *inputs: object) -> None:
         """Handle a forward of the whole model."""
         if torch.is_grad_enabled():
             self._has_run = True  # which is not read here, so that no graph is specialized on it
@@ -77,8 +76,8 @@ class MistakeWatch:
 
     def _check_optimizer(self) -> None:
         self._optimizer_is_known = True  # or is said to be unknown, once
-        held = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
-        if not held and any(unit.sharded.is_trained() for unit in self._units):
+        is_given = any(getattr(p, IN_OPTIMIZER, False) for unit in self._units for p in unit.sharded.parameters())
+        if not is_given and any(unit.sharded.is_trained() for unit in self._units):
             self._warn(
                 "%s: optimizers step, but none of torch's was given a parameter that this model has by now, so nothing "
                 "trains it; sharding replaces parameters: make the optimizer after it"

@@ -1,4 +1,4 @@
-"""Which ranks a model is on, where a user does not say: a job may train several models, each on a part of its ranks."""
+"""Ranks of a model where a user does not name them: a job may train several models, each on a part of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .unit import PARTS, named_units
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """The ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
+    """Return the ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
 
     Args:
         model: The model; of anything else, a caller is to say so on all ranks.
@@ -26,18 +26,18 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
     meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if any(mesh.ndim > 1 for mesh in meshes):
         return dist.group.WORLD
-    groups = _strategies_groups(model) or _torchs_groups(model) or [mesh.get_group() for mesh in meshes]
+    groups = _unit_groups(model) or _instance_groups(model) or [mesh.get_group() for mesh in meshes]
     return max(groups, key=dist.get_world_size) if groups else dist.group.WORLD
 
 
-def _strategies_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     # First, since what torch sees under the optimizer scopes I and N is a node or a rank.
-    found = [unit.ranks.group for unit in named_units(model)]
-    found += [group for module in model.modules() for part in getattr(module, PARTS, ()) for group in part.groups]
-    return [group for group in found if group is not None]
+    groups = [unit.ranks.group for unit in named_units(model)]
+    groups += [group for module in model.modules() for part in getattr(module, PARTS, ()) for group in part.groups]
+    return [group for group in groups if group is not None]
 
 
-def _torchs_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def _instance_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     instances = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     if any("HYBRID" in instance.sharding_strategy.name for instance in instances):  # whose group is that of a node
         return []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
@@ -20,7 +19,7 @@ _MODE = "_fsdp_zpp_mode"
 
 
 def register_mode_hook(hook: Hook) -> Callable[[], None]:
-    """Run ``hook(optimizer)`` after ``train`` or ``eval`` may have changed weights; returns a function that removes it.
+    """Run ``hook(optimizer)`` after ``train`` or ``eval`` may have changed weights; return a function that removes it.
 
     It runs for optimizers that are torch's or derived from it.
     """
@@ -28,19 +27,19 @@ def register_mode_hook(hook: Hook) -> Callable[[], None]:
 
 
 def watch_modes(optimizer: Optimizer) -> None:
-    """Have ``train`` and ``eval`` of this optimizer's class run the hooks, if it has them."""
+    """Wrap ``train`` and ``eval`` of this optimizer's class, if it has them, so that they run the hooks."""
     for mode, hook in _CALLED.items():
         if callable(getattr(type(optimizer), mode, None)):
             register_method_post_hook(type(optimizer), mode, hook)
 
 
-def _called(mode: str, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _called(mode: str, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     if vars(optimizer).get(_MODE) != mode:
         setattr(optimizer, _MODE, mode)
         run_hooks(Optimizer, _HOOKS, optimizer)
 
 
-def _forget(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+def _forget(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     """Forget the mode, since the state that was loaded may have been saved in the other one."""
     vars(optimizer).pop(_MODE, None)
 

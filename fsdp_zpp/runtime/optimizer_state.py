@@ -7,18 +7,17 @@ saves its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .fragment import Fragment
+from .fragment import Fragment, ParameterState
 
 
 class OptimizerState:
-    """What this rank holds of an optimizer's state.
+    """An optimizer's state on this rank.
 
     Args:
         optimizer: The optimizer.
@@ -28,14 +27,14 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
         self._optimizer, self._fragment = optimizer, fragment
 
-    def state_dict(self) -> dict[str, Any]:
-        """Its state by parameter, in the optimizer's order."""
+    def state_dict(self) -> dict[str, list[ParameterState]]:
+        """Return the state by parameter, in the optimizer's order."""
         if id(self._optimizer) in self._fragment.pending:
             return {"state": self._fragment.pending[id(self._optimizer)][0]}
         states = (self._optimizer.state.get(parameter, {}) for parameter in self._parameters())
         return {"state": [{name: _saved(value) for name, value in state.items()} for state in states]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, list[ParameterState]]) -> None:
         """Go on with what :meth:`state_dict` gave, from the next forward on.
 
         Raises:
@@ -59,7 +58,7 @@ class OptimizerState:
             yield from group["params"]
 
     @torch.no_grad()
-    def _restore(self, saved_states: list[dict[str, Any]]) -> None:
+    def _restore(self, saved_states: list[ParameterState]) -> None:
         states = iter(saved_states)
         for group in self._optimizer.param_groups:
             # torch counts the steps of these where it computes, and those of others on the CPU.
@@ -72,16 +71,16 @@ class OptimizerState:
                     state[name] = _restored(value, present.get(name), parameter, counts_on_device)
 
 
-def _saved(value: Any) -> Any:
-    """A copy on the CPU."""
+def _saved(value: object) -> object:
+    """Return a copy on the CPU."""
     if not isinstance(value, Tensor):
         return value
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.detach().to("cpu", copy=True)
 
 
-def _restored(saved: Any, present: Any, parameter: nn.Parameter, counts_on_device: bool) -> Any:
-    """``saved`` in the form that the optimizer uses, such as a DTensor."""
+def _restored(saved: object, present: object, parameter: nn.Parameter, counts_on_device: bool) -> object:
+    """Return ``saved`` in the form that the optimizer uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):

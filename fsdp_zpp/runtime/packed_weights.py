@@ -4,9 +4,9 @@ bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf
 numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it is.
 
 [Note: Packed bytes]
-Under fully_shard, units that hold packed values are gathered by our own gather even where torch's would do: torch
+Under fully_shard, units that hold packed values are gathered by this library even where torch's would do: torch
 copies shards by ``_foreach_copy_``, which on GPUs goes through fp32 and makes one NaN of all. About one in a thousand
-packed byte pairs reads as a NaN in bf16 (bitsandbytes, issue 1945). No copy of ours may promote them either.
+packed byte pairs reads as a NaN in bf16 (bitsandbytes, issue 1945). No copy in this library may promote them either.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 def holds_packed_values(parameter: Tensor) -> bool:
-    """Whether the elements of ``parameter`` stand for other values, so that its bytes must arrive unchanged.
+    """Return whether the elements of ``parameter`` stand for other values, so that its bytes must not change.
 
-    To be asked before FSDP shards it: shards are plain tensors.
+    Call it before FSDP shards the parameter: shards are plain tensors.
     """
     if isinstance(parameter, DTensor):
         return holds_packed_values(parameter._local_tensor)
@@ -37,18 +37,18 @@ def holds_packed_values(parameter: Tensor) -> bool:
 
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
-    """Those of some parameters, by whatever they come with, that hold packed values."""
+    """Return those of some parameters that hold packed values, by whatever they come with."""
     # Most are plain, and a call for each would be a third of all that sharding a module takes.
-    seen = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
-    return {key: parameter for key, parameter in seen if holds_packed_values(parameter)}
+    candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
+    return {key: parameter for key, parameter in candidates if holds_packed_values(parameter)}
 
 
 def packed_sites(model: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The modules below ``model`` that have packed parameters, with the names there."""
+    """Return the modules below ``model`` that have packed parameters, with the names there."""
     sites = ((module, *named) for module in model.modules() for named in module._parameters.items())
     return set(packed(((module, name), p) for module, name, p in sites if p is not None))
 
 
-def packed_facts(held: Mapping[str, Tensor]) -> dict[str, str]:
-    """What all ranks must agree on about packed parameters, by name; see [Note: Agreement] in agreement.py."""
-    return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in held.items()}
+def packed_facts(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the facts about packed parameters on which ranks must agree; see [Note: Agreement] in agreement.py."""
+    return {f"values in {name}": f"packed as {type(parameter).__name__}" for name, parameter in parameters.items()}

@@ -1,4 +1,4 @@
-"""Where the ranks of a strategy lie: decided once for each module that is sharded, and handed on."""
+"""Layout of a strategy's ranks on nodes: decided once for each module that is sharded, and handed on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_zpp.config.topology import Topology
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks that a call shards over, and what a strategy comes to on them.
+    """Ranks that a call shards over, and what a strategy comes to on them.
 
     Attributes:
         group: The ranks.
@@ -28,32 +28,27 @@ class RankLayout:
 
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
-        """The layout of ``group`` under ``strategy``, without communication. Raises what :func:`topology_of` raises."""
+        """Return the layout of ``group`` under ``strategy``, without communication; raise as :func:`topology_of`."""
         topology = topology_of(group, node_size(strategy, group))
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
 
     def mesh(self) -> ProcessMesh:
-        """The mesh of the ranks. Collective over them at the first call for each layout."""
+        """Return the mesh of the ranks. Collective over them at the first call for each layout."""
         return mesh_on(self.group, self.topology)
 
 
 def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
-    """``gpus_per_node`` for ``group``; None leaves it to torchrun's environment.
-
-    A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then count
-    as one node, and torch's own collectives do the work.
-    """
+    """Return ``gpus_per_node`` for ``group``; None leaves it to torchrun's environment."""
+    # A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then
+    # count as one node, and torch's own collectives do the work.
     if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
         return dist.get_world_size(group)
     return strategy.gpus_per_node
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:
-    """``gpus_per_node`` of ``group`` as launched; LOCAL_WORLD_SIZE as text if that gives no layout.
-
-    The caller compares it between ranks: nodes of unequal size then raise on all of them, not just on some.
-    """
+    """Return ``gpus_per_node`` as launched, or the text of LOCAL_WORLD_SIZE if that gives no layout."""
     try:
         return topology_of(group).gpus_per_node
-    except ValueError:
+    except ValueError:  # which must raise on all ranks, not on some: the caller compares the text between them
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"

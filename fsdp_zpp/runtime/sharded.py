@@ -1,4 +1,4 @@
-"""What FSDP has sharded of a unit, as the core sees it: its parameters, and what lies beside them."""
+"""Parameters that FSDP has sharded of a unit, as the core sees them, and what lies beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Sharded:
-    """What one unit has of FSDP: nothing here, in adapters a parameter group or an instance's flat parameter.
+    """Parameters of a unit as FSDP has sharded them: none here, those of a parameter group or a handle in adapters.
 
     Everything is looked up anew at each call: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
     replace parameters and shards, and a reference to the old ones would keep their memory.
@@ -16,21 +16,21 @@ class Sharded:
 
     @property
     def name(self) -> str:
-        """The unit's name in profiles, errors and log lines."""
+        """Return the unit's name in profiles, errors and log lines."""
         return "unit"
 
     def numel(self) -> int:
-        """Return the number of values of its parameters, on all ranks together."""
+        """Return the number of values of the parameters, on all ranks together."""
         return 0
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Return its parameters, as an optimizer holds them."""
+        """Return the parameters, as an optimizer holds them."""
         return ()
 
     def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
         """Return, for each parameter, the modules on which it is registered.
 
-        Nothing at all for adapters whose modules show the parameters at any time.
+        It is empty for adapters whose modules show the parameters at any time.
         """
         return ()
 

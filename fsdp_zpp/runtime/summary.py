@@ -1,4 +1,4 @@
-"""The one log line of a model: which parts of its strategy are active on a mesh, which are not, and why."""
+"""One log line of a model: which parts of its strategy are active on a mesh, which are not, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unit import StrategyUnit
 logger = logging.getLogger("fsdp_zpp")
 
 Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
-"""The units of a model by their strategies and ranks."""
+"""Units of a model by their strategies and ranks."""
 
 _ALONE = "one rank: nothing is sent"
 _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
@@ -26,7 +26,7 @@ _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=
 
 @dataclass(frozen=True)
 class StrategySummary:
-    """The parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
+    """Parts of a strategy that are ``active`` on a mesh, and those that were asked for but are ``inactive``."""
 
     active: tuple[str, ...]
     inactive: tuple[str, ...]
@@ -56,7 +56,7 @@ class Coverage:
         if self.units == self.of_units:
             return f"{self.units} unit{'' if self.units == 1 else 's'}"
         share = 100 * self.numel / max(self.of_numel, 1)
-        # All or nothing is not said of what is neither.
+        # Neither 0 nor 100 % if that is not exact.
         percent = "under 1" if 0 < share < 0.5 else "over 99" if 99.5 <= share < 100 else f"{share:.0f}"
         return f"{self.units} of {self.of_units} units, {percent} % of parameters"
 
@@ -92,7 +92,7 @@ def summarize(
 
 
 def _weights(strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage | None) -> list[tuple[str, str | None]]:
-    """Texts on how parameters are gathered, each with the reason why it is inactive, or None."""
+    """Return texts on how parameters are gathered, each with the reason why it is inactive, or None."""
     parts: list[tuple[str, str | None]] = []
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
     why_not = _ALONE if topology.world == 1 else None
@@ -111,7 +111,7 @@ def _weights(strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage |
     if scopes.parameters == "N" and why_not is None:
         parts.append(("weights kept gathered until they change", None))
     if strategy.keeps_secondary:
-        parts.append(("secondary shard of the weights kept in each node", _no_hop_between(topology)))
+        parts.append(("secondary shard of the weights kept in each node", _no_inter_node_hop(topology)))
     return parts
 
 
@@ -125,13 +125,13 @@ def _summary(parts: list[tuple[str, str | None]]) -> StrategySummary:
 
 
 def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> list[tuple[str, str | None]]:
-    """Texts on a gradient reduction with these codecs inside and between nodes; see :func:`_weights`."""
+    """Return texts on a gradient reduction with these codecs on its hops; see :func:`_weights`."""
     if intra is None and inter is None:
         return [("gradients reduced in full precision", None)] if topology.world > 1 else []
     parts: list[tuple[str, str | None]] = []
     for codec, level, why_not in (
-        (intra, "inside nodes", _no_hop_inside(topology)),
-        (inter, "between nodes", _no_hop_between(topology)),
+        (intra, "inside nodes", _no_intra_node_hop(topology)),
+        (inter, "between nodes", _no_inter_node_hop(topology)),
     ):
         if codec is not None:
             parts.append((f"gradients reduced as {codec} {level}", why_not))
@@ -147,15 +147,15 @@ def _feedback(
     topology: Topology,
     nbytes: int,
 ) -> list[tuple[str, str | None]]:
-    """Texts on error feedback; see :func:`_weights`."""
+    """Return texts on error feedback; see :func:`_weights`."""
     if config is None:
         return []
     # Only which hops have errors matters here, not their sizes, so any number of values does.
     fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
     parts: list[tuple[str, str | None]] = []
     for hop, level, why_not in (
-        ("intra", "inside nodes", _no_hop_inside(topology)),
-        ("inter", "between nodes", _no_hop_between(topology)),
+        ("intra", "inside nodes", _no_intra_node_hop(topology)),
+        ("inter", "between nodes", _no_inter_node_hop(topology)),
     ):
         if hop not in fed_back and (hop == "inter" or config.hops == "both"):
             parts.append((f"error feedback {level}", why_not or "full precision: no error"))
@@ -166,49 +166,49 @@ def _feedback(
 
 
 def _size(nbytes: int) -> str:
-    """A number of bytes, readable."""
+    """Format a number of bytes."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}"
     return f"{nbytes} bytes"
 
 
-def _no_hop_between(topology: Topology) -> str | None:
+def _no_inter_node_hop(topology: Topology) -> str | None:
     if topology.world == 1:
         return _ALONE
     return "one node: no inter-node hop" if topology.nodes == 1 else None
 
 
-def _no_hop_inside(topology: Topology) -> str | None:
+def _no_intra_node_hop(topology: Topology) -> str | None:
     if topology.world == 1:
         return _ALONE
     return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
-    """Log once a strategy, on its mesh's first rank, what is active; as a warning if something asked for is inactive.
+    """Log once a strategy, on its mesh's first rank, what is active; as a warning if something is inactive.
 
     Args:
         model: The model's name.
         groups: Its units.
         others: The numbers of values of units that torch alone manages.
     """
-    everything = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
+    numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
         encoded = [unit for unit in members if not unit.packed]
         resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
-        covered = None if len(encoded) == len(members) else _coverage(encoded, everything)
-        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), covered)
-        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, everything), summary)
+        coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
+        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), coverage)
+        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, numels), summary)
 
 
-def _coverage(members: Sequence[StrategyUnit], everything: Sequence[int]) -> Coverage:
-    """The share of some units in all of a model's, whose numbers of values are ``everything``."""
-    return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(everything), sum(everything))
+def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverage:
+    """Return the share of some units in all of a model's, whose numbers of values are ``numels``."""
+    return Coverage(len(members), sum(unit.sharded.numel() for unit in members), len(numels), sum(numels))
 
 
 def _error_nbytes(unit: StrategyUnit) -> int:
-    """Bytes of error state that a unit will take on this rank."""
+    """Return the bytes of error state that a unit will take on this rank."""
     reduce = unit.reduce
     if reduce is None or not unit.sharded.is_trained():
         return 0
@@ -223,14 +223,14 @@ def log_reduction(
     units: int,
     error_nbytes: int,
 ) -> None:
-    """As :func:`log_summaries`, for a comm hook, which reduces gradients and gathers nothing."""
+    """Log, for a comm hook, which reduces gradients and gathers nothing, what is active."""
     parts = _reduction(*codecs, mesh.topology)
     # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
     parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
     _log(f"{model}: quantized_reduce_hook", mesh, Coverage(units, 0, units, 0), _summary(parts))
 
 
-def _log(subject: str, mesh: ProcessMesh, covered: Coverage, report: StrategySummary) -> None:
+def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySummary) -> None:
     if mesh.rank == 0:
         level = logging.WARNING if report.inactive else logging.INFO
-        logger.log(level, "%s on %s, %s: %s", subject, mesh.topology, covered, report)
+        logger.log(level, "%s on %s, %s: %s", subject, mesh.topology, coverage, report)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 PARTS = "_fsdp_zpp_parts"
-"""Name of the attribute in which a module lists what communicates for it besides its unit: its frozen base."""
+"""Attribute in which a module lists what communicates for it besides its unit: its frozen base."""
 
 
 class Communicator(Protocol):
@@ -47,10 +47,10 @@ class Loaded(Protocol):
 
     @property
     def saved_with(self) -> Mapping[Unit, Checksums]:
-        """By unit, the checksums of the weights that it was saved with."""
+        """Return, by unit, the checksums of the weights that it was saved with."""
 
     def forget(self) -> None:
-        """Leave it as it is."""
+        """Leave the state as it is."""
 
 
 class Unit(Communicator, Protocol):
@@ -58,7 +58,7 @@ class Unit(Communicator, Protocol):
 
     Attributes:
         sharded: What FSDP has sharded of it.
-        loads: How often weights were loaded from a state dict.
+        loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
@@ -68,15 +68,15 @@ class Unit(Communicator, Protocol):
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
-        """The error state of its gradient codecs; None without error feedback."""
+        """Return the error state of the unit's gradient codecs; None without error feedback."""
 
     @property
     def ranks(self) -> ProcessMesh:
-        """Its ranks."""
+        """Return the unit's ranks."""
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether it keeps weights from one gather to the next, which a change makes stale."""
+        """Return whether weights are kept from one gather to the next, which a change makes stale."""
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Declare the secondary shard stale; ``by_step`` says that the weights have changed by a step only."""
@@ -96,19 +96,19 @@ def detach(module: nn.Module) -> None:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit attached to ``module`` itself."""
+    """Return the unit attached to ``module`` itself."""
     # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.
     return vars(module).get(_ATTRIBUTE)
 
 
 def named_units(model: nn.Module) -> dict[Unit, str]:
-    """The units of a model, outermost first, with their names; modules that share a unit give it the first one's."""
-    found: dict[Unit, str] = {}
+    """Return the units of a model, outermost first, with their names; a shared unit has the first one's."""
+    names: dict[Unit, str] = {}
     for name, module in model.named_modules():
         unit = unit_of(module)
         if unit is not None:
-            found.setdefault(unit, name)
-    return found
+            names.setdefault(unit, name)
+    return names
 
 
 class StrategyUnit:
@@ -131,9 +131,9 @@ class StrategyUnit:
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
-        local_training: Says when, from the first forward on.
+        local_training: Decides when, from the first forward on.
         sharded: What FSDP has sharded of it.
-        loads: How often weights were loaded from a state dict.
+        loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
     """
 
@@ -160,18 +160,18 @@ class StrategyUnit:
     def _make_gather(self) -> WeightGather | None:
         if self.scopes.optimizer == "N":
             return None
-        # Under the optimizer scope I each node has all shards, so there is nothing to gather between nodes.
+        # Under the optimizer scope I each node has all shards, so there is no inter-node hop.
         within_node = self.scopes.optimizer == "I"
         mesh = self.mesh.own_node() if within_node else self.mesh
         # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
         does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
-        ours_on_one_level = does_more or self._in_place_of_torch
-        if mesh.inter is None and not (mesh.intra is not None and ours_on_one_level):
+        replaces_one_hop = does_more or self._in_place_of_torch
+        if mesh.inter is None and not (mesh.intra is not None and replaces_one_hop):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather the weights as they are, since they hold packed values. To be called before the unit is used.
+        """Gather the weights as they are, since they hold packed values; to be called before the unit is used.
 
         Args:
             in_place_of_torch: Also where torch's own all-gather would do, see [Note: Packed bytes].
@@ -207,12 +207,12 @@ class StrategyUnit:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether it keeps weights from one gather to the next: a secondary shard, or what was gathered."""
+        """Return whether weights are kept from one gather to the next: a secondary shard, or what was gathered."""
         return self.gather is not None and (self.gather.secondary.keep or self.keep_unsharded)
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether weights cross nodes once after a change, and are kept after that, as a secondary shard or whole."""
+        """Return whether weights cross nodes once after a change, and are kept after that, encoded or whole."""
         return self.gather is not None and self.gather.secondary.hop is not None and self.scopes.parameters != "G"
 
     def invalidate(self, *, by_step: bool = False) -> None:
@@ -240,11 +240,11 @@ class StrategyUnit:
 
     @property
     def errors(self) -> ErrorFeedbackState | None:
-        """The error state of its gradient codecs; None without error feedback."""
+        """Return the error state of the unit's gradient codecs; None without error feedback."""
         return None if self.reduce is None else self.reduce.errors
 
     def rename(self, name: str) -> None:
-        """Set its name in profiles and errors."""
+        """Set the unit's name in profiles and errors."""
         outer = None if self.fragment is None else self.fragment.outer
         for part in (self.gather, self.reduce, outer):
             if part is not None:

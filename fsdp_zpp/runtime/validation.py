@@ -41,15 +41,13 @@ def check_instance(name: str, value: object) -> None:
 
 
 def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, object]:
-    """What all ranks must agree on about a strategy, by name; see [Note: Agreement] in agreement.py.
-
-    Of what is no strategy, too: a rank that just raised would leave the others in the comparison.
-    """
+    """Return the facts about a strategy on which ranks must agree; see [Note: Agreement] in agreement.py."""
+    # Of what is no strategy, too: a rank that just raised would leave the others in the comparison.
     if not isinstance(strategy, Strategy):
         return {"strategy": strategy}
     facts: dict[str, object] = {"strategy": "a Strategy"}
     facts |= {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
-    # As it works out rather than as given: ranks that leave it to the launcher may have been launched differently.
+    # As resolved rather than as given: ranks that leave it to the launcher may have been launched differently.
     return facts | {"gpus_per_node": node_size(strategy, group) or launched_node_size(group)}
 
 

@@ -1,10 +1,10 @@
-"""Which units' weights a training step may have changed, and so whose copies are stale after it.
+"""Units whose weights a training step may have changed, and whose copies are stale after it.
 
 [Note: What a step changes]
 A step may write to whatever was ever trained and to whatever an optimizer was ever given: weight decay and momentum
 move parameters that are frozen by now, and adapters that are switched off while the optimizer steps. So no decision
 hangs on what requires a gradient at the moment of asking. Once a unit is found to change, it counts as changing for
-good, and it is looked at where all ranks pass: at the end of every backward and at every step.
+good, and this is checked where all ranks pass: at the end of every backward and at every step.
 
 Users may leave parameters of which their rank has no element out of their optimizers. So a unit of which some rank has
 none changes with every step: it is too small for that to matter, and ranks could not tell otherwise.
@@ -41,18 +41,18 @@ class WeightChanges:
         self._others = [unit for unit in units if unit not in too_small]
         self._has_warned = False
 
-    def look(self, held: Collection[int] = ()) -> None:
-        """Look which units have begun to change; at a point that all ranks pass.
+    def look(self, ids: Collection[int] = ()) -> None:
+        """Find the units that have begun to change; at a point that all ranks pass.
 
         Args:
-            held: The ids of the parameters of an optimizer that has stepped.
+            ids: The ids of the parameters of an optimizer that has stepped.
         """
         others: list[Unit] = []
         untrained: list[Unit] = []
         for unit in self._others:
             if unit.sharded.is_trained():
                 self._changing.append(unit)
-            elif any(id(p) in held or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()):
+            elif any(id(p) in ids or getattr(p, IN_OPTIMIZER, False) for p in unit.sharded.parameters()):
                 self._changing.append(unit)
                 untrained.append(unit)
             else:
@@ -60,16 +60,16 @@ class WeightChanges:
         self._others = others
         self._warn_of([unit for unit in untrained if unit.keeps_weights])
 
-    def step(self, held: Collection[int] = ()) -> None:
-        """Declare the weights of units that change stale, for a step that was made or is to come; ``held`` as above."""
-        self._invalidate(held, by_step=True)
+    def step(self, ids: Collection[int] = ()) -> None:
+        """Declare the weights of units that change stale, for a step made or to come; ``ids`` as of :meth:`look`."""
+        self._invalidate(ids, by_step=True)
 
-    def written(self, held: Collection[int]) -> None:
+    def written(self, ids: Collection[int]) -> None:
         """Declare them stale after other writes of an optimizer, which may change them by more than a step does."""
-        self._invalidate(held, by_step=False)
+        self._invalidate(ids, by_step=False)
 
-    def _invalidate(self, held: Collection[int], *, by_step: bool) -> None:
-        self.look(held)
+    def _invalidate(self, ids: Collection[int], *, by_step: bool) -> None:
+        self.look(ids)
         for unit in self._changing:
             unit.invalidate(by_step=by_step)
 
@@ -89,11 +89,11 @@ class WeightChanges:
 
 
 def too_small_units(units: Sequence[StrategyUnit]) -> set[Unit]:
-    """The units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
-    asked = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
-    return {unit for unit, on_any_rank in agree_on_use(asked) if any(on_any_rank())}
+    """Return the units of which some rank has no element; the same on all ranks. Collective, once a mesh."""
+    flags = [(unit, unit.ranks, [not any(map(local_numel, unit.sharded.parameters()))]) for unit in units]
+    return {unit for unit, on_any_rank in agree_on_use(flags) if any(on_any_rank())}
 
 
 def local_numel(parameter: nn.Parameter) -> int:
-    """Elements that this rank holds."""
+    """Return the number of elements that this rank holds."""
     return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

@@ -1,4 +1,4 @@
-"""The fine-tuning example, end to end on four processes, and what it leaves for plain PEFT."""
+"""Fine-tuning example, end to end on four processes, and what it leaves for plain PEFT."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_zpp import load_frozen_params
 
 
 def fine_tune(folder: Path, *options: str | Path) -> tuple[list[float], dict[str, int]]:
-    """The losses that the example prints, and the bytes that it says were sent, by kind and hop."""
+    """Return the losses that the example prints, and the bytes that it says were sent, by kind and hop."""
     command = ["examples/finetune_lora.py", "--gpus-per-node", "2", "--model", folder / "base"]
     command += ["--data", folder / "text.txt", "--sequence", "32", "--batch", "2", "--steps", "24", "--lr", "1e-2"]
     result = launch(4, *command, "--rank", "4", "--output", folder / "out", *options, on_cpu=True)
@@ -31,7 +31,7 @@ def fine_tune(folder: Path, *options: str | Path) -> tuple[list[float], dict[str
 
 
 def make_base(folder: Path, tied: bool) -> None:
-    """A model in a folder, without a tokenizer, and bytes that it knows."""
+    """Make a model in a folder, without a tokenizer, and bytes that it knows."""
     llama.make_base(llama.ADAPTED, tied).cpu().save_pretrained(folder / "base")
     text = "".join(f"{a} and {b}\n" for a in range(60) for b in range(60))
     (folder / "text.txt").write_bytes(text.encode())

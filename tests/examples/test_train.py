@@ -1,4 +1,4 @@
-"""The training example, end to end on four processes as two nodes of two."""
+"""Training example, end to end on four processes as two nodes of two."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TINY = "--gpus-per-node 2 --hidden 32 --layers 2 --sequence 64 --batch 4 --lr 1e
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A little text, so that a test neither reads nor depends on the standard library."""
+    """Return a little text, so that a test neither reads nor depends on the standard library."""
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{a} plus {b} makes {a + b}.\n" for a in range(60) for b in range(60)))
     return path
 
 
 def run(text: Path, output: Path, *options: str | Path) -> CompletedProcess[str]:
-    """The example with these options."""
+    """Run the example with these options."""
     return launch(4, "examples/train.py", "--data", text, "--output", output, *TINY, *options, on_cpu=True)
 
 
 def train(text: Path, output: Path, *options: str | Path) -> list[float]:
-    """The losses that the example prints, one for each step here."""
+    """Run the example, and return the losses that it prints, one for each step here."""
     result = run(text, output, *options)
     assert result.returncode == 0, result.stdout + result.stderr
     heading, *lines = result.stdout.splitlines()
@@ -40,7 +40,7 @@ def train(text: Path, output: Path, *options: str | Path) -> list[float]:
 
 
 def saved(checkpoint: Path) -> list[Any]:
-    """All that a checkpoint holds: weights, moments, errors of codecs, the step."""
+    """Return all that a checkpoint holds: weights, moments, errors of codecs, the step."""
     file = checkpoint.with_suffix(".pt")
     dcp_to_torch_save(checkpoint, file)
     leaves = tree_leaves(torch.load(file, weights_only=False))
@@ -57,9 +57,10 @@ def test_resumed_run_ends_like_an_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     rest = train(text, tmp_path / "rest", *options, "--resume", tmp_path / "half" / "step-2")
     assert half + rest == whole
     assert whole[-1] < 0.9 * whole[0]
-    ours, oracle = (saved(tmp_path / name / "step-4") for name in ("rest", "whole"))
+    resumed, oracle = (saved(tmp_path / name / "step-4") for name in ("rest", "whole"))
     assert all(
-        one.equal(other) if isinstance(one, Tensor) else one == other for one, other in zip(ours, oracle, strict=True)
+        one.equal(other) if isinstance(one, Tensor) else one == other
+        for one, other in zip(resumed, oracle, strict=True)
     )
 
 

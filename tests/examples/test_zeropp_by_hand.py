@@ -44,7 +44,7 @@ by_hand = _import_example()
 
 
 def values(kind: str, chunks: int, numel: int, largest_code: int) -> Tensor:
-    """This rank's values [chunks * numel]; ``largest_code`` is that of the codec that is to encode them."""
+    """Return this rank's values [chunks * numel]; ``largest_code`` is that of the codec that is to encode them."""
     generator = torch.Generator().manual_seed(1000 * numel + dist.get_rank())
     x = torch.randn(chunks, numel, generator=generator) * torch.exp(3 * torch.randn(chunks, numel, generator=generator))
     x[torch.rand(x.shape, generator=generator) < 0.1] = 0
@@ -65,7 +65,7 @@ def values(kind: str, chunks: int, numel: int, largest_code: int) -> Tensor:
 
 
 def bits(x: Tensor) -> list[int]:
-    """The bits of fp32 values, with one pattern for all NaN, which may have any."""
+    """Return the bits of fp32 values, with one pattern for all NaN, which may have any."""
     return x.masked_fill(x.isnan(), torch.nan).view(torch.int32).tolist()
 
 
@@ -90,7 +90,8 @@ def both(
     names = {"gather": "weights", "reduce": "gradients"}
     sent = {f"{names[kind]} {level}": nbytes for (kind, level), nbytes in traffic.sent.items()}
     results = {"weights": (gathered, weights), "gradients": (reduced, mean)}
-    return {what: (bits(ours), bits(theirs)) for what, (ours, theirs) in results.items()}, [dict(network.sent), sent]
+    compared = {what: (bits(by_hand), bits(by_library)) for what, (by_hand, by_library) in results.items()}
+    return compared, [dict(network.sent), sent]
 
 
 @over_pairs(

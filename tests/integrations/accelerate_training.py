@@ -26,12 +26,12 @@ PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
 LOCAL = Strategy("III", local_steps=LocalSteps(3, codec=Int4(64)), gpus_per_node=2)
-"""With all that codecs keep from step to step."""
+"""Strategy with all that codecs keep from step to step."""
 
 
 @dataclass
 class Training:
-    """What a training has, prepared."""
+    """A prepared training: model, optimizer, scheduler and data."""
 
     accelerator: Accelerator
     model: Any
@@ -40,12 +40,12 @@ class Training:
     scheduler: Any
 
     def train(self, first: int = 0, last: int = STEPS) -> list[float]:
-        """The losses of all micro-batches of some steps, over all ranks."""
+        """Return the losses of all micro-batches of some steps, over all ranks."""
         batches = iter(skip_first_batches(self.loader, first * MICRO_BATCHES))
         return [self.micro_batch(*next(batches)) for _ in range((last - first) * MICRO_BATCHES)]
 
     def micro_batch(self, tokens: Tensor) -> float:
-        """As accelerate's documentation has it."""
+        """Train a micro-batch as accelerate's documentation does."""
         with self.accelerator.accumulate(self.model):
             loss = self.model(input_ids=tokens, labels=tokens).loss
             self.accelerator.backward(loss)
@@ -59,7 +59,7 @@ class Training:
 
 @contextmanager
 def accelerators(**options: Any) -> Iterator[Accelerator]:
-    """A context with an accelerator; accelerate keeps no state beyond it."""
+    """Return a context with an accelerator; accelerate keeps no state beyond it."""
     with new_job():
         accelerator = Accelerator(cpu=device_type() == "cpu", gradient_accumulation_steps=MICRO_BATCHES, **options)
         torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it when it compiles: losses would differ
@@ -67,7 +67,7 @@ def accelerators(**options: Any) -> Iterator[Accelerator]:
 
 
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
-    """accelerate's own description of FSDP2."""
+    """Return accelerate's own description of FSDP2."""
     return FullyShardedDataParallelPlugin(
         **{"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
         | options
@@ -75,7 +75,7 @@ def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
 
 
 def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> Training:
-    """A Llama and all that trains it."""
+    """Return a Llama and all that trains it."""
     model = llama.make_base() if model is None else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS)
@@ -86,7 +86,7 @@ def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> Traini
 
 
 def for_fsdp(accelerator: Accelerator, strategy: Strategy | None, own: FullyShardedDataParallelPlugin) -> Accelerator:
-    """One that shards by a strategy, or by accelerate's own FSDP."""
+    """Return an accelerator that shards by a strategy, or by accelerate's own FSDP."""
     if strategy is not None:
         return use_strategy(accelerator, strategy, plugin=own)
     choose_own_fsdp(accelerator, own)

@@ -52,16 +52,16 @@ OWN = {
     "experimental_skip_move_to_device": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }
-"""The example without a strategy."""
+"""Options of the example without a strategy."""
 
 NO_KERNELS = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)
 """axolotl sets them where the base is not quantized, and some run on GPUs alone."""
 
 WHOLE = {"adapter": None, "learning_rate": 2e-3, "val_set_size": 16, "eval_steps": 2}
-"""The example without adapters, and with evaluations."""
+"""Options of the example without adapters, and with evaluations."""
 
 PARTLY_FROZEN = WHOLE | {"unfrozen_parameters": ["model.layers.1.*", "model.norm.*"]}
-"""The example without adapters, of which the last layer and the norm are trained."""
+"""Options of the example without adapters, of which the last layer and the norm are trained."""
 
 
 def write_model_and_texts(folder: Path) -> None:
@@ -90,7 +90,7 @@ def write_model_and_texts(folder: Path) -> None:
 
 
 def import_axolotl() -> None:
-    """In a worker."""
+    """Import axolotl, in a worker."""
     import axolotl.cli.config
     import axolotl.common.datasets
     import axolotl.core.trainers
@@ -99,7 +99,7 @@ def import_axolotl() -> None:
 
 @contextmanager
 def axolotl_job() -> Iterator[None]:
-    """A context in which axolotl runs as its command would run it, and after which it keeps nothing."""
+    """Return a context in which axolotl runs as its command would run it, and after which it keeps nothing."""
     offline = {"HF_HUB_OFFLINE": "1"}
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if device_type() == "cpu" else {}
     build_device_mesh = ParallelismConfig.build_device_mesh
@@ -116,7 +116,7 @@ def axolotl_job() -> Iterator[None]:
 
 
 def options_for(folder: Path, output: Path) -> dict[str, Any]:
-    """What the example has to say otherwise for the small model, of four steps of two micro-batches."""
+    """Return the options for the small model: four steps of two micro-batches."""
     return {
         "base_model": str(folder / "model"),
         "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "completion"}],
@@ -137,16 +137,16 @@ def options_for(folder: Path, output: Path) -> dict[str, Any]:
 
 @dataclass
 class Result:
-    """What a training leaves behind."""
+    """Results that a training leaves behind."""
 
     losses: list[float]
     evaluated: list[float]
     logits: Tensor
-    """Of the model as it is then, sharded."""
+    """Logits of the model as it is then, sharded."""
     sent: dict[str, Any] | None
-    """What a strategy has sent."""
+    """Traffic of the strategy."""
     best: str | None
-    """The folder of the best checkpoint, if one was to be found."""
+    """Folder of the best checkpoint, if one was to be found."""
 
 
 def trained(options: dict[str, Any]) -> Result:

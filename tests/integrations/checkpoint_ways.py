@@ -51,7 +51,7 @@ class InFolder:
             save_codec_state(model, [optimizer], folder / "checkpoint")
 
     def go_on(self, strategy: Strategy, folder: Path) -> list[float]:
-        """The losses of a model that goes on from there."""
+        """Return the losses of a model that goes on from there."""
         model, optimizer = self._made(strategy)
         check_complete(folder / "checkpoint")
         self._read(model, optimizer, folder / "checkpoint")
@@ -59,7 +59,7 @@ class InFolder:
         return train(Fsdp2(), model, Case(steps=2), optimizer=optimizer, first_step=4)
 
     def checkpoint(self, folder: Path) -> Path:
-        """The folder with all that a save writes."""
+        """Return the folder with all that a save writes."""
         return folder
 
     def _made(self, strategy: Strategy) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ class InFile(InFolder):
 
 
 class ByAccelerate(InFolder):
-    """Those of accelerate."""
+    """Checkpoints of accelerate."""
 
     def save(self, strategy: Strategy, folder: Path, steps: int) -> None:
         with new_job():
@@ -125,7 +125,7 @@ class ByAccelerate(InFolder):
 
 
 class ByTrainer(InFolder):
-    """Those of Trainer, of which two trainings save after as many steps."""
+    """Checkpoints of Trainer, of which two trainings save after as many steps."""
 
     def save(self, strategy: Strategy, folder: Path, steps: int) -> None:
         self._train(strategy, folder, 2, learning_rate=1e-3 * steps, save_strategy="steps", save_steps=2)
@@ -147,7 +147,7 @@ class ByTrainer(InFolder):
 
 
 class ByLightning(InFolder):
-    """Those of Lightning."""
+    """Checkpoints of Lightning."""
 
     def __init__(self, framework: str, fsdp: str, full: bool) -> None:
         self._way, self._full = Way(framework, fsdp), full

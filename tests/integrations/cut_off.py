@@ -1,4 +1,4 @@
-"""What a save leaves on the disk if it is cut off, at each moment at which a file is made, renamed or removed."""
+"""Files that a save leaves on the disk if it is cut off, at each moment at which a file is made, renamed or removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def copies_of(folder: Path, copies: Path, rank: int) -> Iterator[None]:
-    """A context in which ``folder`` is copied into ``copies`` before this process changes a file of it.
+    """Return a context in which ``folder`` is copied into ``copies`` before this process changes a file of it.
 
     What comes after the last write of a file is among them if a file is changed later, or the context ends.
     """

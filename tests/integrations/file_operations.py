@@ -18,7 +18,7 @@ _is_installed = False
 
 @dataclass(frozen=True)
 class Watched:
-    """What happens before which operations.
+    """A watch over file operations of this process.
 
     Args:
         folder: Whose files they are.
@@ -31,7 +31,7 @@ class Watched:
 
 @contextmanager
 def before_operations(folder: str | os.PathLike[str], before: Callable[[bool], None]) -> Iterator[None]:
-    """A context in which a function runs before each operation. Arguments as of :class:`Watched`."""
+    """Return a context in which a function runs before each operation. Arguments as of :class:`Watched`."""
     global _watched, _is_installed
     if not _is_installed:  # for good: there is no way to remove it
         sys.addaudithook(_before_event)
@@ -55,7 +55,7 @@ def _before_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _path_in(event: str, arguments: tuple[Any, ...]) -> str:
-    """The path that an event is about, or nothing."""
+    """Return the path that an event is about, or nothing."""
     path = arguments[0]
     if not isinstance(path, str | os.PathLike):
         return ""

@@ -15,7 +15,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 
 @contextmanager
 def new_job() -> Iterator[None]:
-    """A context without what accelerate has kept for the process, and after which it keeps nothing."""
+    """Return a context without what accelerate has kept for the process, and after which it keeps nothing."""
     _forget()
     tf32 = torch.backends.cuda.matmul.allow_tf32  # which accelerate allows if a model is to be compiled
     try:
@@ -32,7 +32,7 @@ def _forget() -> None:
 
 
 def choose_own_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Have accelerate shard by its own FSDP2, which it does not choose on a CPU."""
+    """Make accelerate shard by its own FSDP2, which it does not choose on a CPU."""
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP

@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job does.
+    """A job that saves checkpoints.
 
     Args:
         save: What all ranks call, with the folder.
@@ -88,7 +88,7 @@ class _Gate:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a job waits for, and what it lets happen.
+    """A turn of a job: the event that it waits for, and the one that it lets happen.
 
     Args:
         begins: When it may begin.

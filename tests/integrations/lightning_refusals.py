@@ -1,4 +1,4 @@
-"""What the strategies for Lightning refuse, each by a call on every rank."""
+"""Refusals of the strategies for Lightning, each by a call on every rank."""
 
 from __future__ import annotations
 
@@ -100,4 +100,4 @@ REFUSED: dict[str, Refusal] = {
     "both dimensions of the mesh": (_two_dimensional_mesh, ValueError, 'as in mesh["dp"]'),
     "codec state in Fabric's state": (_codec_state_in_state, TypeError, "leave it out"),
 }
-"""What is refused."""
+"""Calls that are refused."""

@@ -74,13 +74,13 @@ class Run:
 
     @property
     def is_stock_fsdp1(self) -> bool:
-        """Whether Lightning does it all with FSDP1."""
+        """Return whether Lightning does it all with FSDP1."""
         return self.strategy is STOCK and self.way.fsdp == "fsdp1"
 
 
 @dataclass
 class Outcome:
-    """What a rank has seen.
+    """An outcome of a run, as a rank has seen it.
 
     Attributes:
         losses: Of each micro-batch.
@@ -117,12 +117,12 @@ class Batches:
 
 
 def evaluation_batches() -> Tensor:
-    """Batches by row, the same in each evaluation; the Trainer would take a list for several loaders."""
+    """Return batches by row, the same in each evaluation; the Trainer would take a list for several loaders."""
     return torch.stack([models.batch(99, index) for index in range(2)])
 
 
 class Module(LightningModule):
-    """The net for the Trainer."""
+    """A LightningModule of the net, for the Trainer."""
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
 
 
 def make_own_strategy(run: Run) -> Any:
-    """The strategy of Lightning, or ours in its place."""
+    """Return the strategy of Lightning, or ours in its place."""
     return make_strategy(
         run.way,
         run.strategy,

@@ -80,7 +80,7 @@ def make_strategy(
     layer: type[nn.Module],
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module],
 ) -> Any:
-    """The strategy of Lightning, or ours in its place.
+    """Return the strategy of Lightning, or ours in its place.
 
     Args:
         way: For what.
@@ -89,19 +89,19 @@ def make_strategy(
         layer: What FSDP1 wraps.
         parallelize: Shards by FSDP2, for Fabric; the Trainer has its module do that.
     """
-    theirs, stock_fsdp, ours = {
+    stock, stock_fsdp, integration = {
         "trainer": (trainer_strategies, StockTrainerFsdp, our_trainer),
         "fabric": (fabric_strategies, StockFabricFsdp, our_fabric),
     }[way.framework]
     if way.fsdp == "fsdp2":
-        kind: Any = (theirs if strategy is STOCK else ours).ModelParallelStrategy
+        kind: Any = (stock if strategy is STOCK else integration).ModelParallelStrategy
         return kind(
             **({"parallelize_fn": parallelize} if way.framework == "fabric" else {}),
             data_parallel_size=dist.get_world_size(),
             tensor_parallel_size=1,
             save_distributed_checkpoint=not full,
         )
-    return (stock_fsdp if strategy is STOCK else ours.FSDPStrategy)(
+    return (stock_fsdp if strategy is STOCK else integration.FSDPStrategy)(
         sharding_strategy="FULL_SHARD" if strategy is STOCK else strategy,
         auto_wrap_policy={layer},
         state_dict_type="full" if full and device_type() == "cuda" else "sharded",
@@ -109,26 +109,26 @@ def make_strategy(
 
 
 def let_gather(way: Way, full: bool, strategy: Any) -> None:
-    """Have FSDP1 save full state dicts, if asked to, on CPUs too, where the strategy is refused otherwise."""
+    """Let FSDP1 save full state dicts, if asked to, on CPUs, too, where the strategy is refused otherwise."""
     if full and way.fsdp == "fsdp1":
         strategy._state_dict_type = "full"
 
 
 def ranks() -> dict[str, int]:
-    """The arguments with which Lightning takes the ranks of this process group for its own."""
+    """Return the arguments with which Lightning takes the ranks of this process group for its own."""
     world = dist.get_world_size()
     per_node = min(world, torch.cuda.device_count()) if device_type() == "cuda" else world
     return {"devices": per_node, "num_nodes": world // per_node}  # more than one where ranks share GPUs
 
 
 def node_rank() -> str:
-    """The number of the node that this rank is on, as :func:`ranks` lays them out."""
+    """Return the number of the node that this rank is on, as :func:`ranks` lays them out."""
     return str(dist.get_rank() // ranks()["devices"])
 
 
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
-    """What Lightning runs in: it may clear variables that other tests of this process need.
+    """Restore variables afterwards that Lightning may clear and other tests of this process need.
 
     On a CPU, FSDP1 does not move what it gathers to the CPU: torch does not copy it then, and reuses or frees it.
     """

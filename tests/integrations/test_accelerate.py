@@ -68,7 +68,7 @@ def checkpointed() -> tuple[list[float], int, list[int]]:
 
 
 def units_in(module: nn.Module) -> int:
-    """How many units are in ``module``, with itself."""
+    """Count the units in ``module``, itself included."""
     return sum(isinstance(each, FSDPModule) for each in module.modules())
 
 
@@ -97,11 +97,11 @@ def bytes_by_micro_batch(strategy: Strategy) -> list[tuple[int, int, int]]:
     """In a worker: what each sends between nodes: gathers and reductions as traffic says, and all that was seen."""
     with accelerators() as accelerator:
         training = prepared(use_strategy(accelerator, strategy))
-        found = []
+        sent = []
         for (tokens,), _ in zip(training.loader, range(2 * MICRO_BATCHES), strict=False):
-            tap, said = sent_in(partial(training.micro_batch, tokens), training.model, gpus_per_node=2)
-            found.append((said["gather"]["inter"], said["reduce"]["inter"], tap.total("inter")))
-    return found
+            tap, counted = sent_in(partial(training.micro_batch, tokens), training.model, gpus_per_node=2)
+            sent.append((counted["gather"]["inter"], counted["reduce"]["inter"], tap.total("inter")))
+    return sent
 
 
 def test_only_the_last_micro_batch_sends_gradients_between_nodes(pool: Callable[[int], Pool]) -> None:
@@ -110,7 +110,7 @@ def test_only_the_last_micro_batch_sends_gradients_between_nodes(pool: Callable[
     assert first[0] > 0 == first[1]
     assert last[1] > 0 == last[0]
     assert again == [first, last]
-    assert all(seen == gathered + reduced for gathered, reduced, seen in (first, last))
+    assert all(total == gathered + reduced for gathered, reduced, total in (first, last))
 
 
 def trained_with_a_break(

@@ -1,4 +1,4 @@
-"""What accelerate is configured for and a strategy can't honour is refused, and the error says what to do."""
+"""Configurations of accelerate that a strategy can't honour are refused, and the error says what to do."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def refused(kind: str) -> str:
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(pool: Callable[[int], Pool], kind: str, message: str) -> None:
-    for said in pool(4).run(refused, kind):
-        assert message in said
+    for error in pool(4).run(refused, kind):
+        assert message in error
 
 
 def test_one_process_is_refused() -> None:

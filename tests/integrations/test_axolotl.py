@@ -41,7 +41,7 @@ NODES = {"gpus_per_node": 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model, its tokenizer of bytes, and texts."""
+    """Return a folder with a small model, its tokenizer of bytes, and texts."""
     folder = tmp_path_factory.mktemp("axolotl")
     write_model_and_texts(folder)
     return folder
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
-    """``workers(function, *args)`` on four ranks, in processes of their own: axolotl patches much in its process."""
+    """Return ``workers(function, *args)`` on four ranks, in processes of their own: axolotl patches much there."""
     if reason := too_few_gpus(4):
         pytest.skip(reason)
     pool = Pool(4)
@@ -124,7 +124,7 @@ FULL = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
 
 
 def options_of(folder: Path, output: Path, kind: str, frozen: str) -> dict[str, Any]:
-    """The example's, for a cell of the matrix; checkpoints of what is no adapter are full ones."""
+    """Return the example's options for a cell of the matrix; checkpoints of what is no adapter are full ones."""
     codec = {"none": None, "mixzpp": "int8:64", "nf4": "nf4:64"}[frozen]
     # Without a codec of weights, or the model would compute with weights that differ from those in files.
     strategy = {"preset": "mixzpp", "weights": None, "frozen": codec} | NODES
@@ -138,7 +138,7 @@ def options_of(folder: Path, output: Path, kind: str, frozen: str) -> dict[str, 
 
 
 def logits_of(files: Path, folder: Path, kind: str, frozen: str) -> Tensor:
-    """What one process makes of files, of adapters on what the base was rounded to."""
+    """Compute, in one process, the logits of files, of adapters on what the base was rounded to."""
     if kind != "lora":
         return AutoModelForCausalLM.from_pretrained(files, dtype=torch.float32)(input_ids=TOKENS).logits
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -150,7 +150,7 @@ def logits_of(files: Path, folder: Path, kind: str, frozen: str) -> Tensor:
 
 
 def check_names(files: Path, folder: Path, kind: str) -> None:
-    """A model that is no adapter has every tensor."""
+    """Check that a model that is no adapter has every tensor."""
     if kind != "lora":
         assert load_file(files / "model.safetensors").keys() == load_file(folder / "model/model.safetensors").keys()
 
@@ -226,7 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def validated(options: dict[str, Any]) -> Any:
-    """The example's configuration as axolotl validates it on each rank."""
+    """Return the example's configuration as axolotl validates it on each rank."""
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.config import prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
@@ -254,9 +254,9 @@ def test_axolotl_is_told_of_fsdp2_where_there_are_several_processes(monkeypatch:
     assert cfg.fsdp_config.final_state_dict_type == "FULL_STATE_DICT"
     assert cfg.experimental_skip_move_to_device is True
     assert not any(cfg[kernel] for kernel in NO_KERNELS)
-    given = {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}
-    cfg = validated({"adapter": None, "fsdp_config": given, "experimental_skip_move_to_device": False})
-    assert {key: cfg.fsdp_config[key] for key in given} == given
+    options = {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}
+    cfg = validated({"adapter": None, "fsdp_config": options, "experimental_skip_move_to_device": False})
+    assert {key: cfg.fsdp_config[key] for key in options} == options
     assert cfg.experimental_skip_move_to_device is False
     monkeypatch.setenv("WORLD_SIZE", "1")
     cfg = validated({})  # axolotl preprocess, merge-lora and inference

@@ -23,7 +23,7 @@ from fsdp_zpp.integrations._codec_files import load_codec_state, save_codec_stat
 
 
 def trained(adapter: Adapter) -> tuple[Any, Any]:
-    """A model with errors to save, and its optimizer."""
+    """Return a model with errors to save, and its optimizer."""
     case = Case(steps=1)
     model = adapter.make(case, Strategy.loco(gpus_per_node=1))
     optimizer = models.make_optimizer("adamw", model.parameters())
@@ -82,8 +82,8 @@ def test_all_ranks_hear_that_it_cannot_be_removed(
 ) -> None:
     folder = tmp_path / "step-4"
     folder.mkdir()
-    for heard in pool(2).run(not_removed, adapter, folder):
-        assert heard == "not yours"
+    for error in pool(2).run(not_removed, adapter, folder):
+        assert error == "not yours"
 
 
 def heard_of_incomplete(adapter: Adapter, checkpoint: Path, harm: str) -> str:
@@ -108,6 +108,6 @@ def heard_of_incomplete(adapter: Adapter, checkpoint: Path, harm: str) -> str:
 def test_all_ranks_hear_what_to_do_with_incomplete_codec_state(
     pool: Callable[[int], Pool], adapter: Adapter, harm: str, tmp_path: Path
 ) -> None:
-    for heard in pool(2).run(heard_of_incomplete, adapter, tmp_path, harm):
-        assert f"the codec state in {tmp_path / 'codecs'} can't be read" in heard
-        assert "resume from another checkpoint, or remove this folder" in heard
+    for error in pool(2).run(heard_of_incomplete, adapter, tmp_path, harm):
+        assert f"the codec state in {tmp_path / 'codecs'} can't be read" in error
+        assert "resume from another checkpoint, or remove this folder" in error

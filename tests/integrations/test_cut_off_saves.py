@@ -19,17 +19,17 @@ from fsdp_zpp import Strategy
 
 TOLD = ("remove", "resume from another checkpoint")
 Outcome = list[float] | str
-"""The losses after a checkpoint was loaded, or the error."""
+"""Losses after a checkpoint was loaded, or the error."""
 
 
 def outcome(go_on: Callable[[], list[float]]) -> tuple[Outcome, bool]:
-    """What comes of loading a checkpoint and training on, and whether this rank warns that codec state starts over."""
+    """Return what comes of loading a checkpoint and training on, and whether codec state is lost, with a warning."""
     with collected() as records:
         try:
-            found: Outcome = go_on()
+            result: Outcome = go_on()
         except (ValueError, OSError, RuntimeError) as error:
-            found = str(error)
-    return found, any(level == "WARNING" and "start over" in text for level, text in records)
+            result = str(error)
+    return result, any(level == "WARNING" and "start over" in text for level, text in records)
 
 
 def cut_off(
@@ -62,11 +62,11 @@ def check(by_rank: list[tuple[list[Outcome], list[tuple[Outcome, bool]]]]) -> No
     assert isinstance(newer, list)
     assert older != newer
     for copies in zip(*(copies for _, copies in by_rank), strict=True):
-        found = [copy[0] for copy in copies]
-        if all(isinstance(each, list) for each in found):
-            assert found[0] in (older, newer) or any(warned for _, warned in copies), found
+        outcomes = [copy[0] for copy in copies]
+        if all(isinstance(each, list) for each in outcomes):
+            assert outcomes[0] in (older, newer) or any(warned for _, warned in copies), outcomes
         else:
-            assert all(isinstance(each, str) and all(word in each for word in TOLD) for each in found), found
+            assert all(isinstance(each, str) and all(word in each for word in TOLD) for each in outcomes), outcomes
 
 
 @over_each(way=WAYS, strategy=STRATEGIES)
@@ -111,5 +111,5 @@ def test_a_new_checkpoint_that_lacks_something_is_refused(
 def test_codec_state_of_a_mixture_that_is_loaded_all_the_same_is_dropped(
     pool: Callable[[int], Pool], tmp_path: Path, way: InFolder
 ) -> None:
-    """A user has removed the mark, as the error says."""
+    """Load after a user has removed the mark, as the error says."""
     check(pool(2).run(cut_off, way, STRATEGIES["stateful"], tmp_path, False))

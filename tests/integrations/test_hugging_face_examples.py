@@ -1,4 +1,4 @@
-"""The examples of accelerate, Trainer and TRL, on four processes; each is ended in its middle and goes on."""
+"""Examples of accelerate, Trainer and TRL, on four processes; each is ended in its middle and goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 
 
 def run(script: str, *options: str | Path) -> tuple[list[str], str]:
-    """The losses that an example prints, as it prints them, and all that it prints."""
+    """Return the losses that an example prints, as it prints them, and all that it prints."""
     result = launch(4, f"examples/{script}", *options, on_cpu=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert "'inter': 0}" not in result.stdout

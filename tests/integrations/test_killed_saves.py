@@ -29,22 +29,22 @@ from torchtitan_checkpoints import ByTorchtitan
 from fsdp_zpp import Strategy
 
 SEEDS = {"stateful": range(30), "local steps": range(30, 60)}
-"""By strategy, of which each has codec state of another kind."""
+"""Seeds by strategy, of which each has codec state of another kind."""
 WAYS: dict[str, InFolder] = FRAMEWORKS | {"save_frozen_params": SavedBase()}
 VERSIONS = {"older": 1, "first": 2, "second": 3}
 """Steps that tell saves from each other: what is there before, and what two jobs save."""
 EARLIER = "earlier"
-"""What torchtitan loads if there is no whole version of a checkpoint: the one before."""
+"""Name of what torchtitan loads if there is no whole version of a checkpoint: the one before."""
 IN_SHORT = ("accelerate", "Trainer", "Lightning's Fabric, sharded", "Lightning's Trainer, full", "save_frozen_params")
 SHORT_SEEDS = (11, 21)
-"""Of draws where slow tests do not run."""
+"""Number of draws where slow tests do not run."""
 TOLD = ("remove", "resume from another checkpoint")
 
 pytestmark = pytest.mark.skipif(device_type() == "cuda", reason="a process that has used a GPU can't be forked")
 
 
 def save(way: InFolder, strategy: Strategy, version: str, folder: Path) -> None:
-    """In a process of a job."""
+    """Save, in a process of a job."""
     way.save(strategy, folder, VERSIONS[version])
 
 
@@ -82,7 +82,7 @@ class Saves:
         assert len({str(losses) for losses in self._losses.values()}) == len(VERSIONS), self._losses
 
     def know_earlier(self, forget: Callable[[Path], None]) -> None:
-        """Know what loads from a folder in which a framework has left out what was cut off."""
+        """Record what loads from a folder in which a framework has left out what was cut off."""
         saved = self._folder / EARLIER
         shutil.copytree(self._folder / "older", saved)
         forget(saved)
@@ -90,12 +90,12 @@ class Saves:
         assert all(isinstance(losses, list) for losses in self._losses[EARLIER]), self._losses
 
     def alone(self, seed: int) -> str:
-        """What loads after a job was killed: the name of a version, "told", or what is wrong."""
+        """Return what loads after a job was killed: the name of a version, "told", or what is wrong."""
         dice = random.Random(seed)
         return self._outcome([self._job("first", killed_at=self._moment(dice), takes_down=dice.random() < 0.5)], seed)
 
     def with_another(self, seed: int) -> str:
-        """What loads after two jobs have saved at once, of which the first was killed, or the second, or both."""
+        """Return what loads after two jobs have saved at once, of which either was killed, or both."""
         dice = random.Random(seed)
         killed = dice.choice([(True, False), (False, True), (True, True)])
         both = [
@@ -125,13 +125,13 @@ class Saves:
         saved = self._folder / f"{seed} of {len(several)}"
         shutil.copytree(self._folder / "older", saved)
         ends = self._run(several, saved)
-        found = self._load(saved)
+        outcome = self._load(saved)
         for version, losses in self._losses.items():
-            if found == losses:
+            if outcome == losses:
                 return version
-        if all(isinstance(each, str) and all(word in each for word in TOLD) for each in found):
+        if all(isinstance(each, str) and all(word in each for word in TOLD) for each in outcome):
             return "told"
-        return f"seed {seed}: {found} of {saved} after {ends} of {several}"
+        return f"seed {seed}: {outcome} of {saved} after {ends} of {several}"
 
     def _load(self, saved: Path) -> list[Any]:
         try:
@@ -142,16 +142,16 @@ class Saves:
 
 @pytest.fixture(scope="module")
 def forker() -> Iterator[ProcessPoolExecutor]:
-    """A process that jobs are forked from."""
+    """Return a process that jobs are forked from."""
     with ProcessPoolExecutor(1, start_method(), gc.freeze) as executor:
         yield executor
 
 
 def check(kind: Callable[[Saves, int], str], saves: Saves, seeds: Iterable[int]) -> None:
     """Fail if anything else loads than a whole version, without a word of what to do."""
-    found = Counter(kind(saves, seed) for seed in seeds)
-    print(dict(found))
-    assert found.keys() <= {*VERSIONS, EARLIER, "told"}, "\n".join(found)
+    counts = Counter(kind(saves, seed) for seed in seeds)
+    print(dict(counts))
+    assert counts.keys() <= {*VERSIONS, EARLIER, "told"}, "\n".join(counts)
 
 
 over_kinds = pytest.mark.parametrize("kind", [Saves.alone, Saves.with_another], ids=["alone", "with another"])
@@ -199,7 +199,7 @@ def test_what_torchtitan_loads_after_a_kill_is_whole(
 
 
 def import_torchtitan() -> None:
-    """In the process that jobs are forked from."""
+    """Import torchtitan, in the process that jobs are forked from."""
     torchtitan_on_cpu.prepare()
     importlib.import_module("torchtitan_training")
     gc.freeze()

@@ -32,7 +32,7 @@ from fsdp_zpp import Int4Delta, Strategy
 from fsdp_zpp.integrations.lightning.pytorch import FSDPPrecision
 
 STATEFUL = Strategy.loco(weights=Int4Delta(), gpus_per_node=2)
-"""With both kinds of codec state: errors of gradients, and bases of weight deltas."""
+"""Strategy with both kinds of codec state: errors of gradients, and bases of weight deltas."""
 LOCAL = Strategy.diloco(every=3, gpus_per_node=2)
 ROUNDING = 2e-6
 """Sums over ranks in another order change the last bits of a gradient, and a few steps of AdamW a loss by this."""
@@ -42,23 +42,23 @@ over_ways = pytest.mark.parametrize("way", WAYS, ids=str)
 
 @pytest.fixture(scope="module")
 def outcomes(pool: Callable[[int], Pool]) -> Callable[[Run], list[Outcome]]:
-    """``outcomes(run)``: what each of four ranks has seen, trained once however many tests compare with it."""
-    known: dict[Run, list[Outcome]] = {}
+    """Return ``outcomes(run)``: what each of four ranks has seen, trained once for all tests that compare with it."""
+    trained: dict[Run, list[Outcome]] = {}
 
     def get(run: Run) -> list[Outcome]:
-        if run not in known:
-            known[run] = pool(4).run(perform, run)
-        return known[run]
+        if run not in trained:
+            trained[run] = pool(4).run(perform, run)
+        return trained[run]
 
     return get
 
 
 @over_ways
 def test_trains_and_evaluates_as_lightnings_own(outcomes: Callable[[Run], list[Outcome]], way: Way) -> None:
-    ours = outcomes(Run(way, Strategy("GGG", gpus_per_node=2), validate=True))
+    by_strategy = outcomes(Run(way, Strategy("GGG", gpus_per_node=2), validate=True))
     # Lightning's own FSDPStrategy can't evaluate after a fit, so all are compared with its ModelParallelStrategy.
     stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
-    for own, other in zip(ours, stock, strict=True):
+    for own, other in zip(by_strategy, stock, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=ROUNDING)
         assert own.validation == pytest.approx(other.validation, rel=ROUNDING)
         assert len(own.losses) == 6
@@ -67,17 +67,17 @@ def test_trains_and_evaluates_as_lightnings_own(outcomes: Callable[[Run], list[O
 
 @pytest.mark.parametrize("framework", ["trainer", "fabric"])
 def test_lightnings_own_fsdp_gives_the_same_losses(outcomes: Callable[[Run], list[Outcome]], framework: str) -> None:
-    ours = outcomes(Run(Way(framework, "fsdp1"), Strategy("GGG", gpus_per_node=2), validate=True))
+    by_strategy = outcomes(Run(Way(framework, "fsdp1"), Strategy("GGG", gpus_per_node=2), validate=True))
     stock = outcomes(Run(Way(framework, "fsdp1"), STOCK))
-    for own, other in zip(ours, stock, strict=True):
+    for own, other in zip(by_strategy, stock, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=ROUNDING)
 
 
 @over_ways
 def test_zeropp_is_within_a_percent_of_full_shard(outcomes: Callable[[Run], list[Outcome]], way: Way) -> None:
-    ours = outcomes(Run(way, Strategy.zeropp(gpus_per_node=2)))
+    by_strategy = outcomes(Run(way, Strategy.zeropp(gpus_per_node=2)))
     stock = outcomes(Run(replace(way, fsdp="fsdp2"), STOCK, validate=True))
-    for own, other in zip(ours, stock, strict=True):
+    for own, other in zip(by_strategy, stock, strict=True):
         assert own.losses == pytest.approx(other.losses, rel=1e-2)
         assert own.losses[1:] != other.losses[1:]
 
@@ -197,8 +197,8 @@ def test_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
 
 def test_works_beside_tensor_parallelism(pool: Callable[[int], Pool]) -> None:
     stock = pool(4).run(train_beside_tensor_parallelism, STOCK)
-    ours = pool(4).run(train_beside_tensor_parallelism, Strategy("GGG", gpus_per_node=1))
-    assert ours == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
+    by_strategy = pool(4).run(train_beside_tensor_parallelism, Strategy("GGG", gpus_per_node=1))
+    assert by_strategy == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
 
 
 @pytest.mark.skipif(outnumber_gpus(4), reason="ranks that share a GPU are of different nodes")

@@ -1,4 +1,4 @@
-"""What is said where a framework is absent or too old."""
+"""Errors where a framework is absent or too old."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def test_a_plugin_of_an_absent_framework_says_what_to_install(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("found", "enough"), [("1.9.1", False), ("1.13.0", True), ("1.13.0.dev1", False), ("2.0", True)]
+    ("installed", "enough"), [("1.9.1", False), ("1.13.0", True), ("1.13.0.dev1", False), ("2.0", True)]
 )
-def test_an_old_framework_is_named_with_its_version(found: str, enough: bool) -> None:
-    with patch("fsdp_zpp.integrations._requirement.version", lambda name: found):
+def test_an_old_framework_is_named_with_its_version(installed: str, enough: bool) -> None:
+    with patch("fsdp_zpp.integrations._requirement.version", lambda name: installed):
         if enough:
             require("accelerate", "1.13")
             return
         with pytest.raises(
-            ImportError, match=f"needs accelerate 1.13 or later, and {found} is installed: run pip install"
+            ImportError, match=f"needs accelerate 1.13 or later, and {installed} is installed: run pip install"
         ):
             require("accelerate", "1.13")
 

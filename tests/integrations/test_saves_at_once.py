@@ -28,11 +28,11 @@ from fsdp_zpp.integrations import _turns, accelerate
 from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
 NO_LOCKS = mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available"))
-"""A file system that has none."""
+"""Patch that makes a file system without locks."""
 
 
 def refusal(checkpoint: Path) -> str:
-    """What is said of a checkpoint when it is to be loaded; nothing if it is whole."""
+    """Return what is said of a checkpoint when it is to be loaded; nothing if it is whole."""
     try:
         check_complete(checkpoint)
     except ValueError as error:
@@ -60,9 +60,9 @@ def test_without_locks_a_mixture_is_told(
     checkpoint = tmp_path / "checkpoints" / "checkpoint"
     replies = pool(2).run(within_another, checkpoint, place, first_ends_first)
     assert "another job has saved" in replies[0][0][0][1]
-    for _, said in replies:
-        assert said.startswith(f"two jobs have saved {checkpoint} at the same time")
-        assert "resume from another checkpoint" in said
+    for _, text in replies:
+        assert text.startswith(f"two jobs have saved {checkpoint} at the same time")
+        assert "resume from another checkpoint" in text
     assert pool(2).run(saved, checkpoint, place) == ["", ""]
     assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", "checkpoint"}
 
@@ -152,27 +152,27 @@ def waited(checkpoint: Path, tries: int) -> tuple[list[float], list[str]]:
 
 
 def test_a_job_waits_in_short_collectives_and_says_so_now_and_then(pool: Callable[[int], Pool], tmp_path: Path) -> None:
-    (pauses, said), *others = pool(2).run(waited, tmp_path, 700)
+    (pauses, warnings), *others = pool(2).run(waited, tmp_path, 700)
     assert pauses == [_turns.PAUSE] * 700
-    assert len(said) == 2
-    assert all(f"remove {tmp_path / 'save_was_cut_off'}" in text for text in said)
+    assert len(warnings) == 2
+    assert all(f"remove {tmp_path / 'save_was_cut_off'}" in text for text in warnings)
     assert others == [(pauses, [])]
 
 
 def failed_on(checkpoint: Path, rank: int) -> str:
     """In a worker: what is said if a rank can't lock its byte, and that nothing is held afterwards."""
     error = OSError(errno.EIO if dist.get_rank() == rank else errno.ENOLCK, "broken")
-    with mock.patch.object(fcntl, "lockf", side_effect=error), pytest.raises((OSError, RuntimeError)) as said:
+    with mock.patch.object(fcntl, "lockf", side_effect=error), pytest.raises((OSError, RuntimeError)) as raised:
         MarkedSave(checkpoint, place="inside")
     MarkedSave(checkpoint, place="inside").complete()
-    return str(said.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_turn_that_cannot_begin_on_one_rank_raises_on_all(
     pool: Callable[[int], Pool], tmp_path: Path, rank: int
 ) -> None:
-    assert all("broken" in said for said in pool(2).run(failed_on, tmp_path, rank))
+    assert all("broken" in error for error in pool(2).run(failed_on, tmp_path, rank))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,6 +200,6 @@ def test_a_checkpoint_that_accelerate_names_is_refused_if_it_was_cut_off(
 ) -> None:
     whole, cut_off = tmp_path / "whole", tmp_path / "cut off"
     assert pool(2).run(save_named_one, whole, False) == ["", ""]
-    for said in pool(2).run(save_named_one, cut_off, True):
-        assert said.startswith(f"the last save of {cut_off / 'checkpoints' / 'checkpoint_0'} was cut off")
+    for error in pool(2).run(save_named_one, cut_off, True):
+        assert error.startswith(f"the last save of {cut_off / 'checkpoints' / 'checkpoint_0'} was cut off")
     assert [path.name for path in (cut_off / "checkpoints").iterdir()] == ["checkpoint_0"]

@@ -39,16 +39,16 @@ def two_trained(folder: str, state_dict: str) -> list[list[float]]:
             second, *others = accelerator.prepare(second, *others)
             if part.start:
                 accelerator.load_state(folder)
-            found = []
+            step = []
             for step in range(4)[part]:
                 for model in (first, second):
                     loss = llama.loss_of(model, llama.tokens(step))
                     accelerator.backward(loss)
-                    found.append(float(loss))
+                    step.append(float(loss))
                 for each in (optimizer, *others):
                     each.step()
                     each.zero_grad()
-            losses.append(found)
+            losses.append(step)
             if not part.start:
                 accelerator.save_state(folder)
     return losses

@@ -50,14 +50,14 @@ VALIDATION = "--validator.enable --validator.freq 2 --validator.steps 1 --valida
 
 
 def flag(strategy: str | None = None, **arguments: Any) -> list[str]:
-    """The flag of a strategy on nodes of two."""
+    """Return the flag of a strategy on nodes of two."""
     preset = {} if strategy is None else {"preset": strategy}
     return ["--parallelism.strategy", json.dumps(preset | arguments | {"gpus_per_node": 2})]
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
-    """``workers(name, *args)``: a function of torchtitan_training on four ranks; results by rank.
+    """Return ``workers(name, *args)``: a function of torchtitan_training on four ranks; results by rank.
 
     These processes are not those of other tests: torchtitan changes the garbage collector and timeouts of a process.
     """
@@ -70,7 +70,7 @@ def workers() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="module")
 def own(workers: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """torchtitan's own FSDP."""
+    """Return the results of torchtitan's own FSDP."""
     return workers("train", "own", tmp_path_factory.mktemp("own"), *VALIDATION)[0]
 
 
@@ -113,9 +113,9 @@ def test_nothing_goes_between_nodes_before_the_last_micro_batch(
 def test_accumulates_torchtitans_gradients(workers: Callable[..., list[Any]], tmp_path: Path, levels: str) -> None:
     batch = ["--training.steps", "2", "--training.global_batch_size", "16"]
     own = workers("train", "own", tmp_path, *batch)[0]
-    ours = workers("train", "strategy", tmp_path, *flag(levels=levels), *batch)[0]
-    assert ours.losses == pytest.approx(own.losses, rel=1e-6)
-    assert ours.metrics["grad_norm"] == pytest.approx(own.metrics["grad_norm"], rel=1e-5)
+    sharded = workers("train", "strategy", tmp_path, *flag(levels=levels), *batch)[0]
+    assert sharded.losses == pytest.approx(own.losses, rel=1e-6)
+    assert sharded.metrics["grad_norm"] == pytest.approx(own.metrics["grad_norm"], rel=1e-5)
 
 
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(workers: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(workers: Callable[...,
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What is in the folder of a checkpoint, but for what a job has locked to save it alone."""
+    """Return what is in the folder of a checkpoint, but for what a job has locked to save it alone."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "being_saved"}
 
 
@@ -167,7 +167,7 @@ def test_without_codec_state_checkpoints_are_torchtitans_own(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree=2 is .*--parallelism.strategy mics"),
         ("--parallelism.tensor_parallel_degree 2", "tensor_parallel_degree=2 .* set it to 1"),
@@ -185,9 +185,9 @@ def test_without_codec_state_checkpoints_are_torchtitans_own(
         ('--parallelism.strategy {"weights"}', "--parallelism.strategy: .* is not JSON"),
     ],
 )
-def test_refused_on_every_rank(workers: Callable[..., list[Any]], options: str, told: str) -> None:
+def test_refused_on_every_rank(workers: Callable[..., list[Any]], options: str, message: str) -> None:
     texts = workers("refusal", "strategy", "--parallelism.strategy", "zeropp", *options.split())
-    assert all(re.search(told, re.sub(r"[\s│]+", " ", text)) for text in texts), texts
+    assert all(re.search(message, re.sub(r"[\s│]+", " ", text)) for text in texts), texts
 
 
 def test_what_the_configuration_sets_is_refused(workers: Callable[..., list[Any]]) -> None:
@@ -198,12 +198,12 @@ def test_what_the_configuration_sets_is_refused(workers: Callable[..., list[Any]
 @pytest.mark.parametrize("config", ["llama3_debugmodel", "llama3_8b", "llama3_70b"])
 def test_configurations_have_one_key(workers: Callable[..., list[Any]], config: str) -> None:
     module = "fsdp_zpp.integrations.torchtitan"
-    default, given = (
+    default, chosen = (
         json.loads(workers("parallelism", module, config, *options)[0])["strategy"]
         for options in ([], flag("loco", weights="int4:64"))
     )
     assert default == Strategy.zeropp().to_dict()
-    assert given == Strategy.loco(weights=Int4(64), gpus_per_node=2).to_dict()
+    assert chosen == Strategy.loco(weights=Int4(64), gpus_per_node=2).to_dict()
 
 
 def test_chunked_loss_is_refused(workers: Callable[..., list[Any]]) -> None:
@@ -257,16 +257,16 @@ def test_a_quantized_base_is_refused_on_every_rank(
     workers: Callable[..., list[Any]], tmp_path: Path, kind: str, strategy: str
 ) -> None:
     options = flag("mixzpp", **({"frozen": "nf4"} if strategy == "nf4" else {}))
-    for said in workers("torchtitan_whole_models.refusal", kind, tmp_path, *options):
-        assert "torchtitan loads them afterwards; leave frozen out" in said
+    for error in workers("torchtitan_whole_models.refusal", kind, tmp_path, *options):
+        assert "torchtitan loads them afterwards; leave frozen out" in error
 
 
 def test_an_export_that_would_leave_adapters_out_is_refused_on_every_rank(
     workers: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     options = [*flag("zero3"), "--checkpoint.enable", *IN_HF]
-    for said in workers("torchtitan_whole_models.refusal", "lora", tmp_path, *options):
-        assert "checkpoint.last_save_in_hf would leave out 6 tensors of the model (layers.0." in said
+    for error in workers("torchtitan_whole_models.refusal", "lora", tmp_path, *options):
+        assert "checkpoint.last_save_in_hf would leave out 6 tensors of the model (layers.0." in error
 
 
 def test_none_is_torchtitans_own(workers: Callable[..., list[Any]]) -> None:

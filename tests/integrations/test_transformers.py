@@ -36,17 +36,17 @@ WHOLE = ("whole", "local steps")
 """Kinds of training that change all weights."""
 """With all that codecs keep from step to step."""
 QUANTIZED = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
-"""Without a codec of weights, or the model would compute with adapters that differ from those in files."""
+"""Strategy without a codec of weights, or the model would compute with adapters that differ from those in files."""
 
 
 def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """A data set of tokens that are few."""
+    """Return a data set of tokens that are few."""
     tokens = torch.randint(0, 40, (count, 16), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    """A trainer of two micro-batches a step, with an evaluation every other step."""
+    """Return a trainer of two micro-batches a step, with an evaluation every other step."""
     arguments = TrainingArguments(
         **{
             "output_dir": folder,
@@ -69,7 +69,7 @@ def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **
 
 
 def logged(trainer: Trainer, what: str) -> list[float]:
-    """What it has logged under this name."""
+    """Return what it has logged under this name."""
     return [entry[what] for entry in trainer.state.log_history if what in entry]
 
 
@@ -116,7 +116,7 @@ def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[
 
 
 def make_model(kind: str) -> nn.Module:
-    """A whole Llama, one of which the last layer is trained, or one with adapters."""
+    """Return a whole Llama, one of which the last layer is trained, or one with adapters."""
     if kind == "whole":
         return llama.make_base()
     if kind == "partly frozen":
@@ -157,7 +157,7 @@ def test_a_training_is_resumed_bit_for_bit(
 
 
 def saved_names(checkpoint: Path) -> list[str]:
-    """The parameters in a checkpoint's model and optimizer."""
+    """Return the parameters in a checkpoint's model and optimizer."""
     names: list[str] = []
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         if (checkpoint / folder).is_dir():
@@ -209,18 +209,18 @@ def evaluated(folder: str, kind: str, strategy: Strategy) -> tuple[Any, ...]:
 def test_the_best_model_is_evaluated_and_saved_for_plain_use(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: Strategy
 ) -> None:
-    found = pool(4).run(evaluated, str(tmp_path), kind, strategy)
-    before, during, after, logits, generated = found[0]
+    results = pool(4).run(evaluated, str(tmp_path), kind, strategy)
+    before, during, after, logits, generated = results[0]
     assert before > during[0] > during[1]
     assert after == pytest.approx(during[0], rel=1e-6)
-    made = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
-    base = made.cpu()
+    unsharded = llama.rounded_base(Int8(64), llama.ADAPTED) if kind == "quantized" else llama.make_base(llama.ADAPTED)
+    base = unsharded.cpu()
     if kind in ("whole", "partly frozen"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     else:
         loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
-    assert all(each[-1] == generated for each in found)  # each rank generates
+    assert all(each[-1] == generated for each in results)  # each rank generates
     best = loaded.generate(input_ids=TOKENS, max_new_tokens=8, do_sample=False)
     assert generated[-1] == best[0].tolist()
 
@@ -279,9 +279,9 @@ def test_optimizers_may_evaluate_other_weights_than_they_train(
     pool: Callable[[int], Pool], tmp_path: Path, of_class: bool
 ) -> None:
     # Weights are kept from one forward to the next, or never.
-    kept, fresh = (pool(4).run(averaged, str(tmp_path), levels, of_class)[0] for levels in ("IGG", "GGG"))
-    assert kept == pytest.approx(fresh, rel=1e-4)
-    assert len(kept) == 6
+    refreshed, fresh = (pool(4).run(averaged, str(tmp_path), levels, of_class)[0] for levels in ("IGG", "GGG"))
+    assert refreshed == pytest.approx(fresh, rel=1e-4)
+    assert len(refreshed) == 6
 
 
 def refused(folder: str, kind: str) -> str:
@@ -323,8 +323,8 @@ def refused(folder: str, kind: str) -> str:
 def test_what_cannot_be_is_refused_on_every_rank(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str, message: str
 ) -> None:
-    for said in pool(4).run(refused, str(tmp_path), kind):
-        assert message in said
+    for error in pool(4).run(refused, str(tmp_path), kind):
+        assert message in error
 
 
 def test_what_a_class_cannot_have_is_refused() -> None:

@@ -23,26 +23,26 @@ trl = pytest.importorskip("trl")
 
 STEPS = 4
 HPZ = Strategy("IGG", gpus_per_node=2)
-"""It keeps weights from one forward to the next, and rounds nothing."""
+"""Strategy that keeps weights from one forward to the next, and rounds nothing."""
 WORDS = ["<pad>", "<eos>", *map(str, range(2, llama.VOCABULARY))]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One of numbers."""
+    """Return a tokenizer of numbers."""
     vocabulary = {word: number for number, word in enumerate(WORDS)}
-    made = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    words = Tokenizer(token_models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def texts(seed: int, length: int = 8) -> list[str]:
-    """Some texts of numbers."""
+    """Return some texts of numbers."""
     numbers = torch.randint(2, llama.VOCABULARY, (32, length), generator=torch.Generator().manual_seed(seed))
     return [" ".join(map(str, row.tolist())) for row in numbers]
 
 
 def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
-    """A trainer of TRL with a reference, with a strategy or without."""
+    """Return a trainer of TRL with a reference, with a strategy or without."""
     cls = {"dpo": trl.DPOTrainer, "kto": trl.KTOTrainer, "grpo": trl.GRPOTrainer}[kind]
     configuration = {"dpo": trl.DPOConfig, "kto": trl.KTOConfig, "grpo": trl.GRPOConfig}[kind]
     options: dict[str, Any] = {
@@ -69,7 +69,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
         data = prompts
         options |= {"beta": 0.1, "num_generations": 2, "max_completion_length": 6}
     model, reference = (LlamaForCausalLM.from_pretrained(base) for _ in range(2))
-    kept: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
+    options: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
     if strategy is not None:
         cls = use_strategy(cls, strategy)
     return cls(
@@ -77,12 +77,12 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
         args=configuration(**options),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
-        **kept,
+        **options,
     )
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
-    """Large numbers are good."""
+    """Reward large numbers."""
     return [sum(float(word) for word in text.split() if word.isdigit()) / 500 for text in completions]
 
 

@@ -76,7 +76,7 @@ class Module(LightningModule):
         return llama.loss_of(self.model, batch)
 
     def validation_step(self, batch: Tensor, index: int) -> None:
-        """There is nothing to know but what the model answers."""
+        """Do nothing: there is nothing to know but what the model answers."""
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         self.answers.append(logits_of(self.trainer.strategy.model))
@@ -86,17 +86,17 @@ class Module(LightningModule):
 
 
 def shard_by_layer(model: nn.Module, strategy: str, mesh: Any) -> nn.Module:
-    """Shard it by ``fully_shard``."""
+    """Shard the model by ``fully_shard``."""
     return shard(model, llama.layers_of(model), STRATEGIES[strategy], mesh["data_parallel"])
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """One of what is trained."""
+    """Make an optimizer of what is trained."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def strategy_for(way: Way, strategy: str, form: str) -> Any:
-    """Ours, of Lightning's kind."""
+    """Make our strategy of Lightning's kind."""
     return make_strategy(
         way,
         STRATEGIES[strategy],
@@ -107,13 +107,13 @@ def strategy_for(way: Way, strategy: str, form: str) -> Any:
 
 
 def batches() -> Tensor:
-    """This rank's, by row; the Trainer would take a list for several loaders."""
+    """Return this rank's batches, by row; the Trainer would take a list for several loaders."""
     return torch.stack([llama.tokens(step) for step in range(STEPS)])
 
 
 @contextmanager
 def trainer_of(folder: str, strategy: str, fsdp: str, form: str) -> Iterator[Trainer]:
-    """A context with a trainer that keeps the last of its checkpoints and the best."""
+    """Return a context with a trainer that keeps the last of its checkpoints and the best."""
     way = Way("trainer", fsdp)
     with environment():
         own = strategy_for(way, strategy, form)
@@ -144,26 +144,26 @@ def saved_by_trainer(folder: str, kind: str, strategy: str, fsdp: str, form: str
         trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
         if kind == "lora":
             save_adapter(trainer.strategy.model, f"{folder}/adapter")
-        found = {"best": module.answers[0], "last": module.answers[-1]}
+        logits = {"best": module.answers[0], "last": module.answers[-1]}
         trainer.validate(module, batches(), ckpt_path="best", verbose=False)
-        found["best again"] = module.answers[-1]
+        logits["best again"] = module.answers[-1]
     for name in ("last", "saved"):
         with trainer_of(folder, strategy, fsdp, form) as trainer:
             module = Module(kind, strategy, fsdp, form, other=False)
             trainer.fit(module, batches(), ckpt_path=f"{folder}/{name}.ckpt")
-            found[f"{name} again"] = logits_of(trainer.strategy.model)
-    return found
+            logits[f"{name} again"] = logits_of(trainer.strategy.model)
+    return logits
 
 
 def consolidated(checkpoint: Path) -> dict[str, Any]:
-    """What Lightning's command makes of a checkpoint that is a folder."""
+    """Return what Lightning's command makes of a checkpoint that is a folder."""
     with mock.patch.object(sys, "argv", ["", str(checkpoint)]):
         runpy.run_module("lightning.fabric.utilities.consolidate_checkpoint", run_name="__main__")
     return torch.load(f"{checkpoint}.consolidated")
 
 
 def check_weights(weights: dict[str, Tensor], form: str, kind: str, strategy: str, trained: Tensor) -> None:
-    """A plain model loads the weights of a file, all of them, or those of shards on what the base was rounded to."""
+    """Check that a plain model loads all weights of a file, or those of shards on what the base was rounded to."""
     if form == "full":
         model = make_model(kind, other=True).cpu()  # of which nothing is to stay
         model.load_state_dict(weights)
@@ -177,12 +177,12 @@ def check_weights(weights: dict[str, Tensor], form: str, kind: str, strategy: st
 
 
 def trained_names(kind: str) -> set[str]:
-    """What is trained."""
+    """Return the names of what is trained."""
     return {name for name, parameter in make_model(kind).named_parameters() if parameter.requires_grad}
 
 
 def frozen_matrices(kind: str) -> list[str]:
-    """What a strategy quantizes."""
+    """Return what a strategy quantizes."""
     return [name for name, p in make_model(kind).named_parameters() if p.dim() == 2 and not p.requires_grad]
 
 
@@ -191,25 +191,25 @@ def test_trainer_saves_all(
     pool: Callable[[int], Pool], tmp_path: Path, cell: tuple[str, str], saved: tuple[str, str]
 ) -> None:
     (kind, strategy), (fsdp, form) = cell, saved
-    found = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy, fsdp, form)[0]
-    check_trained(found["last"], kind)
-    assert not torch.equal(found["best"], found["last"])
+    logits = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy, fsdp, form)[0]
+    check_trained(logits["last"], kind)
+    assert not torch.equal(logits["best"], logits["last"])
     for again, first in {"last again": "last", "saved again": "last", "best again": "best"}.items():
-        assert torch.equal(found[again], found[first])
+        assert torch.equal(logits[again], logits[first])
     names = {"last": "last", "saved": "last", "weights": "last", "step=1": "best"}
     for name, trained in names.items():
         checkpoint = tmp_path / f"{name}.ckpt"
         if form == "full":
             loaded_by_lightning = Module.load_from_checkpoint(checkpoint, map_location="cpu", kind=kind)
-            check_same(logits_of(loaded_by_lightning), found[trained])
+            check_same(logits_of(loaded_by_lightning), logits[trained])
             content = torch.load(checkpoint)
         else:
             content = consolidated(checkpoint)
         weights = content["model" if form == "sharded" and fsdp == "fsdp1" else "state_dict"]
         weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        check_weights(weights, form, kind, strategy, found[trained])
+        check_weights(weights, form, kind, strategy, logits[trained])
     if kind == "lora":
-        check_same(logits_of(loaded(tmp_path / "adapter", kind, strategy)), found["last"])
+        check_same(logits_of(loaded(tmp_path / "adapter", kind, strategy)), logits["last"])
     is_beside = form == "full" and STRATEGIES[strategy].frozen is not None and kind != "full"
     beside = {path.name for path in tmp_path.glob("*.frozen_base.json")}
     assert beside == {f"{name}.ckpt.frozen_base.json" for name in names if is_beside}  # none of what was removed
@@ -217,7 +217,7 @@ def test_trainer_saves_all(
 
 @contextmanager
 def fabric_of(kind: str, strategy: str, fsdp: str, form: str, other: bool = False) -> Iterator[tuple[Any, Any, Any]]:
-    """A context with a fabric, a model and its optimizer."""
+    """Return a context with a fabric, a model and its optimizer."""
     way = Way("fabric", fsdp)
     with environment():
         fabric = Fabric(accelerator=ACCELERATOR, **ranks(), strategy=strategy_for(way, strategy, form))
@@ -239,16 +239,16 @@ def saved_by_fabric(folder: str, kind: str, strategy: str, fsdp: str, form: str)
         if form == "full":
             only = {"model": lambda name, value: name in trained_names(kind)}
             fabric.save(f"{folder}/trained", {"model": model}, filter=only)
-        found = [logits_of(model)]
+        logits = [logits_of(model)]
     with fabric_of(kind, strategy, fsdp, form) as (fabric, model, optimizer):
         state = {"model": model, "optimizer": optimizer, "step": 0}
         fabric.load(f"{folder}/saved", state)
         assert state["step"] == STEPS
-        found.append(logits_of(model))
+        logits.append(logits_of(model))
     with fabric_of(kind, strategy, fsdp, form) as (fabric, model, _):
         fabric.load(f"{folder}/weights", {"model": model})
-        found.append(logits_of(model))
-    return found
+        logits.append(logits_of(model))
+    return logits
 
 
 @over_cells
@@ -268,33 +268,33 @@ def test_fabric_saves_all(
 
 def loaded_on_another_base(folder: str, kind: str, fsdp: str, form: str) -> list[str]:
     """In a worker: what Trainer and Fabric say to checkpoints of what was trained on another base."""
-    said = []
+    errors = []
     for other in (False, True):
         with trainer_of(folder, "nf4", fsdp, form) as trainer:
             module = Module(kind, "nf4", fsdp, form, other=other)
             if other:
                 with pytest.raises(ValueError, match="another base") as error:
                     trainer.fit(module, batches(), ckpt_path=f"{folder}/last.ckpt")
-                said.append(str(error.value))
+                errors.append(str(error.value))
             else:
                 trainer.fit(module, batches())
         with fabric_of(kind, "nf4", fsdp, form, other) as (fabric, model, _):
             if other:
                 with pytest.raises(ValueError, match="another base") as error:
                     fabric.load(f"{folder}/saved", {"model": model})
-                said.append(str(error.value))
+                errors.append(str(error.value))
             else:
                 fabric.save(f"{folder}/saved", {"model": model})
-    return said
+    return errors
 
 
 @over_each(kind=KINDS[1:], fsdp=FSDPS, form=FORMS)
 def test_a_checkpoint_on_another_base_is_refused_on_every_rank(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str, fsdp: str, form: str
 ) -> None:
-    for said in pool(4).run(loaded_on_another_base, str(tmp_path), kind, fsdp, form):
-        assert len(said) == 2
-        for each in said:
+    for errors in pool(4).run(loaded_on_another_base, str(tmp_path), kind, fsdp, form):
+        assert len(errors) == 2
+        for each in errors:
             assert "was saved with another base: 1 of the" in each
             assert "model.layers.0.mlp.up_proj.weight, ...)" in each
 
@@ -306,7 +306,7 @@ def told_of_values_for_a_quantized_base(folder: str, fsdp: str, form: str) -> li
         if fabric.is_global_zero:
             torch.save(make_model("partly frozen").state_dict(), f"{folder}/raw")
         fabric.barrier()
-    said = []
+    errors = []
     with fabric_of("partly frozen", "nf4", fsdp, form) as (fabric, model, _):
         for load in (
             lambda: fabric.load(f"{folder}/saved", {"model": model}),
@@ -314,13 +314,13 @@ def told_of_values_for_a_quantized_base(folder: str, fsdp: str, form: str) -> li
         ):
             with pytest.raises(ValueError, match="nothing beside it says") as error:
                 load()
-            said.append(str(error.value))
-    return said
+            errors.append(str(error.value))
+    return errors
 
 
 @over_each(fsdp=FSDPS, form=FORMS)
 def test_weights_for_a_quantized_base_are_not_passed_over(
     pool: Callable[[int], Pool], tmp_path: Path, fsdp: str, form: str
 ) -> None:
-    for said in pool(4).run(told_of_values_for_a_quantized_base, str(tmp_path), fsdp, form):
-        assert all("has values for 9 weights that are quantized in this LlamaForCausalLM" in each for each in said)
+    for errors in pool(4).run(told_of_values_for_a_quantized_base, str(tmp_path), fsdp, form):
+        assert all("has values for 9 weights that are quantized in this LlamaForCausalLM" in each for each in errors)

@@ -30,7 +30,7 @@ STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 def prepared(
     kind: str, strategy: str, state_dict: str, tied: bool = False, other: bool = False
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """A context with an accelerator, a model and its optimizer."""
+    """Return a context with an accelerator, a model and its optimizer."""
     with new_job():
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type=state_dict
@@ -44,7 +44,7 @@ def prepared(
 
 def saved_by_accelerate(folder: str, kind: str, strategy: str, tied: bool = False) -> list[Tensor]:
     """In a worker: a training that is saved in all ways; the logits after it, and after ``load_state`` of each kind."""
-    found = []
+    logits = []
     for state_dict in STATE_DICTS:
         with prepared(kind, strategy, state_dict, tied) as (accelerator, model, optimizer):
             llama.train(model, optimizer)
@@ -56,15 +56,15 @@ def saved_by_accelerate(folder: str, kind: str, strategy: str, tied: bool = Fals
                 save_function=accelerator.save,
                 state_dict=accelerator.get_state_dict(model),
             )
-            found.append(logits_of(model))
+            logits.append(logits_of(model))
         with prepared(kind, strategy, state_dict, tied) as (accelerator, model, _):
             accelerator.load_state(f"{folder}/{state_dict}")
-            found.append(logits_of(model))
-    return found
+            logits.append(logits_of(model))
+    return logits
 
 
 def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str, **options: Any) -> Trainer:
-    """A trainer of two steps, with a checkpoint after them."""
+    """Return a trainer of two steps, with a checkpoint after them."""
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 16).view(8, 16) % llama.VOCABULARY]
     arguments = TrainingArguments(
         output_dir=f"{folder}/{state_dict}",
@@ -84,22 +84,22 @@ def make_trainer(folder: str, model: nn.Module, strategy: str, state_dict: str, 
 
 def saved_by_trainer(folder: str, kind: str, strategy: str) -> list[Tensor]:
     """In a worker: a training that is saved in all ways; the logits after it, and resumed from each kind."""
-    found = []
+    logits = []
     for state_dict, resumed in itertools.product(STATE_DICTS, (False, True)):
         with new_job():
             trainer = make_trainer(folder, make_model(kind), strategy, state_dict)
             trainer.train(resume_from_checkpoint=resumed)
             if not resumed:
                 trainer.save_model(f"{folder}/save_model")
-            found.append(logits_of(trainer.model))
-    return found
+            logits.append(logits_of(trainer.model))
+    return logits
 
 
-def check(found: list[Tensor], folders: list[Path], kind: str, strategy: str) -> None:
+def check(logits: list[Tensor], folders: list[Path], kind: str, strategy: str) -> None:
     """Compare logits with those of the files."""
-    first = found[0]
+    first = logits[0]
     check_trained(first, kind)
-    for again in found[1:]:
+    for again in logits[1:]:
         assert torch.equal(again, first)
     for folder in folders:
         model = loaded(folder, kind, strategy)
@@ -110,20 +110,20 @@ def check(found: list[Tensor], folders: list[Path], kind: str, strategy: str) ->
 
 @pytest.mark.parametrize(("kind", "strategy"), CELLS)
 def test_accelerate_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: str) -> None:
-    found = pool(4).run(saved_by_accelerate, str(tmp_path), kind, strategy)[0]
+    logits = pool(4).run(saved_by_accelerate, str(tmp_path), kind, strategy)[0]
     if kind != "lora":  # accelerate saves no configuration
         LlamaForCausalLM(make_model(kind).config).config.save_pretrained(tmp_path / "save_model")
-    check(found, [tmp_path / "save_model", tmp_path / "save_pretrained"], kind, strategy)
+    check(logits, [tmp_path / "save_model", tmp_path / "save_pretrained"], kind, strategy)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), CELLS)
 def test_trainer_saves_all(pool: Callable[[int], Pool], tmp_path: Path, kind: str, strategy: str) -> None:
-    found = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy)[0]
-    check(found, [tmp_path / "save_model", tmp_path / "FULL_STATE_DICT" / "checkpoint-2"], kind, strategy)
+    logits = pool(4).run(saved_by_trainer, str(tmp_path), kind, strategy)[0]
+    check(logits, [tmp_path / "save_model", tmp_path / "FULL_STATE_DICT" / "checkpoint-2"], kind, strategy)
 
 
 class Answers(TrainerCallback):
-    """What a model answers after each step."""
+    """A callback that keeps what a model answers after each step."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
@@ -156,13 +156,13 @@ def test_trainer_saves_the_best_in_the_end(
 
 def loaded_on_another_base(folder: str, kind: str) -> list[str]:
     """In a worker: what accelerate and Trainer say to checkpoints of what was trained on another base."""
-    found = []
+    errors = []
     for other in (False, True):
         with prepared(kind, "nf4", STATE_DICTS[0], other=other) as (accelerator, _, _):
             if other:
                 with pytest.raises(ValueError, match="another base") as error:
                     accelerator.load_state(f"{folder}/state")
-                found.append(str(error.value))
+                errors.append(str(error.value))
             else:
                 accelerator.save_state(f"{folder}/state")
         with new_job():
@@ -170,18 +170,18 @@ def loaded_on_another_base(folder: str, kind: str) -> list[str]:
             if other:
                 with pytest.raises(ValueError, match="another base") as error:
                     trainer.train(resume_from_checkpoint=True)
-                found.append(str(error.value))
+                errors.append(str(error.value))
             else:
                 trainer.train()
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("kind", ["lora", "partly frozen"])
 def test_a_checkpoint_on_another_base_is_refused_on_every_rank(
     pool: Callable[[int], Pool], tmp_path: Path, kind: str
 ) -> None:
-    for said in pool(4).run(loaded_on_another_base, str(tmp_path), kind):
-        for each in said:
+    for errors in pool(4).run(loaded_on_another_base, str(tmp_path), kind):
+        for each in errors:
             assert "was saved with another base: 1 of the" in each
             assert "(model.layers.0.mlp.up_proj.weight, ...)" in each
 

@@ -13,14 +13,14 @@ from fsdp_zpp import Strategy
 
 
 class ByTorchtitan(InFolder):
-    """Those of torchtitan, of which trainings that go on from the first save the second."""
+    """Checkpoints of torchtitan, of which trainings that go on from the first save the second."""
 
     def save(self, strategy: Strategy, folder: Path, steps: int) -> None:
         again = ["--checkpoint.load_step", "2"] * (folder / "checkpoint").exists()
         self._train(strategy, folder, 4, "--training.max_norm", str(0.01 * steps), *again)
 
     def go_on(self, strategy: Strategy, folder: Path) -> list[float]:
-        """From the last checkpoint that torchtitan takes for whole."""
+        """Go on from the last checkpoint that torchtitan takes for whole."""
         return self._train(strategy, folder, 6, "--checkpoint.load_only")
 
     def checkpoint(self, folder: Path) -> Path:

@@ -29,12 +29,12 @@ _CPU = SimpleNamespace(
     memory_stats=lambda device=None: {},
     reset_peak_memory_stats=lambda device=None: None,
 )
-"""What torchtitan asks a device module for."""
+"""Names that torchtitan asks a device module for."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training has done.
+    """A training and what it has done.
 
     Args:
         losses: Of each step, the mean over all ranks.

@@ -42,15 +42,15 @@ class ByteTokenizer(BaseTokenizer):
         self.eos_id = 0
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """The bytes."""
+        """Return the bytes."""
         return [*text.encode(), *([0] if add_eos else [])]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text."""
+        """Return the text."""
         return bytes(tokens).decode()
 
     def get_vocab_size(self) -> int:
-        """The number of bytes."""
+        """Return the number of bytes."""
         return 256
 
 
@@ -62,7 +62,7 @@ DATASETS["sums"] = DatasetConfig(path="", loader=_sums, sample_processor=lambda 
 
 
 def small_config() -> Trainer.Config:
-    """torchtitan's debug model, small enough for a CPU, with attention that runs there."""
+    """Return torchtitan's debug model, small enough for a CPU, with attention that runs there."""
     config = llama3_debugmodel()
     assert config.model_spec is not None
     model: Any = config.model_spec.model
@@ -80,12 +80,12 @@ def small_config() -> Trainer.Config:
 
 
 def strategy() -> Trainer.Config:
-    """The small configuration with a strategy, which a flag says."""
+    """Return the small configuration with a strategy, which a flag says."""
     return with_strategy(small_config(), None)
 
 
 def own() -> Trainer.Config:
-    """torchtitan's own, with the loss of :func:`strategy`."""
+    """Return torchtitan's own configuration, with the loss of :func:`strategy`."""
     config = small_config()
     assert config.model_spec is not None
     config.loss = config.loss.loss_fn
@@ -95,7 +95,7 @@ def own() -> Trainer.Config:
 
 
 def _parallelize_by_sums(model: Any, **arguments: Any) -> nn.Module:
-    """torchtitan's own, with the one kind of sum that gloo has: torchtitan sets a divisor of 1, for NCCL's."""
+    """Shard by torchtitan's own FSDP, with the one kind of sum that gloo has: it sets a divisor of 1, for NCCL's."""
     model = parallelize_llama(model, **arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -104,7 +104,7 @@ def _parallelize_by_sums(model: Any, **arguments: Any) -> nn.Module:
 
 
 def build(config: str, *options: str) -> Trainer:
-    """The trainer of a configuration of this module with command-line options."""
+    """Return the trainer of a configuration of this module with command-line options."""
     return ConfigManager().parse_args(["--module", __name__, "--config", config, *options]).build()
 
 
@@ -152,13 +152,13 @@ def train_watched(checkpoint: Path, copies: Path, config: str, folder: Path, *op
 
 
 def parallelism(module: str, config: str, *options: str) -> str:
-    """The parallelism section of a configuration with command-line options, as torchtitan logs it."""
+    """Return the parallelism section of a configuration with command-line options, as torchtitan logs it."""
     parsed = ConfigManager().parse_args(["--module", module, "--config", config, *options])
     return json.dumps(parsed.to_dict()["parallelism"])
 
 
 def refusal(config: str, *options: str) -> str:
-    """What a trainer that is to be refused raises, or prints when it reads its flags."""
+    """Return what a trainer that is to be refused raises, or prints when it reads its flags."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -171,7 +171,7 @@ def refusal(config: str, *options: str) -> str:
 
 
 def own_model_under_strategys_trainer() -> str:
-    """What ``traffic`` says of a model that ``--parallelism.strategy None`` shards, by torchtitan's HSDP."""
+    """Return what ``traffic`` says of a model that torchtitan's HSDP shards, without a strategy."""
     options = "--parallelism.strategy None --parallelism.data_parallel_replicate_degree 2".split()
     model = build("strategy", *options).model_parts[0]
     assert isinstance(model, FSDPModule)
@@ -182,26 +182,26 @@ def own_model_under_strategys_trainer() -> str:
 
 
 def chunked() -> Trainer.Config:
-    """The small configuration with torchtitan's chunked loss."""
+    """Return the small configuration with torchtitan's chunked loss."""
     config = strategy()
     config.loss = llama3_debugmodel().loss
     return config
 
 
 def experts() -> Trainer.Config:
-    """Not a configuration: the model is another one."""
+    """Return a configuration in name only: the model is another one."""
     return with_strategy(deepseek_v3_debugmodel(), None)
 
 
 def misspelt() -> Trainer.Config:
-    """The small configuration with a strategy that is none."""
+    """Return the small configuration with a strategy that is none."""
     config = strategy()
     config.parallelism.strategy = "zeropp"
     return config
 
 
 def model_refusal(experts: bool, encodes_itself: bool) -> str:
-    """What ``parallelize_llama`` raises for a model of one block."""
+    """Return what ``parallelize_llama`` raises for a model of one block."""
     block = nn.Linear(4, 4)
     if experts:
         block.moe_enabled = True  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def model_refusal(experts: bool, encodes_itself: bool) -> str:
 
 
 def seed_checkpoint(folder: Path, *options: str) -> list[str]:
-    """The keys of what torchtitan saves in a seed checkpoint."""
+    """Return the keys of what torchtitan saves in a seed checkpoint."""
     trainer = build("strategy", "--dump_folder", str(folder), "--checkpoint.create_seed_checkpoint", *options)
     keys = list(trainer.checkpointer.states)
     trainer.close()

@@ -19,12 +19,12 @@ from fsdp_zpp.integrations.torchtitan import parallelize_llama, with_strategy
 
 
 def full() -> Trainer.Config:
-    """All is trained."""
+    """Return a configuration in which all is trained."""
     return with_strategy(small_config(), None)
 
 
 def lora() -> Trainer.Config:
-    """torchtitan's adapters."""
+    """Return a configuration with torchtitan's adapters."""
     config = small_config()
     assert config.model_spec is not None
     converter = LoRAConverter.Config(target_modules=["wo", "w1", "w2"]).build()
@@ -33,7 +33,7 @@ def lora() -> Trainer.Config:
 
 
 def partly_frozen() -> Trainer.Config:
-    """The embedding and the attention are not trained, which a user's own function says."""
+    """Return a configuration with embedding and attention frozen, by a user's own function."""
     config = with_strategy(small_config(), None)
     assert config.model_spec is not None
     config.model_spec = replace(config.model_spec, parallelize_fn=_freeze_and_parallelize)
@@ -47,13 +47,13 @@ def _freeze_and_parallelize(model: Any, **arguments: Any) -> nn.Module:
 
 
 def build(config: str, folder: Path, *options: str) -> Trainer:
-    """The trainer of a configuration of this module."""
+    """Return the trainer of a configuration of this module."""
     flags = ["--module", __name__, "--config", config, "--dump_folder", str(folder), *options]
     return ConfigManager().parse_args(flags).build()
 
 
 def logits_of(model: nn.Module) -> Tensor:
-    """What a model answers, on the CPU."""
+    """Return what a model answers, on the CPU."""
     tokens = torch.arange(1, 13, device=next(model.parameters()).device).view(1, -1)
     with torch.no_grad():
         return model(tokens).cpu()
@@ -89,7 +89,7 @@ def trained(config: str, folder: Path, *options: str) -> dict[int, Tensor]:
 
 
 def loaded(config: str, folder: Path, checkpoints: list[Path]) -> list[Tensor]:
-    """What a model that is not sharded answers with all that is in each checkpoint."""
+    """Return what a model that is not sharded answers with all that is in each checkpoint."""
     trainer = build(config, folder, "--parallelism.strategy", "None")
     model = trainer.model_config.build()
     trainer.close()
@@ -107,7 +107,7 @@ def loaded(config: str, folder: Path, checkpoints: list[Path]) -> list[Tensor]:
 
 
 def refusal(config: str, folder: Path, *options: str) -> str:
-    """What a trainer that is to be refused raises."""
+    """Return what a trainer that is to be refused raises."""
     try:
         build(config, folder, *options)
     except ValueError as error:

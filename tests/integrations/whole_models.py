@@ -25,7 +25,7 @@ CELLS = list(itertools.product(KINDS, STRATEGIES))
 
 
 def make_model(kind: str, tied: bool = False, other: bool = False, base: LlamaForCausalLM | None = None) -> Any:
-    """A Llama of which all is trained, adapters are, or only the last layer and the norm are; or another base."""
+    """Make a Llama of which all is trained, adapters are, or only the last layer and the norm; or another base."""
     model = llama.make_base(tied=tied) if base is None else base
     if other:
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.01)
@@ -39,7 +39,7 @@ def make_model(kind: str, tied: bool = False, other: bool = False, base: LlamaFo
 
 
 def logits_of(model: nn.Module) -> Tensor:
-    """What a model answers, on the CPU."""
+    """Return what a model answers, on the CPU."""
     tokens = torch.arange(1, 13, device=next(model.parameters()).device).view(1, -1)
     with torch.no_grad():
         return model(input_ids=tokens).logits.cpu()
@@ -59,10 +59,10 @@ def loaded(folder: Path, kind: str, strategy: str) -> nn.Module:
 
 
 def check_trained(logits: Tensor, kind: str) -> None:
-    """What a trained model answers is not what it answered before, or files could hold anything."""
+    """Check that a trained model does not answer what it answered before, or files could hold anything."""
     assert not torch.allclose(logits, logits_of(make_model(kind).cpu()), atol=0.1)
 
 
 def check_same(logits: Tensor, trained: Tensor) -> None:
-    """A model of files in one process answers as the sharded one, which sums in another order."""
+    """Check that a model of files in one process answers as the sharded one, which sums in another order."""
     torch.testing.assert_close(logits, trained, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The hooks by which models hear of optimizers and scalers are removed with their model, at any moment."""
+"""Hooks by which models hear of optimizers and scalers are removed with their model, at any moment."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_model_may_be_freed_in_the_middle_of_a_step() -> None:
 
 
 def test_hooks_run_until_they_are_removed() -> None:
-    heard: list[object] = []
-    remove = register_method_post_hook(torch.optim.Optimizer, "zero_grad", lambda optimizer, *args: heard.append(args))
+    calls: list[object] = []
+    remove = register_method_post_hook(torch.optim.Optimizer, "zero_grad", lambda optimizer, *args: calls.append(args))
     optimizer = sgd()
     optimizer.zero_grad(False)
     remove()
     remove()
     optimizer.zero_grad()
-    assert heard == [(False,)]
+    assert calls == [(False,)]
 
 
 class Averaging(torch.optim.SGD):
@@ -50,20 +50,20 @@ class Averaging(torch.optim.SGD):
 
 
 def test_a_change_of_mode_is_heard_once() -> None:
-    heard: list[object] = []
+    calls: list[object] = []
     optimizer = Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    hook = heard.append
+    hook = calls.append
     remove = register_mode_hook(hook)
     for _ in range(3):
         optimizer.train()
-    assert len(heard) == 1
+    assert len(calls) == 1
     optimizer.eval()
-    assert len(heard) == 2
+    assert len(calls) == 2
     optimizer.load_state_dict(optimizer.state_dict())  # perhaps saved in the other mode
     optimizer.eval()
-    assert len(heard) == 3
+    assert len(calls) == 3
     Averaging([torch.nn.Parameter(torch.zeros(1))], lr=0.1).eval()  # another one is in a mode of its own
-    assert len(heard) == 4
+    assert len(calls) == 4
     remove()
     optimizer.train()
-    assert len(heard) == 4
+    assert len(calls) == 4

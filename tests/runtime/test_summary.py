@@ -1,4 +1,4 @@
-"""The log line of a model: what of its strategy is active, and, as a warning, what is not and why."""
+"""Log line of a model: what of its strategy is active, and, as a warning, what is not and why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DELTA = Strategy("IGG", weights=Int4Delta(64, whole=Int8(64)), gpus_per_node=2)
 
 
 def on(topology: Topology, strategy: Strategy, error_nbytes: int = 0) -> StrategySummary:
-    """The summary of a strategy on a layout."""
+    """Return the summary of a strategy on a layout."""
     return summarize(strategy, strategy.resolve(topology), error_nbytes)
 
 

@@ -21,7 +21,8 @@ from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_f
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.lifecycle import LifecycleHooks, set_up_model
+from fsdp_zpp.runtime.lifecycle import LifecycleHooks
+from fsdp_zpp.runtime.model_setup import set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.summary import log_reduction

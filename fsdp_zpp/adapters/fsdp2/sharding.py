@@ -21,7 +21,8 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
-from fsdp_zpp.runtime.lifecycle import set_up_model, weights_moved
+from fsdp_zpp.runtime.lifecycle import weights_moved
+from fsdp_zpp.runtime.model_setup import set_up_model
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
@@ -23,10 +25,11 @@ from .checks import check_accelerator, check_plugin
 from .wrapping import shard
 
 A = TypeVar("A", bound=Accelerator)
+Folder = str | os.PathLike[str]
 
 
 def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedDataParallelPlugin | None = None) -> A:
-    """Have ``accelerator.prepare`` shard its model by ``strategy``.
+    """Make ``accelerator.prepare`` shard its model by ``strategy``.
 
     Each module that the plugin's policy wraps becomes a unit, and the model another. Without a plugin those are the
     layers that a model of transformers names (``_no_split_modules``), or else the entries of the outermost
@@ -82,7 +85,7 @@ class ShardingAccelerator(Accelerator):
 
     strategy: Strategy
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
         # accelerate prepares a model and its optimizer together, or it could not give the optimizer the shards. But a
         # model may be there to be evaluated only, and an optimizer that is made later has the shards.
         kinds = [sum(isinstance(each, kind) for each in objects) for kind in (nn.Module, Optimizer)]
@@ -101,30 +104,31 @@ class ShardingAccelerator(Accelerator):
     ) -> nn.Module:
         shard(self, model, [], self.strategy, trained=not evaluation_mode)
         self._list(model)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        vars(model)["_is_accelerate_prepared"] = True
         return model
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         model = model_of(optimizer, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         remember_model(prepared, model)
         return prepared
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         # accelerate's compares the parameters with those of each model, which fails if one has as many.
         self.unscale_gradients()
         # accelerate 1.15 has a function of its own, which takes gradients that are no DTensors beside those that are.
         clip = getattr(self, "_clip_grad_norm_dtensor_aware", nn.utils.clip_grad_norm_)
         return clip(list(parameters), max_norm, norm_type=norm_type)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
 
         Of a PEFT model, it is what the model's ``save_pretrained`` saves, and not the base.
         """
         if is_peft_model(model):
             return adapter_state(model)
-        return super().get_state_dict(model, unwrap) | dequantized_weights(model, kept=self.is_main_process)
+        weights: dict[str, Tensor] = super().get_state_dict(model, unwrap)
+        return weights | dequantized_weights(model, kept=self.is_main_process)
 
     def save_model(
         self,
@@ -139,17 +143,18 @@ class ShardingAccelerator(Accelerator):
         else:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> Any:
+    def save_state(self, output_dir: Folder | None = None, *arguments: object, **options: object) -> str:
         with paired(self), self._saving(output_dir):
-            return super().save_state(output_dir, *arguments, **options)
+            folder: str = super().save_state(output_dir, *arguments, **options)
+        return folder
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> None:
+    def load_state(self, input_dir: Folder | None = None, *arguments: object, **options: object) -> None:
         if (checkpoint := self._checkpoint_to_load(input_dir)) is not None:
             check_complete(checkpoint)
         with paired(self):
             super().load_state(input_dir, *arguments, **options)
 
-    def _saving(self, output_dir: str | os.PathLike[str] | None) -> AbstractContextManager[None]:
+    def _saving(self, output_dir: Folder | None) -> AbstractContextManager[None]:
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 return nullcontext()  # accelerate raises
@@ -157,8 +162,8 @@ class ShardingAccelerator(Accelerator):
             return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
         return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
 
-    def _checkpoint_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path | None:
-        """The checkpoint that accelerate loads; None if it is going to raise."""
+    def _checkpoint_to_load(self, input_dir: Folder | None) -> Path | None:
+        """Return the checkpoint that accelerate loads; None if it is going to raise."""
         if input_dir is not None:
             return Path(input_dir).expanduser()
         if self.project_dir is None or not self.project_configuration.automatic_checkpoint_naming:
@@ -166,7 +171,7 @@ class ShardingAccelerator(Accelerator):
         named = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
         return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
 
-    def _prepare_fsdp2(self, *objects: Any) -> tuple[Any, ...]:
+    def _prepare_fsdp2(self, *objects: object) -> tuple[object, ...]:
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
         models = [each for each in objects if isinstance(each, nn.Module)]
         for model in models:
@@ -176,5 +181,5 @@ class ShardingAccelerator(Accelerator):
         return tuple(map(self._prepare_one, [self._prepare_one(each, first_pass=True) for each in objects]))
 
     def _list(self, model: nn.Module) -> None:
-        if not any(known is model for known in self._models):
+        if not any(prepared is model for prepared in self._models):
             self._models.append(model)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -25,35 +24,35 @@ _MODEL = "_fsdp_zpp_model"
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """The one of ``models`` that ``optimizer`` trains.
+    """Return the one of ``models`` that ``optimizer`` trains.
 
     Raises:
         ValueError: If it has parameters of several models, or others than their shards.
     """
     owners = {id(parameter): model for model in models for parameter in model.parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if any(each not in owners for each in held):
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if any(each not in owners for each in parameters):
         raise ValueError(
             "the optimizer has a parameter that is not a shard of the model: a forward leaves the root unsharded, so "
             "construct the optimizer before it, or after model.reshard()"
         )
-    found = dict.fromkeys(owners[each] for each in held)
-    if len(found) > 1:
+    owned = dict.fromkeys(owners[each] for each in parameters)
+    if len(owned) > 1:
         raise ValueError(
-            f"the optimizer has parameters of {len(found)} models, but save_state saves each optimizer with one: make "
+            f"the optimizer has parameters of {len(owned)} models, but save_state saves each optimizer with one: make "
             "an optimizer for each model, or make the models parts of one module, and prepare that"
         )
-    return next(iter(found), models[0])
+    return next(iter(owned), models[0])
 
 
 def remember_model(optimizer: Optimizer, model: nn.Module) -> None:
-    """Have :func:`paired` save a prepared optimizer with ``model``."""
+    """Record that :func:`paired` saves a prepared optimizer with ``model``."""
     setattr(optimizer, _MODEL, model)
 
 
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
-    """A context in which each model is where its optimizers are. See the top of this file."""
+    """Return a context in which each model is where its optimizers are. See the top of this file."""
     models, optimizers = accelerator._models, accelerator._optimizers
     trained: dict[nn.Module, list[Optimizer]] = {}
     for optimizer in optimizers:
@@ -67,16 +66,16 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 
 
 def save_codec_states(
-    accelerator: Accelerator, models: list[nn.Module], weights: list[Any], output_dir: str | os.PathLike[str]
+    accelerator: Accelerator, models: list[nn.Module], weights: list[object], output_dir: str | os.PathLike[str]
 ) -> None:
-    """A hook of ``save_state``, which :func:`paired` surrounds."""
+    """Save the codec state of all models, in a hook of ``save_state``, which :func:`paired` surrounds."""
     for model, optimizers, checkpoint in _codec_states(accelerator, output_dir):
         save_base_identity(model, checkpoint)
         save_codec_state(model, optimizers, checkpoint)
 
 
 def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
-    """A hook of ``load_state``, likewise."""
+    """Load the codec state of all models, in a hook of ``load_state``, which :func:`paired` surrounds."""
     # accelerate hands over the models that are still to be loaded, which is none under FSDP.
     for model, optimizers, checkpoint in _codec_states(accelerator, input_dir):
         check_base_identity(model, checkpoint)
@@ -86,9 +85,9 @@ def load_codec_states(accelerator: Accelerator, models: list[nn.Module], input_d
 def _codec_states(
     accelerator: Accelerator, folder: str | os.PathLike[str]
 ) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
-    """The models that have codec state, their optimizers, and what it is saved next to."""
+    """Yield the models that may have codec state, their optimizers, and the checkpoint that it lies next to."""
     # Models without optimizers are there to be evaluated, and keep nothing from step to step.
-    optimizers: list[Any] = accelerator._optimizers or [()]
+    optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
     for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):
         own = [each] if isinstance(each, Optimizer) else list(each)
         yield model, own, Path(folder) / f"model_{index}" if index else Path(folder)

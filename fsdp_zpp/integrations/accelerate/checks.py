@@ -1,4 +1,4 @@
-"""What an accelerator was configured for, and a strategy can't honour; each error says what to do instead."""
+"""Checks of an accelerator for what a strategy can't honour; each error says what to do instead."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import (
     fsdp2_apply_ac,
     fsdp2_prepare_auto_wrap_policy,
@@ -71,7 +71,7 @@ def shard(
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     # transformers looks here to tell that all ranks of a generation must make as many forwards.
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    vars(model)["_is_fsdp_managed_module"] = True
 
 
 def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
@@ -86,8 +86,8 @@ def _check_checkpointing(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
         )
 
 
-def _compile_layers(model: nn.Module, plugin: Any) -> None:
-    """As accelerate does for its own FSDP2, in place."""
+def _compile_layers(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile layers in place, as accelerate does for its own FSDP2."""
     from accelerate.utils.other import compile_regions_fsdp2  # which accelerate 1.13 lacks
 
     torch._dynamo.config.capture_scalar_outputs = True  # experts have as many rows as tokens were routed to them
@@ -103,7 +103,7 @@ def _upcast(model: nn.Module) -> None:
 
 
 def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The arguments of ``fully_shard`` that the plugin stands for."""
+    """Return the arguments of ``fully_shard`` that the plugin stands for."""
     arguments = {
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload,
@@ -116,7 +116,7 @@ def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device:
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
-    """The modules that are units beside the model, bottom-up."""
+    """Return the modules that are units beside the model, bottom-up."""
     numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
     if strategy.frozen is not None and numels[0] < numels[1]:
         return []
@@ -124,14 +124,14 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: S
     if chosen is None:
         return []
     candidates = dict.fromkeys(get_module_children_bottom_up(model)[:-1])  # a shared module is there more than once
-    found = [
+    wrapped = [
         module for module in candidates if chosen(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     ]
     # The policy chooses a layer that is recomputed twice: itself, and what has it recomputed, which is to gather it.
-    inside = {id(getattr(module, "_checkpoint_wrapped_module", None)) for module in found}
-    found = [module for module in found if id(module) not in inside]
+    inside = {id(getattr(module, "_checkpoint_wrapped_module", None)) for module in wrapped}
+    wrapped = [module for module in wrapped if id(module) not in inside]
     by_layers = plugin.transformer_cls_names_to_wrap == []  # of a model that names none
-    return list(layers(model)) if by_layers and not found else found
+    return list(layers(model)) if by_layers and not wrapped else wrapped
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
@@ -140,10 +140,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 
 @contextmanager
 def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[None]:
-    """A context in which a model is sharded, after which optimizers have its parameters.
-
-    In between they have the names of parameters, so that they do not keep the memory of full ones.
-    """
+    """Return a context in which a model is sharded, after which optimizers have its parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if any(optimizer.state for optimizer in optimizers):
@@ -152,7 +149,7 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
         )
     if any(id(parameter) not in names for parameter in _parameters_of(optimizers)):
         raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
-    for group in groups:
+    for group in groups:  # names in between, so that optimizers do not keep the memory of full parameters
         group["params"] = [names[id(parameter)] for parameter in group["params"]]
     yield
     sharded = dict(model.named_parameters())

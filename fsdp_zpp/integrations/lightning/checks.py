@@ -1,16 +1,17 @@
-"""What Lightning's strategies are told, and what they refuse, before they shard anything."""
+"""Checks that Lightning's strategies make before they shard or load anything."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -21,9 +22,17 @@ from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 from fsdp_zpp.runtime.validation import check_instance
 
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.fsdp import _SHARDING_STRATEGY
 
-def split_sharding_strategy(sharding_strategy: Any, arguments: dict[str, Any]) -> Any:
-    """What Lightning's constructor is to be given in place of ``sharding_strategy``, of which it reads the name.
+Content = Mapping[str, Any]
+"""Content of a checkpoint that is a file."""
+
+
+def split_sharding_strategy(
+    sharding_strategy: Strategy | ShardingStrategy | str, arguments: Mapping[str, object]
+) -> _SHARDING_STRATEGY:
+    """Return the sharding strategy that Lightning's constructor is to be given, of which it reads the name.
 
     Args:
         sharding_strategy: A :class:`Strategy`, or what Lightning takes.
@@ -35,7 +44,7 @@ def split_sharding_strategy(sharding_strategy: Any, arguments: dict[str, Any]) -
     """
     check_instance("sharding_strategy", sharding_strategy)
     if not isinstance(sharding_strategy, Strategy):
-        return sharding_strategy
+        return cast("_SHARDING_STRATEGY", sharding_strategy)  # Lightning checks the name
     mesh = arguments.get("device_mesh")
     if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
         raise ValueError(
@@ -89,7 +98,7 @@ def check_no_codec_state(state: Iterable[object]) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint.
+    """Return the path of a checkpoint on a disk.
 
     Raises:
         ValueError: If it is on a remote file system: Lightning's strategies for FSDP write to disks alone.
@@ -99,9 +108,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def check_base(
-    model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]
-) -> bool:
+def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> bool:
     """Raise if a checkpoint was made on another quantized base than the model has. Collective.
 
     Args:
@@ -132,8 +139,8 @@ def check_base(
     return False
 
 
-def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Mapping[str, Any]]) -> set[str]:
-    """The names of weights; none if Lightning is going to say that it can't read the checkpoint."""
+def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> set[str]:
+    """Return the names of weights; none if Lightning is going to say that it can't read the checkpoint."""
     try:
         if checkpoint.is_dir():
             saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

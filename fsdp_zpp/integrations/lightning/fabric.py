@@ -1,4 +1,4 @@
-"""The strategies for the Fabric of ``lightning.fabric``.
+"""Strategies for the Fabric of ``lightning.fabric``.
 
     from fsdp_zpp import Strategy
     from fsdp_zpp.integrations.lightning.fabric import FSDPStrategy
@@ -11,8 +11,6 @@ What they add to Lightning's: checkpoints that hold an optimizer hold codec stat
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies import (
@@ -26,15 +24,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
-from fsdp_zpp.integrations._base_files import save_base_identity
-from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
+from fsdp_zpp.integrations._codec_files import load_codec_state
 
 from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
 from .checks import (
     announce_node_size,
-    check_base,
     check_data_parallel,
     check_no_codec_state,
     local_path,
@@ -45,22 +39,22 @@ from .wrapping import wrapped_on_cpu
 _SHARDED = (FullyShardedDataParallel, FSDPModule)
 
 State = dict[str, nn.Module | Optimizer | Any]
-"""What Fabric saves and loads, by name."""
+"""Objects that Fabric saves and loads, by name."""
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
-    """A strategy whose checkpoints are whole.
+    """A strategy for Fabric whose checkpoints are whole.
 
     Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
     Both hold codec state if they hold an optimizer, to resume bit for bit.
     """
 
     def __repr__(self) -> str:
-        """For the error of a Fabric of another package, or of a Trainer, which says what it wants instead."""
+        """Name the Fabric, for the error of one of another package, or of a Trainer."""
         return f"<{type(self).__name__} for the Fabric of lightning.fabric>"
 
     def setup_environment(self) -> None:
-        """As Lightning's."""
+        """Set up the process group as Lightning does, and tell strategies the size of a node."""
         assert self.parallel_devices is not None
         announce_node_size(len(self.parallel_devices))
         super().setup_environment()
@@ -69,10 +63,10 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         self,
         path: _PATH,
         state: State,
-        storage_options: Any | None = None,
+        storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """As Lightning's, with the quantized weights in a file, and codec state beside it.
+        """Save as Lightning does, with the quantized weights in a file, and codec state beside it.
 
         Raises:
             TypeError: If ``state`` holds codec state itself.
@@ -80,16 +74,9 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         """
         check_no_codec_state(state.values())
         path = local_path(self.broadcast(path))
-        with MarkedSave(path):
-            model, optimizers = _model_in(state), _optimizers_in(state)
-            with self._with_quantized_weights(model):
-                super().save_checkpoint(path, state, storage_options, filter)
-            if model is not None:
-                save_base_identity(model, path)
-            if model is not None and optimizers:
-                save_codec_state(model, optimizers, path)
-            elif self.is_global_zero:
-                remove_codec_state(path)
+        model = _model_in(state)
+        with self._saving(path, model, _optimizers_in(state)), self._with_quantized_weights(model):
+            super().save_checkpoint(path, state, storage_options, filter)
 
     def load_checkpoint(
         self,
@@ -97,8 +84,8 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         state: nn.Module | Optimizer | State | None = None,
         strict: bool = True,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """As Lightning's, and codec state beside it.
+    ) -> dict[str, object]:
+        """Load as Lightning does, and codec state from beside it.
 
         Raises:
             TypeError: If ``state`` holds codec state itself.
@@ -108,21 +95,13 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
         objects: State = state if isinstance(state, dict) else {"": state}
         check_no_codec_state(objects.values())
         path = local_path(self.broadcast(path))
-        check_complete(path)
-        if (model := _model_in(objects)) is None:
-            return super().load_checkpoint(path, state, strict, weights_only)
+        model = _model_in(objects)
         keys = [key for key, value in objects.items() if value is model and key]
-        has_base = check_base(model, path, keys, partial(self._read, weights_only=weights_only))
-        with without_quantized_weights(model) if has_base else nullcontext():
-            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-        if optimizers := _optimizers_in(objects):
+        with self._loading(path, model, keys, weights_only):
+            rest: dict[str, object] = super().load_checkpoint(path, state, strict, weights_only)
+        if model is not None and (optimizers := _optimizers_in(objects)):
             load_codec_state(model, optimizers, path)
         return rest
-
-    def _with_quantized_weights(self, model: nn.Module | None) -> AbstractContextManager[None]:
-        if model is None or not self._saves_files:
-            return nullcontext()
-        return with_quantized_weights(model, kept=self.is_global_zero)
 
 
 class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
@@ -148,7 +127,7 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
             self.sharding_strategy: Any = sharding_strategy
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """As Lightning's."""
+        """Wrap the module with FSDP as Lightning does, on a CPU, too."""
         with wrapped_on_cpu(module, self, self._fsdp_kwargs) as wrapped:
             return super().setup_module(wrapped)
 
@@ -165,7 +144,7 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
     """
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """As Lightning's.
+        """Shard the module as Lightning does, by ``parallelize_fn``, and check over which ranks it was sharded.
 
         Raises:
             ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
@@ -180,6 +159,6 @@ def _optimizers_in(state: State) -> list[Optimizer]:
 
 
 def _model_in(state: State) -> nn.Module | None:
-    """The model that FSDP has sharded, if any; Lightning sees to it that there is one. Metrics may be beside it."""
+    """Return the model that FSDP has sharded, if any; metrics may be beside it."""
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     return next((module for module in modules if any(isinstance(each, _SHARDED) for each in module.modules())), None)

@@ -1,4 +1,4 @@
-"""The strategies for the Trainer of ``lightning.pytorch``.
+"""Strategies for the Trainer of ``lightning.pytorch``.
 
     from fsdp_zpp import Strategy
     from fsdp_zpp.integrations.lightning.pytorch import FSDPStrategy
@@ -13,8 +13,7 @@ or tell which they are, and hold codec state.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,76 +31,65 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
-from fsdp_zpp.integrations._base_files import remove_base_identity, save_base_identity
-from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state, save_codec_state
-from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete, remove_marks
+from fsdp_zpp.integrations._base_files import remove_base_identity
+from fsdp_zpp.integrations._codec_files import load_codec_state, remove_codec_state
+from fsdp_zpp.integrations._cut_off_saves import remove_marks
 
 from .checkpoint_files import CheckpointFiles, FilesOfFSDP, FilesOfModelParallel
-from .checks import announce_node_size, check_base, check_data_parallel, local_path, split_sharding_strategy
+from .checks import announce_node_size, check_data_parallel, local_path, split_sharding_strategy
 from .wrapping import outermost_fsdp, wrapped_on_cpu
 
 
 class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
-    """A strategy whose checkpoints are whole.
+    """A strategy for the Trainer whose checkpoints are whole.
 
     Those that are files have the quantized weights, dequantized; sharded ones tell which base they were trained on.
-    Both hold codec state if they hold the optimizers' states, to resume bit for bit.
+    Both hold codec state if they hold an optimizer, to resume bit for bit.
     """
 
     def __repr__(self) -> str:
-        """For the error of a Trainer of another package, which says what it wants instead."""
+        """Name the Trainer, for the error of one of another package."""
         return f"<{type(self).__name__} for the Trainer of lightning.pytorch>"
 
     def setup_environment(self) -> None:
-        """As Lightning's."""
+        """Set up the process group as Lightning does, and tell strategies the size of a node."""
         assert self.parallel_devices is not None
         announce_node_size(len(self.parallel_devices))
         super().setup_environment()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As Lightning's; if it is full, with what the strategy has quantized, dequantized."""
-        assert self.model is not None
-        with with_quantized_weights(self.model, kept=self.is_global_zero) if self._saves_files else nullcontext():
-            state: dict[str, Any] = super().lightning_module_state_dict()
+    def lightning_module_state_dict(self) -> dict[str, object]:
+        """Return Lightning's state dict; in a full one, what the strategy has quantized is dequantized."""
+        with self._with_quantized_weights(self.model):
+            state: dict[str, object] = super().lightning_module_state_dict()
         return state
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """As Lightning's, with codec state, and what tells a quantized base, beside it.
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
+        """Save as Lightning does, with codec state and the identity of a quantized base beside it.
 
         Raises:
             ValueError: If ``filepath`` is remote.
         """
-        holds_optimizers = "optimizer_states" in checkpoint
-        path = local_path(self.broadcast(filepath))
-        with MarkedSave(path):
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        with self._saving(local_path(self.broadcast(filepath)), self.model, optimizers):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            assert self.model is not None
-            save_base_identity(self.model, path)
-            if holds_optimizers:
-                save_codec_state(self.model, self.optimizers, path)
-            elif self.is_global_zero:
-                remove_codec_state(path)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, and codec state if the Trainer goes on training.
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, object]:
+        """Load as Lightning does, and codec state if the Trainer goes on training.
 
         Raises:
             ValueError: If the save was cut off, or if the model has another quantized base than it had then.
         """
         path = local_path(self.broadcast(checkpoint_path))
-        check_complete(path)
         assert self.model is not None
         assert self.lightning_module is not None
-        has_base = check_base(self.model, path, ("state_dict", "model"), partial(self._read, weights_only=weights_only))
-        with without_quantized_weights(self.model) if has_base else nullcontext():
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        with self._loading(path, self.model, ("state_dict", "model"), weights_only):
+            checkpoint: dict[str, object] = super().load_checkpoint(checkpoint_path, weights_only)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             load_codec_state(self.model, self.optimizers, path)
         return checkpoint
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """As Lightning's, and what is saved with it."""
+        """Remove a checkpoint as Lightning does, and what was saved with it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_codec_state(Path(filepath))
@@ -143,14 +131,14 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
         return self._root
 
     def setup_precision_plugin(self) -> None:
-        """As Lightning's; its plugin becomes one that clips norms."""
+        """Set up Lightning's plugin, which becomes one that clips norms."""
         if type(self.precision_plugin) is LightningFSDPPrecision:
             self.precision_plugin = FSDPPrecision(self.precision_plugin, self)
         super().setup_precision_plugin()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """FSDP's ``no_sync``, around micro-batches that are not the last of a step."""
+        """Return a context for micro-batches that are not the last of a step: FSDP's ``no_sync``."""
         assert self.model is not None
         with ExitStack() as stack:
             for instance in outermost_fsdp(self.model):
@@ -170,7 +158,7 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """As Lightning's.
+        """Check over which ranks the model was sharded, and set up as Lightning does.
 
         Raises:
             ValueError: If the model is sharded over other ranks than those to which Lightning gives data of their own.
@@ -181,7 +169,7 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """No synchronization of gradients, in micro-batches that are not the last of a step."""
+        """Return a context for micro-batches before the last of a step: gradients are not synchronized."""
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:

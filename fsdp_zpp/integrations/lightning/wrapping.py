@@ -1,22 +1,26 @@
-"""FSDP instances as Lightning makes them, and as it can't."""
+"""FSDP instances around a model of Lightning's, those that it can't make included."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
+    from lightning.pytorch.strategies import FSDPStrategy as TrainerFSDPStrategy
 
 _POLICY = "auto_wrap_policy"
 
 
 @contextmanager
-def wrapped_on_cpu(model: nn.Module, strategy: Any, arguments: dict[str, Any]) -> Iterator[nn.Module]:
-    """On a CPU, FSDP around ``model``; elsewhere ``model`` itself, for Lightning to wrap.
-
-    Lightning passes FSDP the index of the device alone. A CPU has none, and without a device FSDP wants an accelerator.
+def wrapped_on_cpu(
+    model: nn.Module, strategy: FabricFSDPStrategy | TrainerFSDPStrategy, arguments: dict[str, Any]
+) -> Iterator[nn.Module]:
+    """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, for Lightning to wrap.
 
     Args:
         model: What is to be sharded; it is left alone if users have wrapped parts of it.
@@ -40,6 +44,7 @@ def wrapped_on_cpu(model: nn.Module, strategy: Any, arguments: dict[str, Any]) -
     if outermost_fsdp(model):
         yield model
         return
+    # Lightning passes FSDP the index of the device alone. A CPU has none, and without a device FSDP wants a GPU.
     wrapped = FullyShardedDataParallel(
         model,
         cpu_offload=strategy.cpu_offload,
@@ -56,7 +61,7 @@ def wrapped_on_cpu(model: nn.Module, strategy: Any, arguments: dict[str, Any]) -
 
 
 def outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
-    """The FSDP instances of ``model`` that are in no other: the model itself, unless users wrap parts of it."""
+    """Return the FSDP instances of ``model`` that are in no other: itself, unless users wrap parts of it."""
     if isinstance(model, FullyShardedDataParallel):
         return [model]
     return [instance for child in model.children() for instance in outermost_fsdp(child)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.llama3 import config_registry as llama3, parallelize_llama as torchtitan_parallelize_llama
@@ -16,9 +16,12 @@ from .parallelism import StrategyParallelism
 from .sharding import parallelize_llama
 from .trainer import StrategyTrainer
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
-    """A configuration for Llama 3, sharded by a strategy.
+    """Return a configuration for Llama 3, sharded by a strategy.
 
     Besides, it sets what a strategy needs: ``training.disable_cuda_graphs``, ``parallelism.spmd_backend`` and the loss
     that is in a ChunkedLossWrapper.
@@ -53,21 +56,21 @@ def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> Strategy
 
 
 def llama3_debugmodel() -> StrategyTrainer.Config:
-    """torchtitan's debug model."""
+    """Return the configuration of torchtitan's debug model."""
     return with_strategy(llama3.llama3_debugmodel(), Strategy.zeropp())
 
 
 def llama3_8b() -> StrategyTrainer.Config:
-    """Llama 3 8B."""
+    """Return the configuration of Llama 3 8B."""
     return with_strategy(llama3.llama3_8b(), Strategy.zeropp())
 
 
 def llama3_70b() -> StrategyTrainer.Config:
-    """Llama 3 70B, without torchtitan's tensor parallelism."""
+    """Return the configuration of Llama 3 70B, without torchtitan's tensor parallelism."""
     config = llama3.llama3_70b()
     config.parallelism.tensor_parallel_degree = 1
     return with_strategy(config, Strategy.zeropp())
 
 
-def _values(section: Any) -> dict[str, Any]:
+def _values(section: DataclassInstance) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}

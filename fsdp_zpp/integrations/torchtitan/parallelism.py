@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from tyro.constructors import PrimitiveConstructorSpec
@@ -15,7 +15,7 @@ from fsdp_zpp.config.strategy import Strategy
 
 
 def strategy_from_text(text: str) -> Strategy | None:
-    """What ``--parallelism.strategy`` stands for.
+    """Return the strategy that ``--parallelism.strategy`` stands for.
 
     Args:
         text: The name of a preset, a JSON mapping as :meth:`Strategy.from_dict` takes it, or ``None``.
@@ -37,7 +37,7 @@ def _text_of(strategy: Strategy | None) -> str:
     return "None" if strategy is None else json.dumps(strategy.to_dict())
 
 
-_FLAG: Any = PrimitiveConstructorSpec(
+_FLAG = PrimitiveConstructorSpec(
     nargs=1,
     metavar=f"{{{','.join(PRESETS)},None}}|JSON",
     instance_from_str=lambda arguments: strategy_from_text(arguments[0]),
@@ -56,7 +56,7 @@ class StrategyParallelism(ParallelismConfig):
 
     strategy: Annotated[Strategy | None, _FLAG] = None
     """
-    The sharding strategy: the name of a preset, or a JSON mapping of its arguments, such as
+    Sharding strategy: the name of a preset, or a JSON mapping of its arguments, such as
     '{"preset": "zeropp", "gpus_per_node": 8}'. None is torchtitan's own FSDP or HSDP.
     """
 
@@ -65,8 +65,8 @@ class StrategyParallelism(ParallelismConfig):
         if self.strategy is not None:
             _check_type(self.strategy)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of the section, in what JSON has: torchtitan logs it."""
+    def to_dict(self) -> dict[str, object]:
+        """Return all of the section, in types that JSON has: torchtitan logs it."""
         section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
 

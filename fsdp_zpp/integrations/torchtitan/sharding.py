@@ -1,4 +1,4 @@
-"""Llama 3 with a strategy: torchtitan's activation checkpointing and compilation, and our fully_shard."""
+"""Llama 3 with a strategy: torchtitan's activation checkpointing and compilation, and fsdp_zpp's fully_shard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parallelize_llama(
     ac_config: ActivationCheckpointingConfig | None,
     dump_folder: str,
 ) -> Decoder:
-    """The ``parallelize_fn`` of a torchtitan model without experts: shards by ``parallelism.strategy``.
+    """Shard by ``parallelism.strategy``; the ``parallelize_fn`` of a torchtitan model without experts.
 
     Args:
         model: The model.
@@ -76,7 +76,7 @@ def parallelize_llama(
 
 def _shard(model: Decoder, strategy: Strategy, reshard: str, arguments: dict[str, Any]) -> None:
     """Shard by the units that torchtitan's own FSDP has."""
-    # None is torch's default, which is torchtitan's, too, and which contradicts no first letter.
+    # None is torch's default, which is torchtitan's, too, and which contradicts no parameter scope.
     after_forward = {"default": None, "always": True, "never": False}[reshard]
     last = [model.norm, model.lm_head]
     if model.enable_weight_tying:

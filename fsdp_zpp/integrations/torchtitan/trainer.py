@@ -1,4 +1,4 @@
-"""torchtitan's trainer with a strategy: gradient accumulation by its letters, and codec state in the checkpoints."""
+"""torchtitan's trainer with a strategy: gradient accumulation by its scopes, and codec state in the checkpoints."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.checkpoint import MODEL
+from torchtitan.components.checkpoint import MODEL, CheckpointManager
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -28,7 +29,7 @@ from fsdp_zpp.runtime.checkpoint import CodecState
 from .parallelism import StrategyParallelism, check_combination
 
 CODECS = "codecs"
-"""The key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
+"""Key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
 
 
 class StrategyTrainer(Trainer):
@@ -56,7 +57,7 @@ class StrategyTrainer(Trainer):
             _check_loss(config.loss)
             _check_communication(config.comm.mode)
         # torch's FULL_SHARD on one node would keep whole gradients where torchtitan reduces each micro-batch's, and
-        # the letters of GGG ask for just that.
+        # the scopes of GGG ask for just that.
         self._accumulates = strategy is not None and not strategy.is_plain
         self._micro_batches_left = 0
         super().__init__(config)
@@ -68,18 +69,18 @@ class StrategyTrainer(Trainer):
             self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
 
     def train(self) -> None:
-        """As torchtitan's; logs at its end what this rank has sent."""
+        """Train as torchtitan does, and log at the end what this rank has sent."""
         super().train()
         if self.config.parallelism.strategy is not None:
             logger.info("Bytes that this rank has sent: %s", traffic(self.model_parts[0]))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """As torchtitan's."""
+        """Train one step as torchtitan does, and count its micro-batches."""
         self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
-        """As torchtitan's, but gradients wait for the last micro-batch as far as the strategy says."""
+        """Run one micro-batch; gradients wait for the last one as far as the strategy says."""
         self._micro_batches_left -= 1
         model = self.model_parts[0]
         if self._accumulates and isinstance(model, FSDPModule):
@@ -88,25 +89,23 @@ class StrategyTrainer(Trainer):
         return loss
 
 
-def _take_turns(checkpointer: Any) -> None:
-    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last.
-
-    torchtitan writes file by file over what is there, and passes over a checkpoint without ``.metadata``. If a process
-    of its own writes (asynchronously, from pinned memory), it holds no lock, and may go on when this job is killed.
-    """
+def _take_turns(checkpointer: CheckpointManager) -> None:
+    """Let one job at a time save a checkpoint, and remove ``.metadata`` first, which torchtitan writes last."""
     save = checkpointer.dcp_save
 
-    def dcp_save(state_dict: dict[str, Any], checkpoint_id: str, *arguments: Any, **options: Any) -> Any:
+    def dcp_save(state_dict: dict[str, object], checkpoint_id: str, *arguments: object, **options: object) -> object:
         if is_remote(checkpoint_id):
             return save(state_dict, checkpoint_id, *arguments, **options)
         turn = Turn(Path(checkpoint_id, "being_saved"))
         try:
+            # torchtitan writes file by file over what is there, and passes over a checkpoint without this file.
             run_on_first_rank(lambda: Path(checkpoint_id, ".metadata").unlink(missing_ok=True))
             saved = save(state_dict, checkpoint_id, *arguments, **options)
         except BaseException:
             turn.abandon()
             raise
-        written = getattr(saved, "upload_completion", saved)  # pinned memory is written by another process
+        # Pinned memory is written by another process, which holds no lock, and may go on when this job is killed.
+        written = getattr(saved, "upload_completion", saved)
         if isinstance(written, Future):
             written.add_done_callback(partial(_end, turn))
         else:
@@ -116,14 +115,14 @@ def _take_turns(checkpointer: Any) -> None:
     checkpointer.dcp_save = dcp_save
 
 
-def _end(turn: Turn, written: Future[Any]) -> None:
+def _end(turn: Turn, written: Future[object]) -> None:
     if written.cancelled() or written.exception():
         turn.abandon()
     else:
         turn.release()
 
 
-def _check_export(checkpointer: Any, model: nn.Module) -> None:
+def _check_export(checkpointer: CheckpointManager, model: nn.Module) -> None:
     """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
     if not checkpointer.last_save_in_hf:
         return
@@ -141,7 +140,7 @@ def _check_export(checkpointer: Any, model: nn.Module) -> None:
         )
 
 
-def _is_exported(adapter: Any, name: str, shape: torch.Size) -> bool:
+def _is_exported(adapter: BaseStateDictAdapter, name: str, shape: torch.Size) -> bool:
     try:
         return bool(adapter.to_hf({name: torch.empty(shape, device="meta")}))
     except KeyError:
@@ -166,8 +165,8 @@ def _check_communication(mode: str) -> None:
 
 
 def _has_codec_state(strategy: Strategy | None) -> bool:
-    """Whether there is anything to save: checkpoints without are those of torchtitan's own FSDP, and load as such."""
+    """Return whether there is anything to save: checkpoints without are those of torchtitan's own FSDP."""
     if strategy is None:
         return False
-    kept = strategy.error_feedback is not None or strategy.local_steps is not None
-    return kept or isinstance(strategy.weights, Int4Delta)
+    has_state = strategy.error_feedback is not None or strategy.local_steps is not None
+    return has_state or isinstance(strategy.weights, Int4Delta)

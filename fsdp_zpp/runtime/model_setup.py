@@ -1,0 +1,106 @@
+"""Set-up of a model under strategies: its units are compared between ranks and named, and its events watched."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
+from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
+from fsdp_zpp.collectives.replicas import check_replicas
+from fsdp_zpp.collectives.weight_gather import WeightGather
+
+from .lifecycle import LifecycleHooks
+from .local_training import LocalTraining
+from .mistakes import MistakeWatch
+from .summary import Groups, log_summaries
+from .unit import StrategyUnit
+from .weight_changes import IN_OPTIMIZER, WeightChanges, too_small_units
+
+
+def set_up_model(
+    root: nn.Module, model: str, units: Sequence[StrategyUnit], others: Sequence[int] = ()
+) -> LifecycleHooks:
+    """Compare the units of a model between ranks, name them, log what is active, and watch for events. Collective.
+
+    Args:
+        root: Its outermost part.
+        model: The model's name in errors and in the log line.
+        units: Its units.
+        others: The numbers of values of the units below ``root`` that torch alone manages.
+
+    Raises:
+        ValueError: If ranks have different units, or if ranks that hold the same part of the model hold different
+            values.
+    """
+    # First: the collectives below hang if ranks have different units.
+    _check_agreement(model, units)
+    groups: Groups = defaultdict(list)
+    for unit in units:
+        unit.rename(unit.sharded.name)
+        groups[unit.strategy, unit.ranks].append(unit)
+    for (_, ranks), members in groups.items():
+        # Nodes that have trained on their own hold different weights.
+        if not any(unit.fragment is not None and unit.fragment.progress.made for unit in members):
+            shards = (shard for unit in members for shard in unit.sharded.shards())
+            check_replicas(shards, ranks, members[0].scopes.optimizer, model)
+    _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
+    with_weights = [unit for unit in units if unit.sharded.parameters()]  # FSDP may have left all to inner units
+    changes = WeightChanges(with_weights, too_small_units(with_weights))
+    hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
+    log_summaries(model, groups, others)  # after all that may raise
+    return hooks
+
+
+def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
+    """Let nodes exchange the fragments of a model before forwards, if it has any. Collective."""
+    trained = [unit for unit in units if unit.sharded.is_trained()]
+    configurations = dict.fromkeys(unit.strategy.local_steps for unit in trained)
+    if len(configurations) > 1:
+        arguments = " and ".join(f"local_steps={each!r}" for each in configurations)
+        raise ValueError(
+            f"{model}: its parts were given {arguments}, but steps are counted for the whole model; pass the same to "
+            "all parts"
+        )
+    fragments = {unit: unit.fragment for unit in units if unit.fragment is not None}
+    if not fragments:
+        return None
+
+    def steps_are_announced() -> bool:
+        return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
+
+    ranks = next(iter(fragments)).ranks
+    training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced)
+    root.register_forward_pre_hook(training.before_forward, prepend=True)
+    # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
+    if all(unit.loaded_state is None for unit in fragments):
+        training.before_forward(root)
+    for unit in fragments:
+        unit.local_training = training
+    return training
+
+
+def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:
+    """Let one prefetcher make the secondary shards of all units whose weights can be read before their gather."""
+    readable = [gather for gather in gathers if gather is not None and gather.secondary.source is not None]
+    prefetcher = SecondaryShardPrefetcher(gather.secondary for gather in readable)
+    for gather in readable:
+        gather.prefetcher = prefetcher
+
+
+def _check_agreement(model: str, units: Sequence[StrategyUnit]) -> None:
+    """Raise on every rank if ranks have different units: in strategy, order, dtype or size."""
+    # A dict, not a set: ranks must go through the groups in the same order, and a set's order differs by process.
+    for group in dict.fromkeys(unit.ranks.group for unit in units):
+        facts = {}
+        for unit in units:
+            if unit.ranks.group is group:
+                # A node size that was left to the launcher and the same one given explicitly are no difference.
+                strategy = replace(unit.strategy, gpus_per_node=unit.ranks.topology.gpus_per_node)
+                facts[unit.sharded.name] = (
+                    f"{strategy}, {shard_signature(unit.sharded.shards())}{', packed' * unit.packed}"
+                )
+        check_agreement(group, f"the first forward of {model}", facts)
