@@ -33,7 +33,6 @@ class FrozenOptions:
     Attributes:
         codec: How weights are quantized.
         placement: Which rank holds which chunk.
-        min_numel: Weights with fewer values stay as they are.
         device: The device that keeps the codes; None keeps each weight's codes on the weight's device.
         dtype: The dtype that weights dequantize to by default; None is each weight's own.
         broadcast: The group whose first rank has the right values; None if every rank has them.
@@ -41,7 +40,6 @@ class FrozenOptions:
 
     codec: Codec
     placement: Placement
-    min_numel: int = MIN_NUMEL
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     broadcast: dist.ProcessGroup | None = None
@@ -99,9 +97,7 @@ def quantize_selected(
 def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None) -> Encoded:
     """Quantize this rank's chunk of one weight, from what ``read`` returns or, by default, from the model."""
     parameter = candidate.parameter
-    own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
-    if candidate.packed is not None:
-        own_dtype = candidate.packed.dtype
+    own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
     weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, options.codec, options.placement)
     device = options.device if options.device is not None else parameter.device
     read = _reader(candidate, options, device) if read is None else read
@@ -112,8 +108,6 @@ def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRow
 
 def install(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
     """Replace a parameter in all its modules by a frozen weight, whose local payload is ``row``."""
-    if candidate.owner is not None:
-        candidate.owner.release()  # otherwise FSDP would put the parameter back, and keep its memory
     if candidate.packed is not None:
         candidate.packed.release()
     weight.base, weight.holder = base, UngroupedPayload(row)
@@ -125,9 +119,6 @@ def install(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: Froze
 def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
     """A function that reads rows of a weight: from the model, or from the first rank's. Collective."""
     parameter = candidate.parameter
-    if candidate.owner is not None:
-        whole = candidate.owner.whole()
-        return lambda first, last: whole[first:last]
     if options.broadcast is None:
         whole = parameter if candidate.packed is None else candidate.packed.whole()
         return lambda first, last: whole[first:last]

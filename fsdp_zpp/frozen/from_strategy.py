@@ -17,7 +17,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from .base import UngroupedPayload, make_units
-from .encoding import FrozenOptions, quantize_selected
+from .encoding import MIN_NUMEL, FrozenOptions, quantize_selected
 from .finite import refuse_infinite
 from .modules import FrozenModule, frozen_modules
 from .placement import Placement
@@ -69,7 +69,7 @@ def quantize_for(
         dtype=dtype,
         broadcast=broadcast,
     )
-    selection = select(module, options.min_numel, ignored, unpack=isinstance(strategy.frozen, NF4))
+    selection = select(module, MIN_NUMEL, ignored, unpack=isinstance(strategy.frozen, NF4))
     has_values = broadcast is None or mesh.rank == 0
     agree(mesh.group, lambda: refuse_infinite(selection) if has_values else None)
     report, base = quantize_selected(module, selection, options)

@@ -80,7 +80,7 @@ def load_frozen_params(
         check_module(model)
         check_folder(path)
         selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
-        refuse_sharded(selection, "call load_frozen_params before you wrap the model")
+        refuse_sharded(selection, f"call load_frozen_params(model, {os.fspath(path)!r}) before you wrap the model")
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)

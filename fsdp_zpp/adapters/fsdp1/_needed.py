@@ -40,6 +40,7 @@ NEEDED = (
     Needed(_FLAT, "_params _shared_params _param_infos _shared_param_infos", "the original parameters"),
     Needed(_FLAT, "_fqns _shapes _numels_with_padding _is_padding_mask", "where parameters lie in a flat one"),
     Needed(_HANDLE, "_use_orig_params", "telling whether modules show the original parameters"),
+    Needed(_HANDLE, "_fully_sharded_module", "naming the module of a unit in errors"),
     Needed(_HANDLE, "_orig_param_dtype", "the dtype of the original parameters"),
     # ---- gathering weights
     Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
@@ -93,10 +94,6 @@ NEEDED = (
     # ---- state of optimizers
     Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
     Needed(_INSTANCE, "_optim_state_dict_to_load_impl", "loading optimizer states from rank 0 alone"),
-    # ---- quantizing after wrapping
-    Needed(_INSTANCE, "_is_root _fully_sharded_module_to_handle compute_device", "taking a wrapped unit apart"),
-    Needed(_HANDLE, "_fully_sharded_module process_group", "taking the flat parameter of a wrapped unit apart"),
-    Needed(_INIT, "params mixed_precision", "flattening what is left of a unit"),
 )
 check_torch_version("FullyShardedDataParallel")
 check_needed("adapter for FullyShardedDataParallel", NEEDED)

@@ -29,8 +29,6 @@ def adopt_handle(
         The flat parameter's handle.
     """
     if module._handle is None:
-        if unit.reduce is not None:
-            module._comm_hook_state = None  # which may be the handle of parameters that were taken out of it
         return None
     handle: Any = module._handle
     handle.__class__ = StrategyHandle

@@ -48,12 +48,9 @@ class StrategyGroup(GatheringGroup, Sharded):
 
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
-    _is_ordered = False
     _known_names: Mapping[FSDPParam, str] = MappingProxyType({})
 
     def lazy_init(self) -> None:
-        if not self._is_ordered:
-            self._put_small_last()
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
@@ -74,15 +71,13 @@ class StrategyGroup(GatheringGroup, Sharded):
             param._param_fqn = ".".join(filter(None, (paths[info.module], info.param_name)))
         self._plan, self._layouts = None, {}  # which go by these names
 
-    def _put_small_last(self) -> None:
-        """Put small parameters last: among the others they would shift these, so that blocks straddled two of them.
-
-        Only now, since parameters may be quantized after sharding.
-        """
+    def adopt(self) -> None:
+        """Initialize the attributes of the classes that it builds on, and put small parameters last."""
+        super().adopt()
+        # Among the others they would shift these, so that blocks straddled two of them.
         exact = sent_exactly([param._orig_size for param in self.fsdp_params])
         places = sorted(range(len(exact)), key=exact.__getitem__)
         self.fsdp_params = [self.fsdp_params[place] for place in places]
-        self._is_ordered = True
 
     @property
     def name(self) -> str:
