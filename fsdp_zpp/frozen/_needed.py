@@ -1,4 +1,4 @@
-"""The table of the private names of torch that a frozen base uses.
+"""Lists the private names of torch that a frozen base uses, and checks that torch has them.
 
 ``__init__.py`` imports this module first, and so nothing else of the folder is imported if torch lacks a name.
 """

@@ -10,19 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .selection import Selection
 from .weight import ReadRows
-
-
-def refuse_infinite(selection: Selection) -> None:
-    """Raise if weights that are to be quantized have NaN or infinite values on this rank.
-
-    Raises:
-        ValueError: It names the weight.
-    """
-    for candidate in selection.chosen:
-        if candidate.packed is None:
-            refuse_infinite_values(candidate.parameter.detach(), candidate.name, "load it again")
 
 
 def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
@@ -39,7 +27,7 @@ def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
 
 
 def finite_rows(read: ReadRows, name: str, remedy: str) -> ReadRows:
-    """``read``, which raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
+    """Wrap ``read`` so that it raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
 
     def checked(first: int, last: int) -> Tensor:
         rows = read(first, last)

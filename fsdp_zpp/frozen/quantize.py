@@ -1,4 +1,4 @@
-"""``quantize_frozen_params`` turns frozen parameters into sharded codes outside of FSDP, and its inverse undoes it."""
+"""Turns frozen parameters into sharded codes outside of FSDP: ``quantize_frozen_params``, and its inverse."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.model_ranks import ranks_of
 from fsdp_zpp.runtime.validation import DTYPES, check_module
 
-from .base import drop_weights
+from .base import FrozenBase
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
-from .finite import finite_rows, refuse_infinite
-from .model_tensors import ModelTensor
+from .files.model_tensors import ModelTensor
+from .files.source import Source, source_from
+from .files.tensor_files import OTHER_FILES
+from .finite import finite_rows
 from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
 from .placement import place_base
 from .report import FrozenReport, log_report
-from .resharding import check_base_agreement, wrapping_mesh
-from .selection import Selection, refuse_sharded, select
-from .source import Source, source_from
-from .tensor_files import OTHER_FILES
+from .selection import Selection, select
 from .weight import FrozenWeight
 
 
@@ -98,22 +97,21 @@ def quantize_frozen_params(
     def check() -> tuple[Selection, torch.device | None]:
         _check_arguments(model, codec, min_numel, dtype)
         selection = select(model, min_numel, ignored_params, unpack=isinstance(codec, NF4))
-        refuse_sharded(
-            selection,
+        selection.refuse_sharded(
             f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or wrap it with "
             f"Strategy(..., frozen={codec!r}), which quantizes what it wraps",
         )
         if in_the_model or (sync_module_states and group is not None and dist.get_rank(group) == 0):
-            refuse_infinite(selection)
+            selection.refuse_infinite()
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)
     facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
     facts |= {"from a checkpoint": checkpoint is not None}
-    check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
+    selection.check_agreement("quantize_frozen_params", model, group, gpus_per_node, facts)
     options = FrozenOptions(
         codec,
-        place_base(placement, group, gpus_per_node, wrapping_mesh(model, group) if gpus_per_node is None else None),
+        place_base(model, placement, group, gpus_per_node),
         kept_on,
         dtype,
         group if sync_module_states else None,
@@ -143,7 +141,7 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
 
 @dataclass(frozen=True)
 class _Read:
-    """The contents of a checkpoint for a model, read and quantized but not yet put into the model."""
+    """Contents of a checkpoint for a model, read and quantized but not yet put into the model."""
 
     encoded: list[Encoded]
     others: list[tuple[ModelTensor, Tensor]]
@@ -199,17 +197,18 @@ def dequantize_frozen_params(model: nn.Module) -> int:
         lambda sites: repr([name for users in sites.values() for _, name in users]),
         "called dequantize_frozen_params with other quantized weights than",
     )
+    bases = FrozenBase.below(model)
     for weight, users in sites.items():
         parameter = nn.Parameter(weight.dequantize(), requires_grad=False)
         for module, name in users:
             unfreeze(module, name, parameter)
-    for base in {weight.base: None for weight in sites}:
-        drop_weights(base, set(sites))
+    for base in bases:
+        base.drop(sites)
     return len(sites)
 
 
 def _sites(model: nn.Module) -> dict[FrozenWeight, list[tuple[FrozenModule, str]]]:
-    """The modules of each frozen weight, with its names in them; raises before anything has changed."""
+    """Return the modules of each frozen weight, with its names in them; raise before anything has changed."""
     check_module(model)
     sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
     for _, module, name, weight in frozen_sites(model):

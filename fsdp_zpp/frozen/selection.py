@@ -1,4 +1,4 @@
-"""Which parameters of a model are worth quantizing, and why the others are not.
+"""Selects the parameters of a model that are worth quantizing, and says why the others are not.
 
 Chosen are the weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers:
 parameters of three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers
@@ -11,15 +11,19 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.module_names import parameter_name
+from fsdp_zpp.collectives.agreement import check_agreement
+from fsdp_zpp.module_names import model_name, parameter_name
 from fsdp_zpp.runtime.packed_weights import holds_packed_values
+from fsdp_zpp.runtime.rank_layout import launched_node_size
 from fsdp_zpp.runtime.validation import DTYPES
 
 from ._torch_sharded import reshard, sharded_parameters
+from .finite import refuse_infinite_values
 from .packed_linear import PackedLinear, packed_linear
 
 SHARDED = "sharded by FSDP already"
@@ -43,19 +47,19 @@ class Candidate:
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape, unpacked."""
+        """Return the weight's shape, unpacked."""
         return self.parameter.shape if self.packed is None else self.packed.shape
 
     @property
     def name(self) -> str:
-        """The path of the weight, by its first module."""
+        """Return the path of the weight, by its first module."""
         path, _, own_name = self.sites[0]
         return f"{path}.{own_name}".removeprefix(".")
 
 
 @dataclass
 class Selection:
-    """The weights to quantize, and the parameters that stay as they are.
+    """Weights to quantize, and parameters that stay as they are.
 
     Attributes:
         chosen: The weights to quantize, in the order of the model.
@@ -64,6 +68,63 @@ class Selection:
 
     chosen: list[Candidate] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+
+    @property
+    def left_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of what stays as it is, by the reason."""
+        return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
+
+    def refuse_infinite(self) -> None:
+        """Raise if weights that are to be quantized have NaN or infinite values on this rank.
+
+        Raises:
+            ValueError: It names the weight.
+        """
+        for candidate in self.chosen:
+            if candidate.packed is None:
+                refuse_infinite_values(candidate.parameter.detach(), candidate.name, "load it again")
+
+    def refuse_sharded(self, remedy: str) -> None:
+        """Raise if weights that would be quantized are sharded already, by FSDP or by another parallelism.
+
+        Raises:
+            ValueError: It names the first of them and the ``remedy``.
+        """
+        if sharded := self.left.get(SHARDED):
+            raise ValueError(f"{sharded[0][0]} is sharded by FSDP already; {remedy}")
+        if sharded := self.left.get(OTHERWISE_SHARDED):
+            raise ValueError(
+                f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), "
+                "and a frozen base is made of whole weights; call quantize_frozen_params before FSDP shards them, or "
+                "pass them in ignored_params, which leaves them as they are"
+            )
+
+    def check_agreement(
+        self,
+        call: str,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        facts: dict[str, object],
+    ) -> None:
+        """Raise on every rank of ``group`` unless all ranks have chosen the same, by the same arguments. Collective.
+
+        Args:
+            call: The public function that was called, for the error.
+            model: The model.
+            group: The ranks; None means this process alone, which has nobody to agree with.
+            gpus_per_node: The node size that the user gave.
+            facts: Other arguments of the call, by name.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        if group is None:
+            return
+        # A size that was given differs from the same size by default: only the default one follows a strategy later.
+        nodes = gpus_per_node or f"{launched_node_size(group)} (LOCAL_WORLD_SIZE)"
+        chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
+        check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
 
 
 def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
@@ -107,22 +168,6 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
-
-
-def refuse_sharded(selection: Selection, remedy: str) -> None:
-    """Raise if weights that would be quantized are sharded already, by FSDP or by another parallelism.
-
-    Raises:
-        ValueError: It names the first of them and the ``remedy``.
-    """
-    if sharded := selection.left.get(SHARDED):
-        raise ValueError(f"{sharded[0][0]} is sharded by FSDP already; {remedy}")
-    if sharded := selection.left.get(OTHERWISE_SHARDED):
-        raise ValueError(
-            f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), and "
-            "a frozen base is made of whole weights; call quantize_frozen_params before FSDP shards them, or pass them "
-            "in ignored_params, which leaves them as they are"
-        )
 
 
 def _under_fully_shard(model: nn.Module) -> set[nn.Module]:
