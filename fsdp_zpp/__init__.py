@@ -15,10 +15,10 @@ from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.loading import load_frozen_params
-from fsdp_zpp.frozen.peft_saving import save_adapter
+from fsdp_zpp.frozen.files.loading import load_frozen_params
+from fsdp_zpp.frozen.files.saving import save_frozen_params
+from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
-from fsdp_zpp.frozen.saving import save_frozen_params
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.running_job import choose_strategy
 from fsdp_zpp.runtime.api import agreed_weights, exchange_weights, invalidate, traffic

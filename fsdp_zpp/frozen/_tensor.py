@@ -1,4 +1,4 @@
-"""What a quantized module shows as its ``weight``: a tensor that is dequantized when something computes with it.
+"""A tensor that a quantized module shows as its ``weight``: it is dequantized when something computes with it.
 
 Autograd saves the inputs of an operation for the backward. Of a frozen weight it saves this tensor, not the dequantized
 values, and the backward dequantizes again. So that this is true of one expert of a stack (``weight[3]``) and of
@@ -43,7 +43,7 @@ class FrozenTensor(Tensor):
 
     @staticmethod
     def __new__(cls, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> FrozenTensor:
-        """The tensor that stands for ``frozen``, or a view of it."""
+        """Return a tensor that stands for ``frozen``, or a view of one."""
         size, strides = (frozen.shape, None) if like is None else (like.shape, like.stride())
         tensor = Tensor._make_wrapper_subclass(cls, size, strides, dtype=frozen.dtype, device=frozen.device)
         tensor.frozen, tensor.views = frozen, views
@@ -58,11 +58,11 @@ class FrozenTensor(Tensor):
     @torch.compiler.disable
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """The weight as a plain tensor. Collective."""
+        """Return the weight as a plain tensor. Collective."""
         return self.dense(self.dtype, self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """:meth:`dequantize` without autograd; see :meth:`FrozenWeight.dense`."""
+        """Return the weight as a plain tensor, for callers that autograd does not look into. Collective."""
         first, *others = self.views or (None,)
         if isinstance(first, _Row):
             dense = self.frozen.dense_row(first.index, dtype, device)
@@ -75,14 +75,14 @@ class FrozenTensor(Tensor):
         return dense
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenTensor:
-        """Raise if it would become trainable."""
+        """Raise if the tensor would become trainable."""
         if requires_grad:
             refuse_training(self.frozen)
         return self
 
     @property
     def requires_grad(self) -> bool:
-        """False."""
+        """Return False."""
         return False
 
     @requires_grad.setter
@@ -91,7 +91,7 @@ class FrozenTensor(Tensor):
 
     @property
     def data(self) -> FrozenTensor:
-        """The tensor itself, since it takes no part in autograd."""
+        """Return the tensor itself, since it takes no part in autograd."""
         return self
 
     @data.setter
@@ -118,8 +118,8 @@ class FrozenTensor(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(args[0], FrozenTensor) and (viewed := _view(func, args[0], args[1:], kwargs)) is not None:
-            return viewed
+        if isinstance(args[0], FrozenTensor) and (view := _view(func, args[0], args[1:], kwargs)) is not None:
+            return view
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
             return args[0]  # torch.nn.utils.parametrize sets a parameter to itself, which writes nothing
         # The schema tells which arguments an operation writes to, so that no list of them goes out of date.
@@ -165,7 +165,7 @@ _VIEWS = (
 
 
 def _view(func: Any, tensor: FrozenTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrozenTensor | None:
-    """The view that ``func`` makes of ``tensor``; None if it is not among :data:`_VIEWS`."""
+    """Return the view that ``func`` makes of ``tensor``; None if it is not among :data:`_VIEWS`."""
     if func not in _VIEWS:
         return None
     # On the meta device torch itself works out the shape and strides of the view.
@@ -178,7 +178,7 @@ def _view(func: Any, tensor: FrozenTensor, args: tuple[Any, ...], kwargs: dict[s
 
 
 def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
-    """The one tensor that stands for ``frozen``; another one once the weight has another dtype or device."""
+    """Return the one tensor that stands for ``frozen``; another one once the weight has another dtype or device."""
     tensor = frozen.shown() if frozen.shown is not None else None
     if isinstance(tensor, FrozenTensor) and (tensor.dtype, tensor.device) == (frozen.dtype, frozen.device):
         return tensor

@@ -1,8 +1,8 @@
-"""Functions of ``torch.nn.utils`` that compute a weight from others in each forward: for a frozen weight they raise.
+"""Patches functions of ``torch.nn.utils`` that compute a weight from others: for a frozen weight they raise.
 
-They take the parameter out of its module, and a frozen weight is no parameter. Without a word of ours, torch raises a
-``KeyError`` that names nothing but ``weight``. Called before quantizing they are honoured: what they make of the
-parameter is not the weight of a layer any more, so it is not quantized.
+In each forward they compute the weight anew. So they take the parameter out of its module, and a frozen weight is no
+parameter: torch itself raises a ``KeyError`` that names nothing but ``weight``. Called before quantizing they are
+honoured: what they make of the parameter is not the weight of a layer any more, so it is not quantized.
 
 What replaces a frozen weight in other ways is honoured by ``modules.py`` (PEFT's ``target_parameters``, an entry in
 ``module._parameters`` or the instance's ``__dict__``), or raises there: everything that writes or sets it.
@@ -27,21 +27,21 @@ _REPLACING: tuple[tuple[str, str | None, str], ...] = (
 )
 """What is replaced: the module, the class if it is a method, and its name. The first two arguments are the module whose
 weight is meant and its name there."""
-_OURS = "_fsdp_zpp_refuses_frozen"
+_MARK = "_fsdp_zpp_refuses_frozen"
 
 
 def refuse_replacing() -> None:
-    """Have these functions raise for frozen weights, from now on. See the top of this file."""
+    """Make these functions raise for frozen weights, from now on. See the top of this file."""
     for path, cls, name in _REPLACING:
         owner: Any = importlib.import_module(path)
         owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go
         original = None if owner is None else vars(owner).get(name)
-        if original is not None and not hasattr(original, _OURS):
-            setattr(owner, name, _refusing(original, f"{path}.{cls or name}"))
+        if original is not None and not hasattr(original, _MARK):
+            setattr(owner, name, _wrap(original, f"{path}.{cls or name}"))
 
 
-def _refusing(original: Any, what: str) -> Any:
-    """``original``, a function or a static or class method, raising first if it is given a frozen weight."""
+def _wrap(original: Any, what: str) -> Any:
+    """Wrap a function, or a static or class method, so that it raises if it is given a frozen weight."""
     kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
     function: Callable[..., Any] = original if kind is None else original.__func__
     first = 1 if kind is classmethod else 0
@@ -58,6 +58,6 @@ def _refusing(original: Any, what: str) -> Any:
             )
         return function(*args, **kwargs)
 
-    refusing: Any = checked if kind is None else kind(checked)
-    setattr(refusing, _OURS, True)
-    return refusing
+    wrapped: Any = checked if kind is None else kind(checked)
+    setattr(wrapped, _MARK, True)
+    return wrapped

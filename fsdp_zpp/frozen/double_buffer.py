@@ -47,7 +47,7 @@ class _Buffer:
     ready: Any = None
 
     def hold(self, unit: Gathered) -> Tensor:
-        """Make room for ``unit``; returns uint8 of its gathered shape. The values are not there yet."""
+        """Make room for ``unit``, and return it: uint8 of its gathered shape. The values are not there yet."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
             self.memory = self.gathered = None  # frees the old memory before the new is allocated, not after
@@ -66,7 +66,7 @@ class DoubleBuffer:
         self._stream = SideStream()
 
     def get(self, unit: Gathered) -> Tensor:
-        """The gathered payload of ``unit``, valid in the current stream until another unit is requested. Collective."""
+        """Return the gathered payload of ``unit``, valid in this stream until another unit is requested. Collective."""
         if self._current.unit is not unit:
             self._switch(unit)
         # At every request, since this may be another stream than that of the last one.
@@ -76,7 +76,7 @@ class DoubleBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that both buffers take."""
+        """Return how many bytes both buffers take."""
         return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
 
     def drop(self, unit: Gathered) -> None:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.module_names import model_name
 
-from .base import UngroupedPayload, base_for
-from .modules import freeze, frozen_modules
+from .base import FrozenBase
 from .placement import Placement
-from .report import FrozenReport, named_left
+from .report import FrozenReport
 from .selection import Candidate, Selection
-from .weight import FrozenBase, FrozenWeight, ReadRows
+from .weight import FrozenWeight, ReadRows
 
 Encoded = tuple[FrozenWeight, Tensor]
 """A frozen weight and its local payload."""
@@ -28,12 +27,11 @@ MIN_NUMEL = 4096
 
 @dataclass(frozen=True)
 class FrozenOptions:
-    """How to quantize: the arguments of :func:`quantize_frozen_params` with their defaults resolved.
+    """Arguments of :func:`quantize_frozen_params`, with their defaults resolved.
 
     Attributes:
         codec: How weights are quantized.
         placement: Which rank holds which chunk.
-        min_numel: Weights with fewer values stay as they are.
         device: The device that keeps the codes; None keeps each weight's codes on the weight's device.
         dtype: The dtype that weights dequantize to by default; None is each weight's own.
         broadcast: The group whose first rank has the right values; None if every rank has them.
@@ -41,7 +39,6 @@ class FrozenOptions:
 
     codec: Codec
     placement: Placement
-    min_numel: int = MIN_NUMEL
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     broadcast: dist.ProcessGroup | None = None
@@ -74,13 +71,15 @@ def quantize_selected(
         # A generator: the memory that one weight is gathered or broadcast into is free before the next one's.
         encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
     # Also if nothing was chosen now: parts of the model may have bases, which become one.
-    base = base_for(model) if selection.chosen or any(True for _ in frozen_modules(model)) else None
-    before, after = 0, 0
+    base = FrozenBase.of(model) if selection.chosen or FrozenBase.below(model) else None
+    bytes_before, bytes_after = 0, 0
     for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
         assert base is not None
-        before += candidate.parameter.nbytes
-        after += row.nbytes
-        install(candidate, weight, row, base)
+        bytes_before += candidate.parameter.nbytes
+        bytes_after += row.nbytes
+        if candidate.packed is not None:
+            candidate.packed.release()
+        base.add(weight, row, candidate.sites)
     left = [parameter for parameters in selection.left.values() for _, parameter in parameters]
     report = FrozenReport(
         model_name(model),
@@ -88,9 +87,9 @@ def quantize_selected(
         options.placement,
         len(selection.chosen),
         sum(candidate.shape.numel() for candidate in selection.chosen),
-        before,
-        after,
-        named_left(selection.left),
+        bytes_before,
+        bytes_after,
+        selection.left_names,
         sum(parameter.numel() for parameter in left),
     )
     return report, base
@@ -99,9 +98,7 @@ def quantize_selected(
 def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None) -> Encoded:
     """Quantize this rank's chunk of one weight, from what ``read`` returns or, by default, from the model."""
     parameter = candidate.parameter
-    own_dtype = (candidate.owner.compute_dtype if candidate.owner is not None else None) or parameter.dtype
-    if candidate.packed is not None:
-        own_dtype = candidate.packed.dtype
+    own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
     weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, options.codec, options.placement)
     device = options.device if options.device is not None else parameter.device
     read = _reader(candidate, options, device) if read is None else read
@@ -110,24 +107,9 @@ def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRow
         return weight, weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
 
 
-def install(candidate: Candidate, weight: FrozenWeight, row: Tensor, base: FrozenBase) -> None:
-    """Replace a parameter in all its modules by a frozen weight, whose local payload is ``row``."""
-    if candidate.owner is not None:
-        candidate.owner.release()  # otherwise FSDP would put the parameter back, and keep its memory
-    if candidate.packed is not None:
-        candidate.packed.release()
-    weight.base, weight.holder = base, UngroupedPayload(row)
-    base.weights.append(weight)
-    for _, module, name in candidate.sites:
-        freeze(module, name, weight)
-
-
 def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
-    """A function that reads rows of a weight: from the model, or from the first rank's. Collective."""
+    """Return a function that reads rows of a weight: from the model, or from the first rank's. Collective."""
     parameter = candidate.parameter
-    if candidate.owner is not None:
-        whole = candidate.owner.whole()
-        return lambda first, last: whole[first:last]
     if options.broadcast is None:
         whole = parameter if candidate.packed is None else candidate.packed.whole()
         return lambda first, last: whole[first:last]

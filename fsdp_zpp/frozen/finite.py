@@ -9,24 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .selection import Selection
 from .weight import ReadRows
-
-
-def refuse_infinite(selection: Selection) -> None:
-    """Raise if this rank's part of the weights that are to be quantized has NaN or infinite values.
-
-    Raises:
-        ValueError: It names the weight.
-    """
-    named = [(each.name, each.parameter) for each in selection.chosen if each.packed is None]
-    # The names of what is in a flat parameter are known once it is opened.
-    named += [("a weight", p) for holder in selection.to_open for p in holder.parameters if not p.requires_grad]
-    for name, parameter in named:
-        values = parameter.detach()
-        refuse_infinite_values(values.to_local() if isinstance(values, DTensor) else values, name, "load it again")
 
 
 def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
@@ -43,7 +27,7 @@ def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
 
 
 def finite_rows(read: ReadRows, name: str, remedy: str) -> ReadRows:
-    """``read``, which raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
+    """Wrap ``read`` so that it raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
 
     def checked(first: int, last: int) -> Tensor:
         rows = read(first, last)

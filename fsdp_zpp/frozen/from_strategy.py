@@ -1,4 +1,4 @@
-"""The quantizing that ``Strategy(frozen=...)`` implies; adapters call it before FSDP sees the parameters."""
+"""Quantizes what a strategy with ``frozen=`` wraps; adapters call it before FSDP sees the parameters."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.unit import StrategyUnit
 
-from .base import UngroupedPayload, make_units
-from .encoding import FrozenOptions, quantize_selected
-from .finite import refuse_infinite
-from .modules import FrozenModule, frozen_modules
+from .base import FrozenBase
+from .encoding import MIN_NUMEL, FrozenOptions, quantize_selected
 from .placement import Placement
-from .report import log_report
 from .resharding import follow_strategy
 from .selection import PACKED, SHARDED, select
-from .weight import FrozenBase, out_of_inference_mode
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -58,8 +54,7 @@ def quantize_for(
     Raises:
         ValueError: If weights have no values, or infinite ones, or weights that were quantized before can't move.
     """
-    if any(isinstance(part, FrozenModule) for part in module.modules()):
-        follow_strategy(module, mesh)
+    follow_strategy(module, mesh)
     if strategy.frozen is None:
         return {}
     options = FrozenOptions(
@@ -69,9 +64,9 @@ def quantize_for(
         dtype=dtype,
         broadcast=broadcast,
     )
-    selection = select(module, options.min_numel, ignored, unpack=isinstance(strategy.frozen, NF4))
+    selection = select(module, MIN_NUMEL, ignored, unpack=isinstance(strategy.frozen, NF4))
     has_values = broadcast is None or mesh.rank == 0
-    agree(mesh.group, lambda: refuse_infinite(selection) if has_values else None)
+    agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)
     report, base = quantize_selected(module, selection, options)
     if base is not None and report.weights:
         # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.
@@ -83,43 +78,35 @@ def prepare_frozen(root: nn.Module) -> None:
     """Make the units of the frozen base below ``root``, with all checks of a first use, and log nothing. Collective.
 
     Raises:
-        ValueError: As :func:`make_units`.
+        ValueError: As :meth:`FrozenBase.make_units`.
     """
-    for base in _bases_of(root):
-        reports, base.reports = base.reports, []
-        if any(isinstance(weight.holder, UngroupedPayload) for weight in base.weights):
-            with out_of_inference_mode():
-                make_units(base)
-        base.reports = reports
+    for base in FrozenBase.below(root):
+        base.prepare()
 
 
 def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
     """Log what was quantized for strategies; if they have a codec for frozen weights and none was, say so, and why."""
-    for base in _bases_of(root):
-        log_report(base.reports)
-        base.reports = []
-    asked = [unit for unit in units if unit.strategy.frozen is not None]
-    if not asked or any(True for _ in frozen_modules(root)):
+    bases = FrozenBase.below(root)
+    for base in bases:
+        base.log_reports()
+    quantizing = [unit for unit in units if unit.strategy.frozen is not None]
+    if not quantizing or bases:
         return
     left: dict[str, list[str]] = {}
-    for unit in asked:
+    for unit in quantizing:
         for reason, names in unit.left_unquantized.items():
             left.setdefault(reason, []).extend(names)
     # A call that wraps more of a model finds what earlier calls have left, and wrapped.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
-    told = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
-    why = f"; frozen parameters that stay as they are: {told}" if told else ""
-    # Weights that are packed already take as little memory as was asked for.
+    stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
+    why = f"; frozen parameters that stay as they are: {stays}" if stays else ""
+    # Weights that are packed already take as little memory as the strategy wants.
     level = logging.INFO if any(reason.startswith(PACKED) for reason in left) else logging.WARNING
-    if asked[0].ranks.rank == 0:
+    if quantizing[0].ranks.rank == 0:
         logger.log(
             level,
             "%s: frozen=%s is NOT active: no frozen weight can or should be quantized%s",
             model,
-            asked[0].strategy.frozen,
+            quantizing[0].strategy.frozen,
             why,
         )
-
-
-def _bases_of(root: nn.Module) -> list[FrozenBase]:
-    return list({weight.base: None for _, _, weight in frozen_modules(root)})

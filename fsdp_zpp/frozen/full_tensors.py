@@ -7,17 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.module_names import original_path, parameter_name
+from fsdp_zpp.module_names import original_path
 
-from .modules import frozen_sites
-from .weight import FrozenWeight
+from ._torch_sharded import reshard
 
 
 def full_parameters(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) -> dict[str, Tensor]:
-    """Copies on the CPU of the parameters that are ``wanted``, by their FQNs without wrappers. Collective.
+    """Copy the parameters that are ``wanted`` to the CPU, by their FQNs without wrappers. Collective.
 
     Ranks of the model other than its first may get shards, or nothing. FSDP's own full state dicts don't serve: the one
     of FullyShardedDataParallel gathers all parameters, and the one of fully_shard has what a forward left gathered.
@@ -35,15 +34,8 @@ def full_parameters(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool
         }
 
 
-def reshard(model: nn.Module) -> None:
-    """Have ``model.parameters()`` be the shards: a forward without a backward leaves those of the root unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def full_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of the persistent buffers, by their FQNs without wrappers. Collective."""
+    """Copy the persistent buffers to the CPU, by their FQNs without wrappers. Collective."""
     return {
         original_path(f"{path}.{name}").removeprefix("."): _full(buffer.detach())
         for path, module in model.named_modules()
@@ -52,43 +44,23 @@ def full_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def dequantized_weights(model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
-    """Copies on the CPU of the quantized weights, dequantized, by all of their FQNs without wrappers. Collective.
-
-    One weight at a time is on the device.
-
-    Args:
-        model: The model, sharded or not.
-        kept: Whether this rank keeps the copies; without, it takes part and returns nothing.
-    """
-    names: dict[FrozenWeight, list[str]] = {}
-    for path, _, name, weight in frozen_sites(model):
-        names.setdefault(weight, []).append(parameter_name(path, name))
-    found: dict[str, Tensor] = {}
-    for weight, paths in names.items():
-        whole = weight.dequantize()
-        for path in paths if kept else ():  # tied ones are copied, as in torch's own full state dicts
-            found[path] = whole.to("cpu", copy=True)
-    return found
-
-
 def _instances(model: nn.Module) -> list[FullyShardedDataParallel]:
     return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
 def _unsharded(model: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which the first rank has all parameters in full, on the CPU; not those that are quantized."""
-    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    """Give the first rank all parameters in full, on the CPU, in this context; not those that are quantized."""
+    on_accelerator = any(parameter.device.type != "cpu" for parameter in model.parameters())
     # What is not sharded needs no gathering, and torch refuses to offload it.
     sharded = all(instance.sharding_strategy != ShardingStrategy.NO_SHARD for instance in _instances(model))
     # writeback=False, since torch refuses rank0_only with it; nothing is written here anyway.
     return FullyShardedDataParallel.summon_full_params(
-        model, writeback=False, offload_to_cpu=elsewhere and sharded, rank0_only=elsewhere and sharded
+        model, writeback=False, offload_to_cpu=on_accelerator and sharded, rank0_only=on_accelerator and sharded
     )
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, in full, on the CPU. Collective if it is sharded."""
+    """Copy a tensor, in full, to the CPU. Collective if it is sharded."""
     if isinstance(tensor, DTensor):
         # Offloaded shards are on the CPU, from which NCCL can't gather.
         on_device: Any = tensor.to(tensor.device_mesh.device_type)

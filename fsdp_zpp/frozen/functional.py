@@ -20,7 +20,7 @@ class Frozen(Protocol):
 # Dynamo would trace into the gather, and take its buffers, and whether they hold the weight, for constants.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
+    """Apply ``F.linear`` with a frozen weight, in the dtype of ``x``, or autocast's.
 
     Args:
         x: [..., in] in any floating dtype.
@@ -37,7 +37,7 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer computes with an input: its own, or autocast's."""
+    """Return the dtype in which a linear layer computes with an input: the input's, or autocast's."""
     # Autocast would choose in F.linear, but the weight is dequantized before that, into the dtype to compute in.
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
@@ -45,7 +45,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 @torch.compiler.disable
 @torch.no_grad()
 def frozen_embedding(tokens: Tensor, weight: Frozen) -> Tensor:
-    """``F.embedding`` with a frozen weight, in the weight's own dtype: integer tokens imply none."""
+    """Apply ``F.embedding`` with a frozen weight, in the weight's own dtype: integer tokens imply none."""
     return F.embedding(tokens, weight.dense(weight.dtype, tokens.device))
 
 

@@ -14,25 +14,25 @@ from torch import Tensor, nn
 
 from ._tensor import FrozenTensor, frozen_tensor, refuse_training, refuse_writing
 from .functional import compute_dtype, frozen_linear
-from .weight import FrozenBase, FrozenWeight
+from .weight import Base, FrozenWeight
 
 _WEIGHTS = "_fsdp_zpp_frozen"
 _SHOWN = "_fsdp_zpp_shown"
 _REPLACED = "_fsdp_zpp_replaced"
-_OURS = (_WEIGHTS, _SHOWN, _REPLACED)
+_ATTRIBUTES = (_WEIGHTS, _SHOWN, _REPLACED)
 _Self = TypeVar("_Self", bound=nn.Module)
 
 
 class FrozenModule(nn.Module):
-    """Mixed into the class of a module that has a :class:`FrozenWeight` in place of some of its parameters.
+    """A module that has a :class:`FrozenWeight` in place of some of its parameters; mixed into the class it had.
 
     A frozen weight is neither a parameter nor a buffer, so FSDP does not gather, cast or synchronize it, and it is in
     no state dict.
     """
 
     @property
-    def _fsdp_zpp_parts(self) -> list[FrozenBase]:
-        """The bases of its weights, for ``traffic(model)``; see ``PARTS`` in runtime/unit.py."""
+    def _fsdp_zpp_parts(self) -> list[Base]:
+        """Return the bases of its weights, for ``traffic(model)``; see ``PARTS`` in runtime/unit.py."""
         return [weight.base for weight in frozen_weights_of(self).values()]
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class FrozenModule(nn.Module):
         super().__delattr__(name)
 
     def requires_grad_(self: _Self, requires_grad: bool = True) -> _Self:
-        """Make the module's parameters trainable or not; raises for a frozen weight that would become trainable."""
+        """Make the module's parameters trainable or not; raise for a frozen weight that would become trainable."""
         if requires_grad:
             refuse_training(next(iter(frozen_weights_of(self).values())))
         return super().requires_grad_(requires_grad)
@@ -71,11 +71,11 @@ class FrozenModule(nn.Module):
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> _Self:
         for frozen in frozen_weights_of(self).values():
             # An empty tensor tells what fn changes. The codes must not be cast; a cast changes what they decode to.
-            moved = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
-            frozen.dtype = moved.dtype
-            if moved.device != frozen.device:
-                frozen.holder.move(moved.device)
-        # While PEFT sees frozen weights as parameters (_hugging_face.py), torch's _apply would dequantize them.
+            sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
+            frozen.dtype = sample.dtype
+            if sample.device != frozen.device:
+                frozen.holder.move(sample.device)
+        # While PEFT sees frozen weights as parameters (hugging_face/patches.py), torch's _apply would dequantize them.
         shown = {name: self._parameters.pop(name) for name in frozen_weights_of(self) if name in self._parameters}
         try:
             return super()._apply(fn, *args, **kwargs)
@@ -83,13 +83,13 @@ class FrozenModule(nn.Module):
             self._parameters.update(shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy with plain, dequantized weights, which may be trained. Collective."""
+        """Copy the module, with plain, dequantized weights, which may be trained. Collective."""
         plain: nn.Module = nn.Module.__new__(plain_class(self))
         memo[id(self)] = plain  # before its attributes are copied, which may refer back to it
         frozen_weights = frozen_weights_of(self)
         parameters = {name: value for name, value in self._parameters.items() if name not in frozen_weights}
         for name, value in {**vars(self), "_parameters": parameters}.items():
-            if name not in _OURS:
+            if name not in _ATTRIBUTES:
                 vars(plain)[name] = copy.deepcopy(value, memo)
         for name, frozen in frozen_weights.items():
             if id(frozen) not in memo:  # weights that are tied stay tied
@@ -102,7 +102,7 @@ def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
     """Replace ``module``'s parameter ``name`` by ``weight``."""
     del module._parameters[name]
     if not isinstance(module, FrozenModule):
-        vars(module).update({attribute: {} for attribute in _OURS})
+        vars(module).update({attribute: {} for attribute in _ATTRIBUTES})
         # The same object, so that parents, hooks and adapters keep their references; a subclass, so that
         # isinstance(module, nn.Linear) holds, by which PEFT and wrapping policies find it.
         module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # classes are hashable
@@ -116,14 +116,14 @@ def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     vars(module)[_SHOWN].pop(name, None)
     if not frozen:
         module.__class__ = plain_class(module)
-        for attribute in _OURS:
+        for attribute in _ATTRIBUTES:
             del vars(module)[attribute]
     module.register_parameter(name, parameter)
 
 
 @contextmanager
 def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Iterator[None]:
-    """A context in which ``module`` computes with what ``make`` returns instead of its weight ``name``."""
+    """Let ``module`` compute with what ``make`` returns instead of its weight ``name``, in this context."""
     vars(module)[_REPLACED][name] = make
     try:
         yield
@@ -132,12 +132,12 @@ def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Ite
 
 
 def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
-    """The frozen weights of a :class:`FrozenModule` itself, by their names in it."""
+    """Return the frozen weights of a :class:`FrozenModule` itself, by their names in it."""
     return vars(module).get(_WEIGHTS, {})
 
 
 def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, FrozenWeight]]:
-    """For each frozen weight below ``model``: its module's path, the module, its name there, and the weight.
+    """Yield for each frozen weight below ``model``: its module's path, the module, its name there, and the weight.
 
     A tied weight appears once for each of its modules.
     """
@@ -148,13 +148,13 @@ def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, Fro
 
 
 def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, FrozenWeight]]:
-    """:func:`frozen_sites` without names."""
+    """Yield what :func:`frozen_sites` yields, without names."""
     for path, module, _, weight in frozen_sites(model):
         yield path, module, weight
 
 
 def plain_class(module: nn.Module) -> type:
-    """The class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since.
+    """Return the class that a frozen module had before; without FSDPModule, say, if fully_shard has mixed it in since.
 
     Raises:
         RuntimeError: If another of its parameters was parametrized since, which its class has to know.
@@ -181,7 +181,7 @@ def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    """``nn.Linear.forward`` without a tensor that stands for the weight: making one takes CPU time in every call."""
+    """Apply the layer without a tensor that stands for its weight: making one takes CPU time in every call."""
     own = vars(self)
     if own[_REPLACED] or "weight" in own or "weight" in own["_parameters"]:
         return _replaced_linear(x, self.weight, self.bias)
@@ -190,7 +190,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with what has been put in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
+    """Apply ``F.linear`` with what is in place of a frozen weight, in the dtype of :func:`frozen_linear`."""
     if not isinstance(weight, FrozenTensor):
         # Made of the dequantized weight, whose dtype need not be that of the input.
         dtype = compute_dtype(x)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """The packed weight of one or more of bitsandbytes' ``Linear4bit``.
+    """A packed weight of one or more of bitsandbytes' ``Linear4bit``.
 
     Args:
         packed: The parameter.
@@ -31,17 +31,17 @@ class PackedLinear:
 
     @property
     def shape(self) -> torch.Size:
-        """The weight's shape."""
+        """Return the weight's shape."""
         return torch.Size(self.state.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the weight had before, and dequantizes to."""
+        """Return the dtype that the weight had before, and dequantizes to."""
         return self.state.dtype
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """All values, in fp32, so that they are rounded once."""
+        """Dequantize all values, in fp32, so that they are rounded once."""
         from bitsandbytes import functional  # on use, since that takes seconds
 
         data, state = self.packed.detach(), self.state
@@ -59,7 +59,7 @@ class PackedLinear:
 
 
 def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> PackedLinear | None:
-    """The packed weight that all of ``modules`` share; None if it is not bitsandbytes', or not packed yet."""
+    """Return the packed weight that ``modules`` share; None if it is not bitsandbytes', or not packed yet."""
     first = modules[0]
     states = (getattr(parameter, "quant_state", None), getattr(first, "quant_state", None))
     state = next((each for each in states if each is not None), None)

@@ -1,4 +1,4 @@
-"""Where a frozen weight lives: into how many chunks it is cut, and which of them this rank holds.
+"""Places a frozen weight: into how many chunks it is cut, and which of them this rank holds.
 
 The flat values of a weight are cut into as many chunks as there are ranks that share it: one under the scope ``N``, one
 for each rank of a node under ``I``, one for each rank under ``G``. A chunk is a whole number of the codec's blocks, so
@@ -12,10 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.unit import unit_of
 
 SCOPES = ("N", "I", "G")
 
@@ -45,18 +48,18 @@ class Placement:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks that a weight is cut into."""
+        """Return the number of chunks that a weight is cut into."""
         return self.mesh.topology.shard_count(self.scope)
 
     @property
     def own_chunk(self) -> int:
-        """The chunk that this rank holds."""
+        """Return the chunk that this rank holds."""
         node, local = divmod(self.mesh.rank, self.mesh.topology.gpus_per_node)
         return {"N": 0, "I": local, "G": local * self.mesh.topology.nodes + node}[self.scope]
 
     @property
     def replicas(self) -> str:
-        """Who holds the same as this rank, as a scope of :func:`check_replicas`: ``I`` nodes, ``N`` all, ``G`` nobody.
+        """Return who holds the same as this rank, for :func:`check_replicas`: ``I`` nodes, ``N`` all, ``G`` nobody.
 
         It may differ from the placement's: with one GPU a node, the scope ``I`` puts the same on all ranks.
         """
@@ -66,32 +69,46 @@ class Placement:
         return "G" if topology.world == 1 or (self.scope == "I" and topology.nodes == 1) else self.scope
 
     def chunk_numel(self, numel: int, codec: Codec) -> int:
-        """Values in a chunk of a weight of ``numel`` values; the last chunks may lie partly or wholly past its end."""
+        """Return how many of ``numel`` values are in a chunk; the last chunks may lie partly or wholly past the end."""
         block = block_of(codec)
         return -(-numel // (self.chunks * block)) * block
 
 
 def block_of(codec: Codec) -> int:
-    """Values that must stay in one chunk; 16 for codecs without blocks, which keeps their payloads aligned."""
+    """Return how many values must stay in one chunk: 16 for codecs without blocks, which keeps payloads aligned."""
     return int(getattr(codec, "block", 16))
 
 
-def place_base(
-    scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None, wrapping: ProcessMesh | None = None
-) -> Placement:
-    """The placement on ``group``, or on this process alone if there is none. Collective over ``group``.
+def place_base(model: nn.Module, scope: str, group: dist.ProcessGroup | None, gpus_per_node: int | None) -> Placement:
+    """Return the placement on ``group``, or on this process alone if there is none. Collective over ``group``.
 
     Args:
+        model: The model. Strategies that wrap parts of it give the node size if the user does not.
         scope: The scope.
         group: The data-parallel ranks.
         gpus_per_node: The node size that the user gave.
-        wrapping: The mesh of the strategy that wraps the model, which decides if the user did not.
 
     Raises:
-        ValueError: If the scope is unknown, or ``group`` can't be laid out on nodes of that size.
+        ValueError: If the scope is unknown, ``group`` can't be laid out on nodes of that size, or strategies differ.
     """
     if group is None:
         return Placement(scope, ProcessMesh(Topology(1, 1), 0, None, None))
-    if gpus_per_node is None and wrapping is not None and wrapping.group is group:
-        return Placement(scope, wrapping)
+    if gpus_per_node is None and (mesh := _wrapping_mesh(model, group)) is not None:
+        return Placement(scope, mesh)
     return Placement(scope, process_mesh(group, gpus_per_node), by_name=gpus_per_node is not None)
+
+
+def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | None:
+    """Return the mesh on ``group`` of the strategies that wrap parts of ``model``; None if there are none.
+
+    Raises:
+        ValueError: If their node sizes differ.
+    """
+    meshes = {unit.ranks for unit in map(unit_of, model.modules()) if unit is not None and unit.ranks.group is group}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"the strategies that wrap parts of this {model_name(model)} have different node sizes "
+            f"({', '.join(sorted(str(mesh.topology) for mesh in meshes))}); pass gpus_per_node= to choose that of the "
+            "frozen base"
+        )
+    return next(iter(meshes), None)

@@ -1,9 +1,9 @@
-"""``quantize_frozen_params`` turns frozen parameters into sharded codes outside of FSDP, and its inverse undoes it."""
+"""Turns frozen parameters into sharded codes outside of FSDP: ``quantize_frozen_params``, and its inverse."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,16 @@ from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.model_ranks import ranks_of
 from fsdp_zpp.runtime.validation import DTYPES, check_module
 
-from .base import drop_weights
+from .base import FrozenBase
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
-from .finite import finite_rows, refuse_infinite
-from .model_tensors import ModelTensor
+from .files.model_tensors import ModelTensor
+from .files.source import Source, source_from
+from .files.tensor_files import OTHER_FILES
+from .finite import finite_rows
 from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
 from .placement import place_base
-from .report import FrozenReport, log_report, merge
-from .resharding import check_base_agreement, wrapping_mesh
-from .selection import Selection, refuse_sharded, select
-from .sharded_params import FlatParamHandleView
-from .source import Source, source_from
-from .tensor_files import OTHER_FILES
+from .report import FrozenReport, log_report
+from .selection import Selection, select
 from .weight import FrozenWeight
 
 
@@ -53,11 +51,8 @@ def quantize_frozen_params(
     FSDP does not gather them, they are not in ``model.state_dict()`` (``save_frozen_params`` saves them), and no
     gradient is ever allocated for them. A second call quantizes what was frozen since the first.
 
-    Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. You may also call it on a model that is
-    sharded already, by our strategies or torch's, before its first forward and before you make its optimizer. Weights
-    under ``fully_shard`` are then gathered and taken one by one. Units of FullyShardedDataParallel need
-    ``use_orig_params=True`` and are gathered and taken apart one by one; call it before anything lets FSDP find out
-    which instance is the root: a state dict saved or loaded, parameters summoned, a hook registered.
+    Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. Of a model that is wrapped in part, it
+    quantizes the rest: pass frozen weights that FSDP has sharded in ``ignored_params``.
 
     Args:
         model: Any model with frozen parameters, such as a PEFT model. It may be on the meta device if there is a
@@ -77,8 +72,7 @@ def quantize_frozen_params(
         device: The device that keeps the codes. Default: this process's accelerator if the process group communicates
             through it, otherwise the device that each weight is on.
         dtype: The dtype that weights show and embeddings return: your mixed precision's ``param_dtype``. Linear layers
-            compute in the dtype of their input, or autocast's. Default: each weight's own; for sharded weights, that
-            of their mixed precision.
+            compute in the dtype of their input, or autocast's. Default: each weight's own.
         ignored_params: Parameters that stay as they are.
         sync_module_states: Whether to broadcast the first rank's weights, one at a time, as FSDP's option does.
 
@@ -88,10 +82,8 @@ def quantize_frozen_params(
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If an argument is out of range, likewise, or weights have no values, or NaN or infinite ones. If
-            weights are sharded already and can't be taken back: after a forward (or, under FullyShardedDataParallel,
-            the like), by FullyShardedDataParallel without ``use_orig_params``, over ranks that are not data-parallel,
-            or with ``checkpoint`` or ``sync_module_states``, which need a model that is not sharded. If a checkpoint is
-            broken or not this model's, on any rank; every rank then raises, and the model is unchanged.
+            weights are sharded already, by FSDP or by another parallelism. If a checkpoint is broken or not this
+            model's, on any rank; every rank then raises, and the model is unchanged.
 
     Examples:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -104,25 +96,22 @@ def quantize_frozen_params(
 
     def check() -> tuple[Selection, torch.device | None]:
         _check_arguments(model, codec, min_numel, dtype)
-        selection = select(model, min_numel, ignored_params, take_sharded=in_the_model, unpack=isinstance(codec, NF4))
-        refuse_sharded(
-            selection,
-            f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or, without checkpoint= and "
-            "sync_module_states=, before its first forward (under FullyShardedDataParallel with use_orig_params=True "
-            "and before a state dict is saved or loaded)",
+        selection = select(model, min_numel, ignored_params, unpack=isinstance(codec, NF4))
+        selection.refuse_sharded(
+            f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or wrap it with "
+            f"Strategy(..., frozen={codec!r}), which quantizes what it wraps",
         )
         if in_the_model or (sync_module_states and group is not None and dist.get_rank(group) == 0):
-            refuse_infinite(selection)
+            selection.refuse_infinite()
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)
     facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
     facts |= {"from a checkpoint": checkpoint is not None}
-    check_base_agreement("quantize_frozen_params", model, group, gpus_per_node, selection, facts)
+    selection.check_agreement("quantize_frozen_params", model, group, gpus_per_node, facts)
     options = FrozenOptions(
         codec,
-        place_base(placement, group, gpus_per_node, wrapping_mesh(model, group) if gpus_per_node is None else None),
-        min_numel,
+        place_base(model, placement, group, gpus_per_node),
         kept_on,
         dtype,
         group if sync_module_states else None,
@@ -133,8 +122,7 @@ def quantize_frozen_params(
         read = agree(
             group, lambda: _read(model, checkpoint, selection, options, group), lambda read: read.summary, OTHER_FILES
         )
-    parts = [_quantize_flattened(model, holder, options, ignored_params) for holder in selection.to_open]
-    report = merge([*parts, quantize_selected(model, selection, options, read.encoded if read else None)[0]])
+    report, _ = quantize_selected(model, selection, options, read.encoded if read else None)
     log_report([report])
     for tensor, value in read.others if read is not None else ():
         tensor.fill(value, options.device or torch.device("cpu"))
@@ -153,7 +141,7 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
 
 @dataclass(frozen=True)
 class _Read:
-    """The contents of a checkpoint for a model, read and quantized but not yet put into the model."""
+    """Contents of a checkpoint for a model, read and quantized but not yet put into the model."""
 
     encoded: list[Encoded]
     others: list[tuple[ModelTensor, Tensor]]
@@ -188,18 +176,6 @@ def _read(
     return _Read(encoded, others, source.summary())
 
 
-def _quantize_flattened(
-    model: nn.Module, holder: FlatParamHandleView, options: FrozenOptions, ignored: Collection[Tensor]
-) -> FrozenReport:
-    """Quantize the weights in one flat parameter. Collective."""
-    # Before it is opened, since it has no flat parameter while it is.
-    parameters = [parameter for parameter in holder.parameters if not parameter.requires_grad]
-    with holder.opened():
-        selection = select(model, options.min_numel, ignored, only=parameters)
-        report, _ = quantize_selected(model, selection, replace(options, dtype=options.dtype or holder.compute_dtype))
-    return report
-
-
 def dequantize_frozen_params(model: nn.Module) -> int:
     """Turn every quantized weight of ``model`` back into a plain, frozen parameter. Collective.
 
@@ -221,17 +197,18 @@ def dequantize_frozen_params(model: nn.Module) -> int:
         lambda sites: repr([name for users in sites.values() for _, name in users]),
         "called dequantize_frozen_params with other quantized weights than",
     )
+    bases = FrozenBase.below(model)
     for weight, users in sites.items():
         parameter = nn.Parameter(weight.dequantize(), requires_grad=False)
         for module, name in users:
             unfreeze(module, name, parameter)
-    for base in {weight.base: None for weight in sites}:
-        drop_weights(base, set(sites))
+    for base in bases:
+        base.drop(sites)
     return len(sites)
 
 
 def _sites(model: nn.Module) -> dict[FrozenWeight, list[tuple[FrozenModule, str]]]:
-    """The modules of each frozen weight, with its names in them; raises before anything has changed."""
+    """Return the modules of each frozen weight, with its names in them; raise before anything has changed."""
     check_module(model)
     sites: dict[FrozenWeight, list[tuple[FrozenModule, str]]] = {}
     for _, module, name, weight in frozen_sites(model):

@@ -1,11 +1,9 @@
-"""The report of a quantized base: how many parameters, how many bytes, what stays as it is and why."""
+"""Reports on a quantized base: how many parameters, how many bytes, what stays as it is and why."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-
-from torch import nn
 
 from fsdp_zpp.codecs.base import Codec
 
@@ -18,7 +16,7 @@ _WHERE = {"N": "replicated on every rank", "I": "sharded inside nodes", "G": "sh
 
 @dataclass(frozen=True)
 class FrozenReport:
-    """What ``quantize_frozen_params`` did.
+    """A report on what ``quantize_frozen_params`` did.
 
     Attributes:
         model: The name of the model's class.
@@ -59,7 +57,7 @@ def log_report(reports: list[FrozenReport]) -> None:
 
 
 def merge(reports: list[FrozenReport]) -> FrozenReport:
-    """One report of one or more parts of a model, under the name of the last."""
+    """Make one report of those on parts of a model, under the name of the last."""
     first, last = reports[0], reports[-1]
     left: dict[str, tuple[str, ...]] = {}
     for report in reports:
@@ -76,11 +74,6 @@ def merge(reports: list[FrozenReport]) -> FrozenReport:
         left,
         sum(report.parameters_left for report in reports),
     )
-
-
-def named_left(left: dict[str, list[tuple[str, nn.Parameter]]]) -> dict[str, tuple[str, ...]]:
-    """The names of what stays as it is, by the reason."""
-    return {reason: tuple(name for name, _ in parameters) for reason, parameters in left.items()}
 
 
 def _size(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Which parameters of a model are worth quantizing, and why the others are not.
+"""Selects the parameters of a model that are worth quantizing, and says why the others are not.
 
 Chosen are the weights of nn.Linear and nn.Embedding, and stacks of matrices, which hold the experts of MoE layers:
 parameters of three dimensions, the first greater than 1, of modules that are not torch.nn's own. Vectors, the routers
@@ -11,15 +11,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.module_names import parameter_name
+from fsdp_zpp.collectives.agreement import check_agreement
+from fsdp_zpp.module_names import model_name, parameter_name
 from fsdp_zpp.runtime.packed_weights import holds_packed_values
+from fsdp_zpp.runtime.rank_layout import launched_node_size
 from fsdp_zpp.runtime.validation import DTYPES
 
+from ._torch_sharded import reshard, sharded_parameters
+from .finite import refuse_infinite_values
 from .packed_linear import PackedLinear, packed_linear
-from .sharded_params import FlatParamHandleView, ShardedParamHandle, flat_params_in, sharded_params_in
 
 SHARDED = "sharded by FSDP already"
 PACKED = "packed already"
@@ -33,159 +38,151 @@ class Candidate:
     Attributes:
         parameter: The weight.
         sites: For each module that uses it: the module's path, the module, and its name there.
-        owner: Gives it up if it is sharded; None if it is plain.
         packed: Unpacks it if bitsandbytes has packed it; None if it is plain.
     """
 
     parameter: nn.Parameter
     sites: list[tuple[str, nn.Module, str]]
-    owner: ShardedParamHandle | None = None
     packed: PackedLinear | None = None
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape, unpacked."""
+        """Return the weight's shape, unpacked."""
         return self.parameter.shape if self.packed is None else self.packed.shape
 
     @property
     def name(self) -> str:
-        """The path of the weight, by its first module."""
+        """Return the path of the weight, by its first module."""
         path, _, own_name = self.sites[0]
         return f"{path}.{own_name}".removeprefix(".")
 
 
 @dataclass
 class Selection:
-    """The weights to quantize, and the parameters that stay as they are.
+    """Weights to quantize, and parameters that stay as they are.
 
     Attributes:
         chosen: The weights to quantize, in the order of the model.
         left: Names and values of frozen parameters that stay as they are, by the reason.
-        to_open: Flat parameters that must be taken apart before the weights in them can be chosen.
     """
 
     chosen: list[Candidate] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
-    to_open: list[FlatParamHandleView] = field(default_factory=list)
+
+    @property
+    def left_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of what stays as it is, by the reason."""
+        return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
+
+    def refuse_infinite(self) -> None:
+        """Raise if weights that are to be quantized have NaN or infinite values on this rank.
+
+        Raises:
+            ValueError: It names the weight.
+        """
+        for candidate in self.chosen:
+            if candidate.packed is None:
+                refuse_infinite_values(candidate.parameter.detach(), candidate.name, "load it again")
+
+    def refuse_sharded(self, remedy: str) -> None:
+        """Raise if weights that would be quantized are sharded already, by FSDP or by another parallelism.
+
+        Raises:
+            ValueError: It names the first of them and the ``remedy``.
+        """
+        if sharded := self.left.get(SHARDED):
+            raise ValueError(f"{sharded[0][0]} is sharded by FSDP already; {remedy}")
+        if sharded := self.left.get(OTHERWISE_SHARDED):
+            raise ValueError(
+                f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), "
+                "and a frozen base is made of whole weights; call quantize_frozen_params before FSDP shards them, or "
+                "pass them in ignored_params, which leaves them as they are"
+            )
+
+    def check_agreement(
+        self,
+        call: str,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        gpus_per_node: int | None,
+        facts: dict[str, object],
+    ) -> None:
+        """Raise on every rank of ``group`` unless all ranks have chosen the same, by the same arguments. Collective.
+
+        Args:
+            call: The public function that was called, for the error.
+            model: The model.
+            group: The ranks; None means this process alone, which has nobody to agree with.
+            gpus_per_node: The node size that the user gave.
+            facts: Other arguments of the call, by name.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        if group is None:
+            return
+        # A size that was given differs from the same size by default: only the default one follows a strategy later.
+        nodes = gpus_per_node or f"{launched_node_size(group)} (LOCAL_WORLD_SIZE)"
+        chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
+        check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
 
 
-def select(
-    model: nn.Module,
-    min_numel: int,
-    ignored: Collection[Tensor] = (),
-    take_sharded: bool = False,
-    only: Collection[Tensor] | None = None,
-    unpack: bool = False,
-) -> Selection:
+def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), unpack: bool = False) -> Selection:
     """Choose frozen weights, tied ones once. See the top of this file.
 
     Args:
-        model: The model.
+        model: The model. Parts that FSDP has sharded are resharded.
         min_numel: Weights with fewer values stay as they are.
         ignored: Parameters that stay as they are.
-        take_sharded: Whether to choose sharded weights, too, if their owner gives them up.
-        only: The parameters to look at. Default: all.
         unpack: Whether to choose weights that bitsandbytes has packed in 4 bits, too.
     """
-    selection = Selection()
-    ignored_ids, only_ids = {id(tensor) for tensor in ignored}, {id(tensor) for tensor in only or ()}
-    trainable_uses, seen = _sites_by_parameter(model), set()
-    adapters, owners = _adapter_modules(model), sharded_params_in(model)
-    later, stuck = _in_flattened(model, selection, take_sharded) if only is None else (set(), {})
+    reshard(model)  # what fully_shard has gathered of a parameter is a plain tensor, and the parameter still FSDP's
+    selection, seen = Selection(), set()
+    ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
+    sites_of, sharded, under_fsdp = _sites_by_parameter(model), sharded_parameters(model), _under_fully_shard(model)
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        shapes = {name: shape for name, (_, shape) in sharded[module].items()}
+        # FullyShardedDataParallel does not have modules show all of what it has sharded.
+        shown = module._parameters | {name: parameter for name, (parameter, _) in sharded[module].items()}
+        for name, parameter in shown.items():
             if parameter is None or parameter.requires_grad or id(parameter) in seen:
                 continue
-            if id(parameter) in later or (only is not None and id(parameter) not in only_ids):
-                continue
+            is_sharded = name in shapes and _fits(module, name, shapes[name])
+            if isinstance(parameter, FlatParameter) and not is_sharded:
+                continue  # what else it holds may be a weight
             seen.add(id(parameter))
-            sites, owner = trainable_uses[id(parameter)], owners.get(id(parameter))
-            packed = packed_linear(parameter, [site for _, _, site in sites]) if unpack and owner is None else None
+            sites = sites_of.get(id(parameter), [(path, module, name)])
+            packed = packed_linear(parameter, [site for _, site, _ in sites]) if unpack and not is_sharded else None
             if id(parameter) in ignored_ids:
                 reason: str | None = "to be ignored"
-            elif any(id(site) in adapters for _, _, site in sites):
+            elif any(id(site) in adapters for _, site, _ in sites):
                 reason = "an adapter's"
-            elif _fits(module, name, stuck.get(id(parameter), parameter.shape)) and (
-                id(parameter) in stuck or parameter.dim() < 2 or _stays(parameter, owner, take_sharded)
-            ):
+            elif is_sharded:
                 # Before the other checks: a sharded parameter may have another shape and class now.
-                foreign = owner is None and isinstance(parameter, DTensor)
-                reason = OTHERWISE_SHARDED if foreign else SHARDED
+                by_another = isinstance(parameter, DTensor) and module not in under_fsdp
+                reason = OTHERWISE_SHARDED if by_another else SHARDED
             else:
-                kind = type(parameter) if owner is None else owner.kind
-                reason = _unfit(parameter, kind, [(site, own) for _, own, site in sites], min_numel, packed)
+                reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
-                places = [(where, site, own) for where, own, site in sites]
-                selection.chosen.append(Candidate(parameter, places, owner, packed))
+                selection.chosen.append(Candidate(parameter, sites, packed))
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection
 
 
-def refuse_sharded(selection: Selection, remedy: str) -> None:
-    """Raise if weights that would be quantized stay with FSDP or with another parallelism.
-
-    Raises:
-        ValueError: It names one of them and the ``remedy``.
-    """
-    if sharded := selection.left.get(SHARDED):
-        raise ValueError(
-            f"{sharded[0][0]} is sharded by FSDP already; {remedy}, or wrap it with Strategy(..., frozen=...), which "
-            "quantizes what it wraps"
-        )
-    if sharded := selection.left.get(OTHERWISE_SHARDED):
-        raise ValueError(
-            f"{sharded[0][0]} is sharded by another parallelism (tensor parallelism, or FSDP around this module), and "
-            "a frozen base is made of whole weights; pass such weights in ignored_params, which leaves them as they are"
-        )
-
-
-def _in_flattened(model: nn.Module, selection: Selection, take_sharded: bool) -> tuple[set[int], dict[int, torch.Size]]:
-    """Add flat parameters to take apart to ``selection``.
-
-    Returns:
-        The ids of the parameters in them, which are looked at later; and, with the shapes that they had, the ids of the
-        parameters that stay flattened.
-    """
-    later: set[int] = set()
-    stuck: dict[int, torch.Size] = {}
-    paths = {module: path for path, module in model.named_modules()}
-    for holder in flat_params_in(model):
-        ids = {id(parameter) for parameter in holder.parameters}
-        # A flat parameter may hold parameters of modules outside of model, if that is only a part.
-        fitting = [(site, own) for site, own, shape in holder.sites if site in paths and _fits(site, own, shape)]
-        weights = [site._parameters.get(own) for site, own in fitting]
-        if not ids and fitting and not holder.requires_grad:
-            # Modules show only the flat parameter, so the loop over their parameters does not find this weight.
-            name = parameter_name(paths[fitting[0][0]], fitting[0][1])
-            selection.left.setdefault(SHARDED, []).append((name, nn.Parameter()))
-        elif take_sharded and holder.can_open and any(w is not None and not w.requires_grad for w in weights):
-            selection.to_open.append(holder)
-            later |= ids
-        else:
-            shown = [(site._parameters.get(own), shape) for site, own, shape in holder.sites]
-            stuck |= {id(parameter): shape for parameter, shape in shown if parameter is not None}
-    return later, stuck
-
-
-def _stays(parameter: nn.Parameter, owner: ShardedParamHandle | None, take_sharded: bool) -> bool:
-    """Whether it is sharded, and stays so."""
-    if owner is None:
-        return isinstance(parameter, DTensor)  # by something that no adapter knows of
-    return not (take_sharded and owner.can_release)
+def _under_fully_shard(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that a ``fully_shard`` of a module below ``model`` reaches."""
+    return {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
 
 
 def _unfit(
-    parameter: nn.Parameter,
-    kind: type,
-    sites: list[tuple[nn.Module, str]],
-    min_numel: int,
-    packed: PackedLinear | None,
+    parameter: nn.Parameter, sites: list[tuple[str, nn.Module, str]], min_numel: int, packed: PackedLinear | None
 ) -> str | None:
-    """Why a parameter can't or should not be quantized; None if it should be."""
+    """Return why a parameter can't or should not be quantized; None if it should be."""
+    kind = type(parameter)
     if parameter.dim() == 1:
         return "1-D"
-    for module, name in sites:
+    for _, module, name in sites:
         if not _fits(module, name, parameter.shape):
             return f"of {type(module).__name__}, not nn.Linear or nn.Embedding"
         if hasattr(module, "parametrizations"):
@@ -202,29 +199,29 @@ def _unfit(
 
 
 def _fits(module: nn.Module, name: str, shape: torch.Size) -> bool:
-    """Whether a parameter is a weight of the kind that is quantized. See the top of this file."""
+    """Return whether a parameter is a weight of the kind that is quantized. See the top of this file."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return name == "weight"
     of_torch = any(cls.__module__.startswith("torch.nn.") and cls is not nn.Module for cls in type(module).__mro__)
     return len(shape) == 3 and shape[0] > 1 and not of_torch
 
 
-def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
-    """For each parameter, by its id: the path of each of its modules, its name there, and the module."""
-    sites: dict[int, list[tuple[str, str, nn.Module]]] = {}
+def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """Return for each parameter, by its id: the path of each of its modules, the module, and its name there."""
+    sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                sites.setdefault(id(parameter), []).append((path, name, module))
+                sites.setdefault(id(parameter), []).append((path, module, name))
     return sites
 
 
 def _adapter_modules(model: nn.Module) -> set[int]:
-    """The ids of the modules of PEFT's adapters: inactive ones are frozen, but are not part of the base."""
-    found = set()
+    """Return the ids of the modules of PEFT's adapters: inactive ones are frozen, but are not part of the base."""
+    modules = set()
     for module in model.modules():
         for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save"):
             container = getattr(module, name, None)
             if isinstance(container, nn.Module):
-                found |= {id(inner) for inner in container.modules()}
-    return found
+                modules |= {id(inner) for inner in container.modules()}
+    return modules

@@ -15,12 +15,11 @@ from torch import Tensor
 from fsdp_zpp.collectives.hops import Traffic, hop_over
 
 from .double_buffer import DoubleBuffer
-from .placement import Placement
 from .weight import FrozenWeight, out_of_inference_mode
 
 
 class FrozenUnit:
-    """The payload shard of some weights, which it takes over from their holders.
+    """A payload shard of some weights, which it takes over from their holders.
 
     Args:
         label: Names the unit in profiles.
@@ -31,7 +30,7 @@ class FrozenUnit:
 
     def __init__(self, label: str, weights: list[FrozenWeight], traffic: Traffic, buffers: DoubleBuffer) -> None:
         self.label, self.weights = label, weights
-        self.placement: Placement = weights[0].placement
+        self.placement = weights[0].placement
         mesh, scope = self.placement.mesh, self.placement.scope
         self._inter = hop_over(mesh.inter if scope == "G" else None, "gather", "inter", traffic)
         self._intra = hop_over(mesh.intra if scope != "N" else None, "gather", "intra", traffic)
@@ -51,17 +50,17 @@ class FrozenUnit:
 
     @property
     def device(self) -> torch.device:
-        """The device that the payload shard is on."""
+        """Return the device that the payload shard is on."""
         return self._shard.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps of the unit."""
+        """Return how many bytes this rank keeps of the unit."""
         return self._shard.nbytes
 
     @property
     def gathered_shape(self) -> tuple[int, int]:
-        """The shape of the gathered payload: a row of bytes for each chunk."""
+        """Return the shape of the gathered payload: a row of bytes for each chunk."""
         return self.placement.chunks, self.local_nbytes
 
     def move(self, device: torch.device) -> None:
@@ -70,7 +69,7 @@ class FrozenUnit:
         self._shard = self._shard.to(device)
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
-        """This rank's chunk of a weight, uint8 [local_nbytes]; a view of the payload shard."""
+        """Return this rank's chunk of a weight, uint8 [local_nbytes]; a view of the payload shard."""
         start = self._starts[weight]
         # A secondary shard has a row from each node; this rank's own is that of its node.
         row = self._shard[
@@ -79,7 +78,7 @@ class FrozenUnit:
         return row[start : start + weight.local_nbytes]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
-        """All chunks of a weight, uint8 [chunks, local_nbytes], on the device that computes. Collective.
+        """Return all chunks of a weight, uint8 [chunks, local_nbytes], on the device that computes. Collective.
 
         They are valid until the payload of another unit is asked for.
         """
@@ -98,7 +97,7 @@ class FrozenUnit:
         self._intra.all_gather(self._shard, self.label, out)
 
     def _cross_nodes(self) -> None:
-        """Under the scope G, at the first gather: replace the payload shard by the secondary shard."""
+        """Replace the payload shard by the secondary shard, under the scope G, at the first gather."""
         if self._inter is not None and not self._crossed:
             self._shard = self._inter.all_gather(self._shard, self.label)
             self._crossed = True

@@ -1,23 +1,25 @@
-"""One frozen weight, with this rank's chunk of its codes; and the base of a model, which is all its frozen weights."""
+"""One frozen weight: how its values become chunks of codes, one for each rank that shares it, and values again."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import Blockwise
-from fsdp_zpp.collectives.hops import Traffic
+from fsdp_zpp.codecs.blockwise import Blockwise, Int4, Int8
+from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.kernels import PayloadLayout, dequantize_rows
+from fsdp_zpp.runtime.unit import Communicator
 
 from .placement import Placement
-from .report import FrozenReport
+
+Storable = Int8 | Int4 | NF4
+"""Codecs whose payloads can be cut into codes and scales and put together anew: for files, and for other placements."""
 
 ReadRows = Callable[[int, int], Tensor]
 """``read(first, last)`` returns rows ``first`` to ``last - 1`` of a weight, in any floating dtype, on any device.
@@ -28,7 +30,7 @@ A row of a stack of matrices is one of its matrices.
 
 @contextmanager
 def out_of_inference_mode() -> Iterator[None]:
-    """A context for tensors that outlive a forward: inference tensors can't be written to or saved for a backward."""
+    """Leave inference mode for tensors that outlive a forward: its own can't be written to or saved for a backward."""
     if torch.is_inference_mode_enabled():
         # Leaving inference mode enables gradients, so they are turned off again.
         with torch.inference_mode(False), torch.no_grad():
@@ -50,33 +52,10 @@ class PayloadHolder(Protocol):
     def device(self) -> torch.device: ...
 
 
-class FrozenBase:
-    """The frozen weights of one model.
+class Base(Communicator, Protocol):
+    """A base that a weight is part of: all frozen weights of a model."""
 
-    Args:
-        root: The model, or as much of it as is known.
-
-    Attributes:
-        traffic: Bytes that its gathers have sent.
-        weights: All frozen weights.
-        reports: What was quantized since the last log line.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        # Weak: the modules of a part refer to the base through their weights, and must not keep the whole model alive.
-        self.root = weakref.ref(root)
-        self.traffic = Traffic()
-        self.weights: list[FrozenWeight] = []
-        self.reports: list[FrozenReport] = []
-
-    def invalidate(self) -> None:
-        """Do nothing, since frozen weights don't change."""
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The ranks that its weights are placed on; none where each process has all of them."""
-        found = dict.fromkeys(weight.placement.mesh.group for weight in self.weights)
-        return [group for group in found if group is not None]
+    def make_units(self) -> None: ...
 
 
 class FrozenWeight:
@@ -97,7 +76,7 @@ class FrozenWeight:
     """
 
     holder: PayloadHolder
-    base: FrozenBase
+    base: Base
     shown: weakref.ref[Tensor] | None = None
     sampled: list[float] | None = None
 
@@ -119,8 +98,51 @@ class FrozenWeight:
 
     @property
     def device(self) -> torch.device:
-        """The device that its codes are on."""
+        """Return the device that its codes are on."""
         return self.holder.device
+
+    def codes_and_scales(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut chunks into all codes and scales, without padding.
+
+        Args:
+            rows: All chunks, uint8 [chunks, local_nbytes].
+
+        Returns:
+            Codes, flat uint8, and scales, fp32 [blocks].
+        """
+        assert isinstance(self.codec, Storable)
+        layout, chunk = self.codec.layout, self.chunk_numel
+        start = layout.scales_offset(chunk)
+        codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
+        scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
+        # The layout decides how much padding the last chunks have, but not how many blocks the weight has.
+        blocks = layout.blocks(self.shape.numel())
+        return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
+
+    def local_payload_from_slices(self, codes: Any, scales: Any) -> Tensor:
+        """Put this rank's chunk together from codes and scales.
+
+        Args:
+            codes: All codes; only this rank's are indexed, so that it may be a slice of a file, which reads lazily.
+            scales: All scales, likewise.
+
+        Returns:
+            The local payload, uint8 [local_nbytes] on the CPU.
+        """
+        assert isinstance(self.codec, Storable)
+        layout = self.codec.layout
+        row = torch.zeros(self.local_nbytes, dtype=torch.uint8)
+        end_of_all = layout.blocks(self.shape.numel())
+        per_chunk = self.chunk_numel // layout.block
+        first = min(self.placement.own_chunk * per_chunk, end_of_all)
+        last = min(first + per_chunk, end_of_all)
+        if first == last:
+            return row
+        nbytes = layout.codes_nbytes(layout.block)
+        row[: (last - first) * nbytes] = codes[first * nbytes : last * nbytes]
+        start = layout.scales_offset(self.chunk_numel)
+        row[start : start + 4 * (last - first)] = scales[first:last].view(torch.uint8)
+        return row
 
     def encode(self, read: ReadRows, device: torch.device) -> Tensor:
         """Quantize this rank's chunk; only the rows that it lies in are read.
@@ -145,7 +167,7 @@ class FrozenWeight:
     @torch.compiler.disable
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-        """The whole weight, dequantized, for a computation on ``device``. Collective over the ranks of its placement.
+        """Dequantize the whole weight for a computation on ``device``. Collective over the ranks of its placement.
 
         Args:
             dtype: The dtype of the result. Default: the weight's.
@@ -157,7 +179,7 @@ class FrozenWeight:
         return self.dense(dtype or self.dtype, device or self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """:meth:`dequantize` without its decorators, for callers that autograd and compilers don't look into anyway."""
+        """Dequantize the whole weight, for callers that neither autograd nor a compiler looks into. Collective."""
         rows = self.holder.gathered_payload(self, device)
         numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
         # Decoding writes whole chunks, so the padding at the end of the last ones needs room; a view cuts it off.
@@ -170,7 +192,7 @@ class FrozenWeight:
         return out if numel == padded else out[:numel].view(self.shape)
 
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``dense(...)[index]``, but only this matrix of the stack is decoded, unless blocks straddle two matrices."""
+        """Dequantize one matrix of a stack: it alone is decoded, unless blocks straddle two matrices. Collective."""
         index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
         # NF4 has a layout, too: codes are only copied here, and its payload is laid out like any other.
         layout: PayloadLayout | None = getattr(self.codec, "layout", None)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import from_first_rank, run_on_first_rank
-from fsdp_zpp.frozen.identity import check_base, describe_base
+from fsdp_zpp.frozen.files.identity import check_base, describe_base
 
 from ._companions import companion, companions
 

@@ -5,8 +5,8 @@ on the whole file, that is, when every process of the previous job has finished 
 of a process that ends. Where a file system has no locks, jobs don't wait for each other; see _cut_off_saves.py for how
 a mixture is then detected.
 
-Locks are POSIX's, on bytes; those of flock, which frozen/drafts.py takes, are on whole files. A process loses all POSIX
-locks that it has on a file when it closes any descriptor of that file, so it opens it once.
+Locks are POSIX's, on bytes; those of flock, which frozen/files/drafts.py takes, are on whole files. A process loses all
+POSIX locks that it has on a file when it closes any descriptor of that file, so it opens it once.
 """
 
 from __future__ import annotations

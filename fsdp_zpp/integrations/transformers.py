@@ -25,7 +25,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.peft_saving import as_plain, peft_model_in
+from fsdp_zpp.frozen.hugging_face.peft_saving import as_plain, peft_model_in
 
 from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state

@@ -90,11 +90,6 @@ def attach(module: nn.Module, unit: Unit) -> None:
     setattr(module, _ATTRIBUTE, unit)
 
 
-def detach(module: nn.Module) -> None:
-    """Forget the unit attached to ``module``."""
-    delattr(module, _ATTRIBUTE)
-
-
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit attached to ``module`` itself."""
     # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,17 @@ def check_module(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
+
+
+def check_folder(path: object) -> Path:
+    """Return the folder that the argument ``path`` names.
+
+    Raises:
+        TypeError: If it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")
+    return Path(path)
 
 
 def check_instance(name: str, value: object) -> None:

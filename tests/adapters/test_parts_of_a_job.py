@@ -117,9 +117,9 @@ def frozen_base(adapter: Adapter, seed: int, group: Group, folder: Path) -> dict
     found["by strategy"] = trained(adapter, model, group)
     save_frozen_params(model, folder / "base")
     found["files, replaced"] = len(list((folder / "base").iterdir()))
-    model = adapter.shard(lora.make_net(seed), Case(), STOCK, group)
-    found["after wrapping"] = str(quantize_frozen_params(model, Int8(64)))
-    found["trained after wrapping"] = trained(adapter, model, group)
+    net = lora.make_net(seed)
+    net.head = adapter.wrap(net.head, STOCK, **where(adapter, group))
+    found["wrapped in part"] = str(quantize_frozen_params(net, Int8(64), ignored_params=list(net.head.parameters())))
     return found
 
 

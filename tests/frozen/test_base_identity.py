@@ -11,7 +11,7 @@ from harness import frozen_files
 from torch import nn
 
 from fsdp_zpp import NF4, Int8, quantize_frozen_params
-from fsdp_zpp.frozen.identity import check_base, describe_base
+from fsdp_zpp.frozen.files.identity import check_base, describe_base
 
 CODEC = Int8(64)
 

@@ -166,22 +166,7 @@ def test_experts_at_rest_and_on_the_wire_take_their_scopes_share(
         assert others == [0, 0]
 
 
-# ---- from sharded models, and to and from files
-
-
-def after_wrapping(adapter: Adapter, kind: str) -> tuple[int, bool]:
-    """In a worker: how much stays unquantized of a model that is sharded already, and whether logits are right."""
-    model = moe.shard(adapter, moe.adapt(moe.make_base(kind)), Strategy("IGG", gpus_per_node=2))
-    report = quantize_frozen_params(model, CODEC, gpus_per_node=2)
-    alone = moe.adapt(moe.rounded_base(CODEC, kind))
-    return report.parameters, torch.equal(moe.logits_of(model), moe.logits_of(alone))
-
-
-@over_kinds
-@over_adapters
-def test_experts_may_be_quantized_after_wrapping(pool: Callable[[int], Pool], adapter: Adapter, kind: str) -> None:
-    numel = sum(p.numel() for p in moe.chosen(moe.make_base(kind)).values())
-    assert pool(4).run(after_wrapping, adapter, kind) == [(numel, True)] * 4
+# ---- to and from files
 
 
 def saved(adapter: Adapter, kind: str, path: str) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from fsdp_zpp import NF4, Int4, Int8, Strategy, load_frozen_params, quantize_frozen_params, save_frozen_params
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.frozen.tensor_files import TensorFiles
+from fsdp_zpp.frozen.files.tensor_files import TensorFiles
 
 CODECS = [Int8(64), Int4(32), NF4(128)]
 

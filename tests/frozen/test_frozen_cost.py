@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_zpp import Int8, Strategy, quantize_frozen_params, traffic
 from fsdp_zpp.collectives.hops import Hop
-from fsdp_zpp.frozen.base import units_of
+from fsdp_zpp.frozen.base import FrozenBase
 from fsdp_zpp.frozen.modules import frozen_modules
 
 LARGE: dict[str, Any] = {"width": 256, "hidden": 688, "vocabulary": 512, "blocks": 4}
@@ -120,8 +120,8 @@ def unit_labels(adapter: Adapter) -> list[tuple[str, int]]:
     quantize_frozen_params(outer, gpus_per_node=2)
     outer[0] = adapter.shard(outer[0], Case(wrap_blocks=False), Strategy(gpus_per_node=2))
     models.loss_of(outer[0], models.batch(0, 0))
-    base = next(iter(frozen_modules(outer)))[2].base
-    return [(unit.label, len(unit.weights)) for unit in units_of(base)]
+    (base,) = FrozenBase.below(outer)
+    return [(unit.label, len(unit.weights)) for unit in base.units]
 
 
 @over_adapters

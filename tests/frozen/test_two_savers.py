@@ -20,8 +20,8 @@ from harness.messages import collected
 from harness.pool import Pool, start_method
 
 from fsdp_zpp import save_frozen_params
-from fsdp_zpp.frozen import drafts, tensor_files
-from fsdp_zpp.frozen.drafts import Draft
+from fsdp_zpp.frozen.files import drafts, tensor_files
+from fsdp_zpp.frozen.files.drafts import Draft
 
 NEVER = 10**6
 base_of = functools.cache(quantized)

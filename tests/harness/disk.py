@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_zpp import load_frozen_params, quantize_frozen_params
-from fsdp_zpp.frozen import base_writer
+from fsdp_zpp.frozen.files import base_writer
 
 from . import frozen_files as files, models
 

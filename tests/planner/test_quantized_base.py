@@ -18,9 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_zpp import Int8, Strategy, plan
 from fsdp_zpp.config.strategy import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.frozen.base import units_of
-from fsdp_zpp.frozen.modules import frozen_modules
-from fsdp_zpp.frozen.weight import FrozenBase
+from fsdp_zpp.frozen.base import FrozenBase
 from fsdp_zpp.planner.config import MemoryBudget, Precision
 from fsdp_zpp.planner.frozen_base import gathers_of
 from fsdp_zpp.planner.memory import memory_per_gpu
@@ -88,7 +86,7 @@ def counted_and_planned() -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]:
                         model(torch.arange(4, device=models.device())).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        base: FrozenBase = next(weight.base for _, _, weight in frozen_modules(model))
+        (base,) = FrozenBase.below(model)
         memory, less = (
             memory_per_gpu(each, strategy.resolve(TWO_BY_TWO), micro_batches, FULL, MemoryBudget())
             for each in (size, without)
@@ -96,8 +94,8 @@ def counted_and_planned() -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]:
         found[scopes] = (
             (
                 Volume(tap.total("inter"), tap.total("intra")),
-                sum(unit.nbytes for unit in units_of(base)),
-                units_of(base)[0]._buffers.nbytes,  # which no public name shows
+                sum(unit.nbytes for unit in base.units),
+                base.units[0]._buffers.nbytes,  # which no public name shows
             ),
             (
                 step_volume(size, strategy.resolve(TWO_BY_TWO), micro_batches, FULL),

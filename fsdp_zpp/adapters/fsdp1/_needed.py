@@ -42,6 +42,7 @@ NEEDED = (
     Needed("torch.distributed.tensor._dtensor_spec", "DTensorSpec", "how another parallelism shards a parameter"),
     Needed(_FLAT, "_param_extensions", "telling which parameters another parallelism shards"),
     Needed(_HANDLE, "_use_orig_params", "telling whether modules show the original parameters"),
+    Needed(_HANDLE, "_fully_sharded_module", "naming the module of a unit in errors"),
     Needed(_HANDLE, "_orig_param_dtype", "the dtype of the original parameters"),
     # ---- gathering weights
     Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
@@ -95,10 +96,6 @@ NEEDED = (
     # ---- state of optimizers
     Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
     Needed(_INSTANCE, "_optim_state_dict_to_load_impl", "loading optimizer states from rank 0 alone"),
-    # ---- quantizing after wrapping
-    Needed(_INSTANCE, "_is_root _fully_sharded_module_to_handle compute_device", "taking a wrapped unit apart"),
-    Needed(_HANDLE, "_fully_sharded_module process_group", "taking the flat parameter of a wrapped unit apart"),
-    Needed(_INIT, "params mixed_precision", "flattening what is left of a unit"),
 )
 check_torch_version("FullyShardedDataParallel")
 check_needed("adapter for FullyShardedDataParallel", NEEDED)

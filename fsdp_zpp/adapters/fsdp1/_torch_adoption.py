@@ -30,8 +30,6 @@ def adopt_handle(
         The flat parameter's handle.
     """
     if instance._handle is None:
-        if unit.reduce is not None:
-            instance._comm_hook_state = None  # which may be that of parameters that were taken out of it
         return None
     handle: Any = instance._handle
     handle.__class__ = StrategyHandle

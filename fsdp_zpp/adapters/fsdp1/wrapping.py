@@ -19,7 +19,6 @@ from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.resharding import follow_strategy
-from fsdp_zpp.frozen.sharded_params import register_flat_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
 from fsdp_zpp.runtime.model_setup import set_up_model
@@ -29,7 +28,7 @@ from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_flat, _torch_replaced, _torch_step_gradients
+from . import _torch, _torch_adoption, _torch_backward, _torch_replaced, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
 
@@ -61,11 +60,6 @@ class HookedUnit:
 
 
 def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
-    _construct_with(construct, module, arguments)
-    _torch_flat.constructed(module)
-
-
-def _construct_with(construct: Callable[[], None], module: FullyShardedDataParallel, arguments: dict[str, Any]) -> None:
     strategy = arguments["sharding_strategy"]
     if strategy is None or isinstance(strategy, ShardingStrategy):
         construct()
@@ -112,7 +106,10 @@ def _construct_with(construct: Callable[[], None], module: FullyShardedDataParal
         construct()
     if packed and packed & _torch_adoption.flattened_sites(module):
         unit.leave_weights_uncoded()
-    _adopt(module, unit, ShardedInstance(module))
+    unit.sharded = sharded = ShardedInstance(module)
+    handle = _torch_adoption.adopt_handle(module, unit, sharded.layout)
+    if unit.gather is not None:
+        unit.gather.secondary.source = handle
     # A full or sharded state dict is loaded through a writeback; a local one is written to the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
@@ -131,21 +128,6 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
     units = (unit_of(module) for module in model.modules())
     inside = (unit for unit in units if isinstance(unit, StrategyUnit) and unit.scopes.optimizer == "I")
     return next((unit.ranks.group for unit in inside), None)
-
-
-def _adopt(module: FullyShardedDataParallel, unit: StrategyUnit, sharded: ShardedInstance) -> None:
-    """Let torch gather and reduce the flat parameter that ``module`` has now, if any, through ``unit``."""
-    unit.sharded = sharded
-    handle = _torch_adoption.adopt_handle(module, unit, sharded.layout)
-    if unit.gather is not None:
-        unit.gather.secondary.source = handle
-
-
-def _readopt(module: FullyShardedDataParallel) -> None:
-    """Adopt another flat parameter of an instance that may have a strategy."""
-    if isinstance(unit := unit_of(module), StrategyUnit):
-        # Anew, for parameters lie elsewhere in it.
-        _adopt(module, unit, ShardedInstance(module, unit.sharded.name))
 
 
 def _on_lazy_init(root: nn.Module) -> None:
@@ -294,4 +276,3 @@ Besides, handles of flat parameters that a strategy shards become :class:`_torch
 def install() -> None:
     """Make FullyShardedDataParallel understand strategies."""
     apply_patches(PATCHES)
-    register_flat_params(lambda model: _torch_flat.flat_units(model, _readopt))

@@ -101,11 +101,6 @@ NEEDED = (
     # ---- torch.compile and functorch
     Needed(_COMMON, "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
     Needed(_COMMON, "_dynamo_disable", "hooks that torch.compile leaves out", since=(2, 13)),
-    # ---- quantizing after sharding
-    Needed(_PARAM, "mp_policy", "the mixed precision of a parameter to quantize"),
-    Needed(_PARAM, "_post_load_hook_handle", "taking a parameter from its group"),
-    Needed(_STATE, "_is_root", "telling whether a model has run"),
-    Needed("torch.distributed.tensor.DTensor", "_local_tensor", "the class of a shard"),
 )
 check_torch_version("fully_shard")
 check_needed("adapter for fully_shard", NEEDED)

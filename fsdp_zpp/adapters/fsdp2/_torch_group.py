@@ -44,23 +44,20 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     gradients: StepGradients
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
-    _is_ordered: bool
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; arguments as of ``adopt_group``."""
+        order_parameters(self)
         gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
         self._state, self._on_lazy_init = state, on_lazy_init
-        self._is_ordered, self._known_names = False, MappingProxyType({})
+        self._known_names = MappingProxyType({})
 
     # ---- lazy initialization
 
     def lazy_init(self) -> None:
-        if not self._is_ordered:
-            order_parameters(self)  # only now, since parameters may be quantized after sharding
-            self._is_ordered = True
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:

@@ -19,17 +19,16 @@ from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
-from fsdp_zpp.frozen.sharded_params import register_sharded_params
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import weights_moved
 from fsdp_zpp.runtime.model_setup import set_up_model
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.rank_layout import RankLayout
-from fsdp_zpp.runtime.unit import StrategyUnit, attach, detach, unit_of
+from fsdp_zpp.runtime.unit import StrategyUnit, attach, unit_of
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_sharded_params
+from . import _torch, _torch_adoption, _torch_backward
 from ._torch_group import StrategyGroup
 from .clipping import explain_clipping_errors
 from .validation import check_arguments, check_strategy, mark_sharded, named_own_parameters
@@ -145,7 +144,6 @@ modules of such a model :class:`_torch_backward.WatchedState`, which hears of th
 def install() -> None:
     """Prepare torch for strategies."""
     apply_patches(PATCHES)
-    register_sharded_params(lambda model: _torch_sharded_params.sharded_parameters(model, _parameter_released))
 
 
 # torch's function has its state under this name, and torch's users look it up there.
@@ -239,15 +237,6 @@ def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any])
             device_type = default_device_type() if mesh is None else mesh.device_type
             arguments["mesh"] = DeviceMesh.from_group(sharded_over, device_type)
     return unit
-
-
-def _parameter_released(modules: tuple[nn.Module, ...], empty: bool) -> None:
-    """What is left of a group is to be gathered anew; if nothing is, the unit of its ``modules`` has nothing to do."""
-    for module in modules:
-        if isinstance(unit := unit_of(module), StrategyUnit):
-            unit.invalidate()
-            if empty:
-                detach(module)
 
 
 def _on_lazy_init(root: nn.Module) -> None:

@@ -7,7 +7,7 @@ All else stays as it is with accelerate's FSDP2. What a ``FullyShardedDataParall
 of it (what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
 """
 
-from fsdp_zpp.frozen.full_tensors import reshard
+from fsdp_zpp.frozen._torch_sharded import reshard
 from fsdp_zpp.integrations._requirement import require
 
 require("accelerate", "1.13")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.full_tensors import dequantized_weights
-from fsdp_zpp.frozen.peft_saving import adapter_state, save_adapter
+from fsdp_zpp.frozen.files.whole_state_dicts import dequantized_weights
+from fsdp_zpp.frozen.hugging_face.peft_saving import adapter_state, save_adapter
 from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
 from .checkpoints import load_codec_states, model_of, paired, remember_model, save_codec_states

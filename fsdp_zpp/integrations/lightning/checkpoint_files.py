@@ -14,7 +14,7 @@ from lightning.fabric.utilities.load import _lazy_load
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_zpp.frozen.whole_state_dicts import with_quantized_weights, without_quantized_weights
+from fsdp_zpp.frozen.files.whole_state_dicts import with_quantized_weights, without_quantized_weights
 from fsdp_zpp.integrations._base_files import save_base_identity
 from fsdp_zpp.integrations._codec_files import remove_codec_state, save_codec_state
 from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.whole_state_dicts import quantized_names
+from fsdp_zpp.frozen.files.whole_state_dicts import quantized_names
 from fsdp_zpp.integrations._base_files import check_base_identity
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.checkpoint import CodecState

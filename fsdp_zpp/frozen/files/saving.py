@@ -1,4 +1,4 @@
-"""``save_frozen_params`` writes a quantized base to safetensors files. See the top of file_format.py."""
+"""Writes a quantized base to safetensors files: ``save_frozen_params``. See the top of file_format.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.module_names import base_fqns, original_path
 from fsdp_zpp.runtime.model_ranks import ranks_of
-from fsdp_zpp.runtime.validation import check_module
+from fsdp_zpp.runtime.validation import check_folder, check_module
 
+from ..full_tensors import full_buffers, full_parameters
+from ..weight import FrozenWeight
 from .base_writer import BaseWriter
-from .file_format import CODES, SCALES, StoredWeight, check_folder, full_codes
-from .full_tensors import full_buffers, full_parameters
+from .file_format import CODES, SCALES, StoredWeight, full_codes
 from .model_tensors import frozen_names
-from .weight import FrozenWeight
 
 _SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([KMGT])B", re.IGNORECASE)
 
@@ -54,28 +54,28 @@ def save_frozen_params(
             there.
     """
     group = ranks_of(model, process_group)
-    asked = agree(
+    task = agree(
         group,
         lambda: _check(model, path, max_file_size),
-        lambda asked: repr(list(asked.stored.items())),
+        lambda task: repr(list(task.stored.items())),
         "called save_frozen_params with other quantized weights than",
     )
-    left = _not_quantized(model)
-    writer = BaseWriter(asked.folder, asked.limit) if group is None or dist.get_rank(group) == 0 else None
-    for weight, name in asked.weights.items():  # on all ranks, since gathering is collective
+    rest = _not_quantized(model)
+    writer = BaseWriter(task.folder, task.limit) if group is None or dist.get_rank(group) == 0 else None
+    for weight, name in task.weights.items():  # on all ranks, since gathering is collective
         codes, scales = full_codes(weight)
         if writer is not None:
             writer.add({f"{name}.{CODES}": codes, f"{name}.{SCALES}": scales})
     error = ""
     if writer is not None:
-        error = writer.finish(left, asked.stored)
+        error = writer.finish(rest, task.stored)
     if error := from_first_rank(error, group):
-        raise RuntimeError(f"the frozen base could not be saved to {asked.folder}: {error}")
+        raise RuntimeError(f"the frozen base could not be saved to {task.folder}: {error}")
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The arguments of :func:`save_frozen_params`, checked."""
+class _Task:
+    """Arguments of :func:`save_frozen_params`, checked, and what they stand for."""
 
     folder: Path
     limit: int
@@ -83,13 +83,13 @@ class _Asked:
     stored: dict[str, StoredWeight]
 
 
-def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | str) -> _Asked:
+def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | str) -> _Task:
     check_module(model)
     weights = {weight: names[0] for weight, names in frozen_names(model).items()}
     if not weights:
         raise ValueError(f"nothing of this {type(model).__name__} is quantized; call quantize_frozen_params first")
     stored = {name: StoredWeight.of(weight) for weight, name in weights.items()}
-    return _Asked(check_folder(path), _nbytes(max_file_size), weights, stored)
+    return _Task(check_folder(path), _nbytes(max_file_size), weights, stored)
 
 
 def _nbytes(size: object) -> int:
@@ -104,7 +104,7 @@ def _nbytes(size: object) -> int:
 
 
 def _not_quantized(model: nn.Module) -> dict[str, Tensor]:
-    """The rest of the base, by names in the base: frozen parameters and persistent buffers. Collective."""
+    """Gather the rest of the base by names in the base: frozen parameters and persistent buffers. Collective."""
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
 
     def name_of(path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""``save_adapter``: PEFT adapters of sharded models, in the files that PEFT itself writes and reads."""
+"""Saves PEFT adapters of sharded models in the files that PEFT itself writes and reads: ``save_adapter``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.module_names import original_path, parameter_name
 from fsdp_zpp.runtime.model_ranks import ranks_of
-from fsdp_zpp.runtime.validation import check_module
+from fsdp_zpp.runtime.validation import check_folder, check_module
 
-from .file_format import check_folder
-from .full_tensors import full_parameters
+from ..full_tensors import full_parameters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,7 +70,7 @@ def save_adapter(
 
 
 def _check(model: nn.Module, path: object, adapters: object) -> tuple[PeftModel, list[str]]:
-    """The PEFT model in ``model`` and the adapters of it to save."""
+    """Return the PEFT model in ``model``, and the adapters of it to save."""
     check_module(model)
     check_folder(path)
     peft_model = peft_model_in(model)
@@ -86,7 +85,7 @@ def _check(model: nn.Module, path: object, adapters: object) -> tuple[PeftModel,
 
 
 def peft_model_in(model: nn.Module) -> PeftModel:
-    """The PEFT model that ``model`` is or contains.
+    """Return the PEFT model that ``model`` is or contains.
 
     Raises:
         ImportError: If peft is not installed.
@@ -96,14 +95,14 @@ def peft_model_in(model: nn.Module) -> PeftModel:
         from peft import PeftModel
     except ImportError as error:
         raise ImportError(f"save_adapter needs peft: {how_to_install('peft')}") from error
-    found = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-    if found is None:
+    peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if peft_model is None:
         raise ValueError(f"there is no PeftModel in this {type(model).__name__}; make one with peft.get_peft_model")
-    return found
+    return peft_model
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Full tensors of adapters and of everything trainable, by the names that PEFT has for them. Collective."""
+    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective."""
     peft_model = peft_model_in(model)
     prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
     names = _names(model)
@@ -120,7 +119,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which ``peft_model.save_pretrained(..., state_dict=state)`` saves what it would if it were plain.
+    """Make ``peft_model.save_pretrained(..., state_dict=state)`` save what it would if it were plain, in this context.
 
     Args:
         peft_model: A sharded model.
@@ -131,15 +130,15 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by the first of them; PEFT stores a tied parameter under each of its names."""
-    found: dict[int, list[str]] = {}
+    """Return all names of each parameter, by the first; PEFT stores a tied parameter under each of its names."""
+    names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(original_path(name))
-    return {names[0]: names for names in found.values()}
+        names_of.setdefault(id(parameter), []).append(original_path(name))
+    return {names[0]: names for names in names_of.values()}
 
 
 def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
-    """The buffers of adapters (VeRA's, say), by all of their names; PEFT registers them under the adapter's name."""
+    """Copy the buffers of adapters (VeRA's, say), by all of their names; PEFT registers them under the adapter's."""
     copies: dict[int, Tensor] = {}
     state = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -154,7 +153,7 @@ def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tenso
 
 @contextmanager
 def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which prompt encoders have full parameters: PEFT saves the prompts that they compute."""
+    """Give prompt encoders full parameters in this context: PEFT saves the prompts that they compute."""
     sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
     encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
     for path, module in encoders.named_modules():
@@ -172,7 +171,7 @@ def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[
 
 @contextmanager
 def _original_paths(peft_model: PeftModel) -> Iterator[None]:
-    """A context in which modules have their FQNs without wrappers, by which PEFT chooses what to save."""
+    """Give modules their FQNs without wrappers in this context: PEFT chooses what to save by them."""
 
     def named_modules(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         for path, module in nn.Module.named_modules(peft_model, *arguments, **options):

@@ -1,4 +1,4 @@
-"""``load_frozen_params`` reads a quantized base from files, at any world size. See the top of file_format.py."""
+"""Reads a quantized base from files, at any world size: ``load_frozen_params``. See the top of file_format.py."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.model_ranks import ranks_of
-from fsdp_zpp.runtime.validation import check_module
+from fsdp_zpp.runtime.validation import check_folder, check_module
 
-from .base import base_for
+from ..base import FrozenBase
+from ..finite import FiniteSlice, refuse_infinite_values
+from ..placement import Placement, place_base
+from ..report import FrozenReport, log_report
+from ..selection import Candidate, Selection, select
+from ..weight import FrozenWeight
 from .completeness import check_header, match_keys
-from .encoding import install
 from .file_format import (
     CODES,
     REMEDY,
     SCALES,
     StoredWeight,
-    check_folder,
-    local_payload_from_slices,
     read_base,
 )
-from .finite import FiniteSlice, refuse_infinite_values
 from .model_tensors import ModelTensor, frozen_names
-from .placement import Placement, place_base
-from .report import FrozenReport, log_report
-from .resharding import check_base_agreement
-from .selection import Candidate, Selection, refuse_sharded, select
 from .tensor_files import OTHER_FILES, Header, TensorFiles
-from .weight import FrozenWeight
 
 _REMEDY = (
     "load it into the architecture that it was saved from; tensors that were trainable when it was saved are not in "
@@ -80,20 +76,20 @@ def load_frozen_params(
         check_module(model)
         check_folder(path)
         selection = select(model, 1)  # of any size: the files say what is quantized, not a threshold
-        refuse_sharded(selection, "call load_frozen_params before you wrap the model")
+        selection.refuse_sharded(f"call load_frozen_params(model, {os.fspath(path)!r}) before you wrap the model")
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)
-    check_base_agreement("load_frozen_params", model, group, gpus_per_node, selection, {"placement": placement})
+    selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
     # After the ranks have agreed, since it makes process groups, in which different node sizes would hang.
-    where = place_base(placement, group, gpus_per_node)
+    where = place_base(model, placement, group, gpus_per_node)
     read = agree(
         group, lambda: _read(model, selection, Path(path), where, kept_on), lambda read: read.index, OTHER_FILES
     )
-    base = base_for(model)
-    before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
-    for one in read.weights:
-        install(one.candidate, one.weight, one.row, base)
+    base = FrozenBase.of(model)
+    bytes_before = sum(weight.candidate.parameter.nbytes for weight in read.weights)
+    for quantized in read.weights:
+        base.add(quantized.weight, quantized.row, quantized.candidate.sites)
     left = {tensor.name: tensor for tensor, _ in read.others if _is_frozen(tensor)}
     for tensor, value in read.others:
         tensor.fill(value, kept_on or torch.device("cpu"))
@@ -102,9 +98,9 @@ def load_frozen_params(
         read.weights[0].weight.codec,
         where,
         len(read.weights),
-        sum(one.weight.shape.numel() for one in read.weights),
-        before,
-        sum(one.row.nbytes for one in read.weights),
+        sum(quantized.weight.shape.numel() for quantized in read.weights),
+        bytes_before,
+        sum(quantized.row.nbytes for quantized in read.weights),
         {"not quantized in the files": tuple(left)} if left else {},
         sum(tensor.tensor.numel() for tensor in left.values()),
     )
@@ -123,7 +119,7 @@ class _Quantized:
 
 @dataclass(frozen=True)
 class _Read:
-    """The contents of a base's files for a model, read but not yet put into the model."""
+    """Contents of a base's files for a model, read but not yet put into the model."""
 
     index: str
     weights: list[_Quantized]
@@ -135,22 +131,24 @@ def _read(model: nn.Module, selection: Selection, folder: Path, where: Placement
     files, stored = read_base(folder)
     # One key for a quantized weight, under the weight's name, though its codes and scales are two tensors.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
-    found = match_keys(model, keys, f"the base in {folder}", _REMEDY)
-    _check_both_ways(model, selection, files, stored, keys, found)
+    matches = match_keys(model, keys, f"the base in {folder}", _REMEDY)
+    _check_both_ways(model, selection, files, stored, keys, matches)
     candidates = {id(candidate.parameter): candidate for candidate in selection.chosen}
     weights, others = [], []
-    for tensor, (key, *_) in found:
+    for tensor, (key, *_) in matches:
         if key not in stored:
             value = files.read(key)
             if isinstance(tensor.tensor, nn.Parameter):  # masks and the like may have infinite values
                 refuse_infinite_values(value, f"{files.file_of(key)} is broken: {key}", REMEDY)
             others.append((tensor, value))
             continue
-        candidate, one = candidates[id(tensor.tensor)], stored[key]
-        weight = FrozenWeight(candidate.name, candidate.parameter.shape, one.torch_dtype(), one.make_codec(), where)
+        candidate, stored_weight = candidates[id(tensor.tensor)], stored[key]
+        weight = FrozenWeight(
+            candidate.name, candidate.parameter.shape, stored_weight.torch_dtype(), stored_weight.make_codec(), where
+        )
         codes, scales = f"{key}.{CODES}", f"{key}.{SCALES}"
         finite = FiniteSlice(files.slice(scales), f"{files.file_of(scales)} is broken: {scales}", REMEDY)
-        row = local_payload_from_slices(weight, files.slice(codes), finite)
+        row = weight.local_payload_from_slices(files.slice(codes), finite)
         kept_on = candidate.parameter.device if device is None else device
         weights.append(_Quantized(candidate, weight, row.to("cpu" if kept_on.type == "meta" else kept_on)))
     index = repr([stored, [(key, files.file_of(key).name) for key in files]])
@@ -163,11 +161,11 @@ def _check_both_ways(
     files: TensorFiles,
     stored: dict[str, StoredWeight],
     keys: list[str],
-    found: list[tuple[ModelTensor, list[str]]],
+    matches: list[tuple[ModelTensor, list[str]]],
 ) -> None:
     """Raise unless ``model`` has each stored tensor, in exactly its shape, and frozen if it is quantized."""
     name, source = model_name(model), files.source
-    by_key = {key: tensor for tensor, those in found for key in those}
+    by_key = {key: tensor for tensor, names in matches for key in names}
     if unknown := [key for key in keys if key not in by_key]:
         quantized = {name for names in frozen_names(model).values() for name in names}
         why = "which is already quantized" if unknown[0] in quantized else "which has no place"
@@ -176,9 +174,9 @@ def _check_both_ways(
             f"{source} has {unknown[0]}, {why} in this {name}{more}; load the base into the architecture that it was "
             "saved from, before you quantize any of it"
         )
-    reasons = {id(parameter): reason for reason, those in selection.left.items() for _, parameter in those}
+    reasons = {id(parameter): reason for reason, left in selection.left.items() for _, parameter in left}
     chosen = {id(candidate.parameter) for candidate in selection.chosen}
-    for tensor, (key, *others) in found:
+    for tensor, (key, *others) in matches:
         if others:
             raise ValueError(
                 f"this {name} ties {key} and {others[0]}, but {source} has them untied; construct the model with "

@@ -27,20 +27,20 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_zpp.module_names import model_name, parameter_name
 
-from ._tensor import frozen_tensor
-from .modules import FrozenModule, frozen_modules, frozen_sites, frozen_weights_of, replaced
+from .._tensor import frozen_tensor
+from ..modules import FrozenModule, frozen_modules, frozen_sites, frozen_weights_of, replaced
 
 logger = logging.getLogger("fsdp_zpp")
 
-_SEES = (
+_LOOKING_AT_PARAMETERS = (
     ("peft.peft_model", "PeftModel", "__init__"),
     ("peft.peft_model", "PeftModel", "add_adapter"),
     ("peft.peft_model", "PeftModel", "get_nb_trainable_parameters"),
     ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
 )
 """Methods that look at the parameters of the object they are called on, or of their arguments."""
-_COMPUTES = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
-_OURS = "_fsdp_zpp_shows_frozen"
+_COMPUTING_WITH_PARAMETER = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
+_MARK = "_fsdp_zpp_shows_frozen"
 
 
 def show_to_peft() -> None:
@@ -52,29 +52,29 @@ def show_to_peft() -> None:
         importlib.import_module("peft")
     except ImportError:
         return
-    for module, cls, method in _SEES:
-        _wrap(module, cls, method, _seeing)
-    _wrap(*_COMPUTES, _computing)
+    for module, cls, method in _LOOKING_AT_PARAMETERS:
+        _wrap(module, cls, method, _with_parameters_shown)
+    _wrap(*_COMPUTING_WITH_PARAMETER, _with_stand_in)
 
 
 @contextmanager
 def shown_as_parameters(*models: object) -> Iterator[None]:
-    """A context in which the frozen weights of ``models`` are parameters of their modules.
+    """Register the frozen weights of ``models`` as parameters of their modules, in this context.
 
     Args:
         models: The models; objects that are not modules are skipped, so that any arguments of a call can be passed.
     """
-    put: list[tuple[FrozenModule, str]] = []
+    registered: list[tuple[FrozenModule, str]] = []
     for model in models:
         for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
             # PEFT's methods call each other. Only the outermost context puts weights in, and takes them out.
             if name not in module._parameters:
                 module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
-                put.append((module, name))
+                registered.append((module, name))
     try:
         yield
     finally:
-        for module, name in put:
+        for module, name in registered:
             module._parameters.pop(name, None)
 
 
@@ -99,18 +99,18 @@ def refuse_lost_ties(model: nn.Module) -> None:
 
 
 def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    found = getattr(importlib.import_module(module), cls, None)
-    original = getattr(found, method, None)
+    owner = getattr(importlib.import_module(module), cls, None)
+    original = getattr(owner, method, None)
     if original is None:
         logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
     # Only once: this runs for every base.
-    elif not hasattr(original, _OURS):
+    elif not hasattr(original, _MARK):
         wrapped = functools.wraps(original)(how(original))
-        setattr(wrapped, _OURS, True)
-        setattr(found, method, wrapped)
+        setattr(wrapped, _MARK, True)
+        setattr(owner, method, wrapped)
 
 
-def _seeing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_parameters_shown(original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # In __init__, self is not a module yet that could be walked.
         own = [self] if "_modules" in vars(self) else []
@@ -120,7 +120,7 @@ def _seeing(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def method(self: Any, active_adapters: list[str]) -> Iterator[None]:
         base, name = self.get_base_layer(), self.parameter_name
@@ -155,9 +155,9 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     method = getattr(type(module), _METHOD)
-    given = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    arguments = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
     # Ranks that write nothing have nothing to leave out.
-    left_out = _left_out(module, given.get("state_dict") or {}) if given.get("is_main_process", True) else 0
+    left_out = _left_out(module, arguments.get("state_dict") or {}) if arguments.get("is_main_process", True) else 0
     if left_out:
         raise RuntimeError(
             f"{left_out} weights of this {model_name(module)} are frozen and quantized, and save_pretrained would "
@@ -170,6 +170,6 @@ def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _left_out(module: nn.Module, state: Mapping[str, Any]) -> int:
-    """How many of the quantized weights of ``module`` a state dict lacks."""
-    there = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
-    return len({weight for _, _, weight in frozen_modules(module)} - there)
+    """Return how many of the quantized weights of ``module`` a state dict lacks."""
+    present = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
+    return len({weight for _, _, weight in frozen_modules(module)} - present)

@@ -1,4 +1,4 @@
-"""The format of a quantized base in safetensors files.
+"""Defines the format of a quantized base in safetensors files.
 
 Each weight is two tensors: ``<name>.codes``, uint8, the codes of its flat values, and ``<name>.scales``, fp32, one for
 each block. Chunks are whole blocks (see the top of placement.py), so a chunk of any layout is a slice of both: its
@@ -14,7 +14,6 @@ and whoever else saves into the folder; see the top of drafts.py.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,19 @@ from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.runtime.validation import DTYPES
 
-from .tensor_files import Header, TensorFiles, read_index
-from .weight import FrozenWeight
+from ..weight import FrozenWeight, Storable
+from .tensor_files import BASE_INDEX, Header, TensorFiles, read_index
 
-INDEX = "frozen_base.safetensors.index.json"
 FORMAT = "fsdp_zpp"
 VERSION = 1
 CODES, SCALES = "codes", "scales"
 REMEDY = "save the base again with save_frozen_params, into a folder of its own"
-Storable = Int8 | Int4 | NF4
 CODECS: dict[str, type[Storable]] = {"Int8": Int8, "Int4": Int4, "NF4": NF4}
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The metadata of one weight."""
+    """Metadata of one weight."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -49,7 +46,7 @@ class StoredWeight:
 
     @classmethod
     def of(cls, weight: FrozenWeight) -> StoredWeight:
-        """The metadata of ``weight``.
+        """Return the metadata of ``weight``.
 
         Raises:
             ValueError: If its codec can't be stored.
@@ -62,107 +59,56 @@ class StoredWeight:
         return cls(tuple(weight.shape), str(weight.dtype).removeprefix("torch."), kind, weight.codec.block)
 
     def make_codec(self) -> Storable:
-        """Its codec."""
+        """Return the weight's codec."""
         return CODECS[self.codec](self.block)
 
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Return the weight's dtype."""
         return getattr(torch, self.dtype)
 
     def headers(self) -> tuple[Header, Header]:
-        """The headers that its codes and scales must have in files."""
+        """Return the headers that the weight's codes and scales must have in files."""
         layout = self.make_codec().layout
         blocks = layout.blocks(torch.Size(self.shape).numel())
         codes = Header((layout.codes_nbytes(blocks * layout.block),), torch.uint8)
         return codes, Header((blocks,), torch.float32)
 
 
-def check_folder(path: object) -> Path:
-    """The folder that the argument ``path`` names.
-
-    Raises:
-        TypeError: If it is no path.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")
-    return Path(path)
-
-
 def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
-    """All codes, uint8, and scales, fp32, of a weight, on the CPU. Collective."""
+    """Gather all codes, uint8, and scales, fp32, of a weight on the CPU. Collective."""
     # Cloned, since on a CPU they are views of a buffer that the next unit is gathered into.
-    codes, scales = codes_and_scales(weight, weight.holder.gathered_payload(weight, weight.device))
+    codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
     return codes.cpu().clone(), scales.cpu().clone()
 
 
-def codes_and_scales(weight: FrozenWeight, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """All codes and scales of a weight, without padding, given its chunks, uint8 [chunks, local_nbytes].
-
-    Returns:
-        Codes, flat uint8, and scales, fp32 [blocks].
-    """
-    assert isinstance(weight.codec, Storable)
-    layout, chunk = weight.codec.layout, weight.chunk_numel
-    start = layout.scales_offset(chunk)
-    codes = rows[:, : layout.codes_nbytes(chunk)].reshape(-1)
-    scales = rows[:, start : start + 4 * layout.blocks(chunk)].contiguous().view(torch.float32).reshape(-1)
-    # The layout decides how much padding the last chunks have, but not how many blocks the weight has.
-    blocks = layout.blocks(weight.shape.numel())
-    return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
-
-
-def local_payload_from_slices(weight: FrozenWeight, codes: Any, scales: Any) -> Tensor:
-    """The local payload, uint8 [local_nbytes] on the CPU, of a weight.
-
-    Args:
-        weight: The weight.
-        codes: All of its codes; only this rank's are indexed, so that it may be a slice of a file, which reads lazily.
-        scales: All of its scales, likewise.
-    """
-    assert isinstance(weight.codec, Storable)
-    layout = weight.codec.layout
-    row = torch.zeros(weight.local_nbytes, dtype=torch.uint8)
-    end_of_all = layout.blocks(weight.shape.numel())
-    per_chunk = weight.chunk_numel // layout.block
-    first = min(weight.placement.own_chunk * per_chunk, end_of_all)
-    last = min(first + per_chunk, end_of_all)
-    if first == last:
-        return row
-    nbytes = layout.codes_nbytes(layout.block)
-    row[: (last - first) * nbytes] = codes[first * nbytes : last * nbytes]
-    start = layout.scales_offset(weight.chunk_numel)
-    row[start : start + 4 * (last - first)] = scales[first:last].view(torch.uint8)
-    return row
-
-
 def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
-    """The text of the index."""
+    """Return the text of the index."""
     described = {name: asdict(stored) for name, stored in weights.items()}
     metadata = {"format": FORMAT, "version": VERSION, "weights": described}
     return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
-    """The files of a quantized base, all open, and each weight's metadata, by which the files' headers are checked.
+    """Open the files of a quantized base, and check their headers by each weight's metadata, which is returned, too.
 
     Raises:
         ValueError: If ``folder`` has no complete base.
     """
-    path = folder / INDEX
+    path = folder / BASE_INDEX
     while True:
         if not path.exists():
-            raise ValueError(f"{folder} has no {INDEX}, which save_frozen_params writes")
-        before = path.read_bytes()
+            raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
+        content = path.read_bytes()
         try:
             return _read_base(path)
         except ValueError:
-            if path.read_bytes() == before:
+            if path.read_bytes() == content:
                 raise
             # A save has replaced the index since, and removed the files that the old one named.
 
 
 def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
-    where, index = read_index(path, REMEDY)
+    file_of, index = read_index(path, REMEDY)
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
@@ -172,19 +118,19 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
             f"{path} has the format version {version!r}, but this fsdp_zpp reads version {VERSION}; load the base with "
             f"the fsdp_zpp that saved it, or {REMEDY}"
         )
-    said = metadata.get("weights")
-    if not isinstance(said, dict) or not said:
+    described = metadata.get("weights")
+    if not isinstance(described, dict) or not described:
         raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
-    weights = {name: _stored_weight(name, of_it, path) for name, of_it in said.items()}
-    files = TensorFiles(where, path, REMEDY)
+    weights = {name: _stored_weight(name, metadata_of_weight, path) for name, metadata_of_weight in described.items()}
+    files = TensorFiles(file_of, path, REMEDY)
     for name, stored in weights.items():
         for kind, expected in zip((CODES, SCALES), stored.headers(), strict=True):
             key = f"{name}.{kind}"
             if key not in files:
                 raise ValueError(f"{path} has no {key}, but lists the weight {name}; {REMEDY}")
-            if (found := files.header(key)) != expected:
+            if (header := files.header(key)) != expected:
                 raise ValueError(
-                    f"{files.file_of(key)} has {key} as {found.dtype} {found.shape}, but {name}, {stored.codec} in "
+                    f"{files.file_of(key)} has {key} as {header.dtype} {header.shape}, but {name}, {stored.codec} in "
                     f"blocks of {stored.block} and of shape {stored.shape}, needs {expected.dtype} {expected.shape}; "
                     f"{REMEDY}"
                 )
@@ -193,14 +139,14 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
     return files, weights
 
 
-def _stored_weight(name: str, said: Any, path: Path) -> StoredWeight:
-    """A weight's metadata.
+def _stored_weight(name: str, described: Any, path: Path) -> StoredWeight:
+    """Return a weight's metadata.
 
     Raises:
         ValueError: If it does not describe a weight that a codec can have encoded.
     """
     try:
-        stored = StoredWeight(tuple(said["shape"]), said["dtype"], said["codec"], said["block"])
+        stored = StoredWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
         # The type itself, since JSON's true is an int by isinstance.
         sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
         if not sizes_fit or stored.torch_dtype() not in DTYPES:
@@ -208,6 +154,6 @@ def _stored_weight(name: str, said: Any, path: Path) -> StoredWeight:
         stored.make_codec()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path} describes {name} as {said!r}, which is not a quantized weight ({error}); {REMEDY}"
+            f"{path} describes {name} as {described!r}, which is not a quantized weight ({error}); {REMEDY}"
         ) from error
     return stored

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model, tied ones once, with the names that they have in files."""
+"""Parameters and buffers of a model, tied ones once, with the names that they have in files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fsdp_zpp.module_names import base_fqns, join_fqn
 
-from .modules import frozen_sites
-from .weight import FrozenWeight
+from ..modules import frozen_sites
+from ..weight import FrozenWeight
 
 
 @dataclass(eq=False)  # compared and hashed by identity, since comparing tensors compares their values
@@ -33,23 +33,23 @@ class ModelTensor:
 
     @property
     def name(self) -> str:
-        """Its name in errors."""
+        """Return its name in errors."""
         return (self.names or self.paths)[0]
 
     @property
     def keys(self) -> list[str]:
-        """The names that it may have in files."""
+        """Return the names that it may have in files."""
         return list(dict.fromkeys([*self.paths, *self.names]))
 
     @property
     def needs_a_value(self) -> bool:
-        """Whether files of the base must have it: not if it is an adapter's, or is trainable and has a value."""
+        """Return whether files of the base must have it: not if it is an adapter's, or is trainable and has a value."""
         if not self.names or not self.persistent:
             return False
         return self.tensor.is_meta or not self.tensor.requires_grad
 
     def fill(self, value: Tensor, device: torch.device) -> None:
-        """Set it to ``value`` in all its modules; if it is on the meta device, put it on ``device``."""
+        """Set the tensor to ``value`` in all its modules; if it is on the meta device, put it on ``device``."""
         if not self.tensor.is_meta:
             with torch.no_grad():  # in place: whoever holds the tensor, an optimizer say, keeps it
                 self.tensor.copy_(value)
@@ -63,25 +63,25 @@ class ModelTensor:
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """All parameters and buffers of ``model``, tied ones once, in the model's order."""
-    found: dict[int, ModelTensor] = {}
+    """Return all parameters and buffers of ``model``, tied ones once, in the model's order."""
+    tensors: dict[int, ModelTensor] = {}
     for path, base, module in base_fqns(model):
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is None:
                     continue
-                one = found.setdefault(id(tensor), ModelTensor(tensor))
-                one.sites.append((module, name))
-                one.paths.append(join_fqn(path, name))
+                entry = tensors.setdefault(id(tensor), ModelTensor(tensor))
+                entry.sites.append((module, name))
+                entry.paths.append(join_fqn(path, name))
                 if base is not None:
-                    one.names.append(join_fqn(base, name))
+                    entry.names.append(join_fqn(base, name))
                 # A tied tensor is in state dicts if any of its places puts it there.
-                one.persistent |= registry is module._parameters or name not in module._non_persistent_buffers_set
-    return list(found.values())
+                entry.persistent |= registry is module._parameters or name not in module._non_persistent_buffers_set
+    return list(tensors.values())
 
 
 def frozen_names(model: nn.Module) -> dict[FrozenWeight, list[str]]:
-    """The quantized weights of ``model`` with their names in the base, several if tied."""
+    """Return the quantized weights of ``model`` with their names in the base, several if tied."""
     bases = {path: base for path, base, _ in base_fqns(model)}
     names: dict[FrozenWeight, list[str]] = {}
     for path, _, name, weight in frozen_sites(model):

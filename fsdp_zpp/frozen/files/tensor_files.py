@@ -29,13 +29,15 @@ DTYPES = {
 OTHER_FILES = "read different files from"
 """What ranks did differently, for the error of :func:`fsdp_zpp.collectives.agreement.agree`."""
 _INDEX = ".safetensors.index.json"
+BASE_INDEX = f"frozen_base{_INDEX}"
+"""The index of a quantized base, which is no checkpoint in full precision."""
 _MODEL = ("model.safetensors", f"model{_INDEX}")
 """The files that transformers looks for, in its order."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The shape and dtype of a stored tensor.
+    """Shape and dtype of a stored tensor.
 
     Attributes:
         shape: The shape.
@@ -67,11 +69,11 @@ class TensorFiles:
         return iter(self._files)
 
     def file_of(self, key: str) -> Path:
-        """The file of a tensor."""
+        """Return the file of a tensor."""
         return self._files[key]
 
     def header(self, key: str) -> Header:
-        """Shape and dtype of a tensor.
+        """Return the shape and dtype of a tensor.
 
         Raises:
             ValueError: If its file is missing or broken, or has no such tensor.
@@ -81,19 +83,19 @@ class TensorFiles:
         return Header(tuple(part.get_shape()), DTYPES.get(dtype, dtype))
 
     def slice(self, key: str) -> Any:
-        """A tensor that reads a part when it is indexed; the part aliases the file. Raises what :meth:`header` does."""
+        """Return a tensor that reads parts when it is indexed; they alias the file. Raises what :meth:`header` does."""
         file, keys = self._opened(self._files[key])
         if key not in keys:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
         return file.get_slice(key)
 
     def rows(self, key: str, first: int, last: int) -> Tensor:
-        """A copy of rows ``first`` to ``last - 1`` of a tensor."""
+        """Copy rows ``first`` to ``last - 1`` of a tensor."""
         rows: Tensor = self.slice(key)[first:last]
         return rows.clone()
 
     def read(self, key: str) -> Tensor:
-        """A copy of a tensor, since what is read is mapped memory, which changes with the file."""
+        """Copy a tensor, since what is read is mapped memory, which changes with the file."""
         self.slice(key)  # raises if the file lacks it, with the remedy
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
         return whole.clone()
@@ -120,7 +122,7 @@ def open_file(path: Path, remedy: str, named_by: str = "") -> Any:
 
 
 def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]]:
-    """The file of each tensor, and the whole content of the index.
+    """Return the file of each tensor, and the whole content of the index.
 
     Raises:
         ValueError: If it is not an index, or names files outside its folder.
@@ -129,31 +131,30 @@ def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]
         index = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not an index of safetensors files ({error}); {remedy}") from error
-    where = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(where, dict):
+    file_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(file_of, dict):
         raise ValueError(f"{path} is not an index of safetensors files: it has no weight_map; {remedy}")
-    for key, file in where.items():
+    for key, file in file_of.items():
         if not isinstance(file, str) or not _is_inside(file):
             # An index that was downloaded must not make the process read other files of this machine.
             raise ValueError(f"{path} names {file!r} as the file of {key}, which is not in its folder; {remedy}")
-    return {key: path.parent / file for key, file in where.items()}, index
+    return {key: path.parent / file for key, file in file_of.items()}, index
 
 
 def _is_inside(file: str) -> bool:
-    """Whether a relative path stays inside its folder, by the rules of both POSIX and Windows."""
+    """Return whether a relative path stays inside its folder, by the rules of both POSIX and Windows."""
     kinds = (PurePosixPath(file), PureWindowsPath(file))
     return bool(file) and all(not path.anchor and ".." not in path.parts for path in kinds)
 
 
-def find_checkpoint(path: Path, base_index: str) -> Path:
-    """The safetensors file or index to read for ``path``, which is a folder or a file.
+def find_checkpoint(path: Path) -> Path:
+    """Find the safetensors file or index to read for ``path``, which is a folder or a file.
 
     In a folder, it is ``model.safetensors`` or its index, as transformers writes and reads them; otherwise the only
     index or the only safetensors file that is not an adapter's.
 
     Args:
         path: The folder or file.
-        base_index: The file name of a quantized base's index, which is not a checkpoint.
 
     Raises:
         ValueError: If there is no candidate, or more than one.
@@ -163,18 +164,18 @@ def find_checkpoint(path: Path, base_index: str) -> Path:
             raise ValueError(f"there is no {path}; give a safetensors file, an index of several, or their folder")
         return path
     names = sorted(file.name for file in path.iterdir())
-    prefix = base_index.removesuffix(_INDEX)
+    prefix = BASE_INDEX.removesuffix(_INDEX)
     models = [name for name in names if not name.startswith((prefix, "adapter_"))]
     indexes = [name for name in models if name.endswith(_INDEX)]
     files = [name for name in models if name.endswith(".safetensors")]
-    choice = [name for name in _MODEL if name in names][:1] or indexes or files  # an index before the files it lists
-    if len(choice) == 1:
-        return path / choice[0]
-    if choice:
-        several = ", ".join(choice[:4])
+    matches = [name for name in _MODEL if name in names][:1] or indexes or files  # an index before the files it lists
+    if len(matches) == 1:
+        return path / matches[0]
+    if matches:
+        several = ", ".join(matches[:4])
         raise ValueError(f"{path} has no {' or '.join(_MODEL)}, but {several}, ...; give the path of one of them")
-    if base_index in names:
+    if BASE_INDEX in names:
         raise ValueError(f"{path} holds a base that is already quantized; load it with load_frozen_params")
     adapter = next((name for name in names if name.endswith(".safetensors")), None)
-    said = "" if adapter is None else f", but for {adapter}, which is an adapter's"
-    raise ValueError(f"{path} holds neither *.safetensors nor *{_INDEX}{said}; give the folder of the base")
+    exception = "" if adapter is None else f", but for {adapter}, which is an adapter's"
+    raise ValueError(f"{path} holds neither *.safetensors nor *{_INDEX}{exception}; give the folder of the base")

@@ -24,7 +24,7 @@ _TIED = "accelerate's init_empty_weights has left them as separate tensors; call
 
 
 def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str) -> list[tuple[ModelTensor, list[str]]]:
-    """The tensors of ``model`` that files have, each with those of its names that are among ``keys``.
+    """Return the tensors of ``model`` that files have, each with those of its names that are among ``keys``.
 
     Args:
         model: The model; not sharded.
@@ -36,17 +36,17 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
         ValueError: If the model needs a tensor that the files lack, or is sharded.
     """
     refuse_sharded_tensors(model, where)
-    there = frozenset(keys)
-    found = [(tensor, [key for key in tensor.keys if key in there]) for tensor in model_tensors(model)]
-    missing = [tensor for tensor, those in found if tensor.needs_a_value and not those]
+    stored = frozenset(keys)
+    matches = [(tensor, [key for key in tensor.keys if key in stored]) for tensor in model_tensors(model)]
+    missing = [tensor for tensor, names in matches if tensor.needs_a_value and not names]
     if missing:
-        known = ", ".join(list(keys)[:4])
+        examples = ", ".join(list(keys)[:4])
         more = f" ({len(missing)} tensors of this {model_name(model)} are missing)" if len(missing) > 1 else ""
         raise ValueError(
-            f"{where} has no {missing[0].name}; it has {known}, ...{more}; {_tie_of(model, missing) or remedy}"
+            f"{where} has no {missing[0].name}; it has {examples}, ...{more}; {_tie_of(model, missing) or remedy}"
         )
-    refuse_unfilled(model, [tensor for tensor, those in found if not those])
-    return [(tensor, those) for tensor, those in found if those]
+    refuse_unfilled(model, [tensor for tensor, names in matches if not names])
+    return [(tensor, names) for tensor, names in matches if names]
 
 
 def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
@@ -89,21 +89,21 @@ def check_header(tensor: ModelTensor, key: str, header: Header, where: object) -
     Raises:
         ValueError: If it does not fit; the error names both shapes or both dtypes.
     """
-    shape, ours, theirs = tuple(tensor.tensor.shape), tensor.tensor.dtype, header.dtype
+    shape, dtype, stored = tuple(tensor.tensor.shape), tensor.tensor.dtype, header.dtype
     if header.shape != shape:
         raise ValueError(
             f"{key} is {shape} in the model and {header.shape} in {where}; give files of the same architecture"
         )
     # A cast between float and integer is refused, and so is a dtype by name (a string), such as fp8: its values mean
     # nothing without their scales.
-    both_float = ours.is_floating_point and theirs in DTYPES
-    both_integers = not ours.is_floating_point and isinstance(theirs, torch.dtype) and not theirs.is_floating_point
-    if theirs != ours and not both_float and not both_integers:
-        raise ValueError(f"{key} is {ours} in the model and {theirs} in {where}; give files in {ours}")
+    both_float = dtype.is_floating_point and stored in DTYPES
+    both_integers = not dtype.is_floating_point and isinstance(stored, torch.dtype) and not stored.is_floating_point
+    if stored != dtype and not both_float and not both_integers:
+        raise ValueError(f"{key} is {dtype} in the model and {stored} in {where}; give files in {dtype}")
 
 
 def _tie_of(model: nn.Module, missing: Iterable[ModelTensor]) -> str:
-    """The remedy if a missing tensor should be tied to another one; empty if it should not."""
+    """Return the remedy if a missing tensor should be tied to another one; empty if it should not."""
     for target, source in [tie for module in model.modules() for tie in _declared_ties(module)]:
         for name in [name for tensor in missing for name in tensor.names]:
             if any(re.search(f"(^|\\.){end}$", name) for end in (target, source)):
@@ -112,7 +112,7 @@ def _tie_of(model: nn.Module, missing: Iterable[ModelTensor]) -> str:
 
 
 def _declared_ties(module: nn.Module) -> list[tuple[str, str]]:
-    """The ties that a transformers model declares, as pairs of a target and its source."""
+    """Return the ties that a transformers model declares, as pairs of a target and its source."""
     ties = getattr(module, "all_tied_weights_keys", None)
     if ties is None:
         config = getattr(module, "config", None)

@@ -39,9 +39,9 @@ class BaseWriter:
             self._flush()
         self._pending |= tensors
 
-    def finish(self, left: dict[str, Tensor], stored: dict[str, StoredWeight]) -> str:
-        """Write the rest, and the index; returns the error if there was one, else an empty string."""
-        for name, tensor in left.items():
+    def finish(self, rest: dict[str, Tensor], stored: dict[str, StoredWeight]) -> str:
+        """Write the rest, and the index; return the error if there was one, else an empty string."""
+        for name, tensor in rest.items():
             self.add({name: tensor})
         self._flush()
         if self._draft is not None and not self._error:

@@ -1,4 +1,4 @@
-"""Which files in the folder of a base no save needs any more, while several jobs may save into it.
+"""Lets several jobs save into the folder of a base, and removes files that no save needs any more.
 
 A save names its files by a token of its own. As long as it runs it has a *draft*, the file that is to become the index,
 and holds a lock on it, which the system releases however the process ends. Renaming the draft to the index completes
@@ -21,17 +21,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
-from .file_format import INDEX
+from .tensor_files import BASE_INDEX
 
 logger = logging.getLogger("fsdp_zpp")
 
-_DRAFT = re.compile(rf"{re.escape(INDEX)}\.([0-9a-f]{{16}})\.([0-9a-f]{{8}})")
+_DRAFT = re.compile(rf"{re.escape(BASE_INDEX)}\.([0-9a-f]{{16}})\.([0-9a-f]{{8}})")
 # With the token of a save, or without, as before saves had one.
 _FILE = re.compile(r"frozen_base-(?:([0-9a-f]{16})-)?[0-9]{5}\.safetensors")
 
 
 class Draft:
-    """The index of a save that is not complete. See the top of this file.
+    """An index of a save that is not complete. See the top of this file.
 
     Args:
         folder: The folder of the base; it is made if there is none.
@@ -48,14 +48,14 @@ class Draft:
         self._folder = folder
         while True:
             self.token = secrets.token_hex(8)
-            self._path = folder / f"{INDEX}.{self.token}.{_machine()}"
+            self._path = folder / f"{BASE_INDEX}.{self.token}.{_machine()}"
             self._file = self._path.open("x")
             if self._lock():
                 return
             self._file.close()  # another save was faster, and takes it for a leftover
 
     def _lock(self) -> bool:
-        """Lock the draft that was just made; tells whether it is there to stay."""
+        """Lock the draft that was just made, and return whether it is there to stay."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,7 +65,7 @@ class Draft:
         return self._path.exists()
 
     def file(self, number: int) -> Path:
-        """The path of a file of this save, counted from 1."""
+        """Return the path of a file of this save, counted from 1."""
         return self._folder / f"frozen_base-{self.token}-{number:05}.safetensors"
 
     def publish(self, text: str) -> None:
@@ -74,7 +74,7 @@ class Draft:
         self._file.flush()
         os.fsync(self._file.fileno())
         to_disk(self._folder)  # the files' names must be on disk before an index that refers to them
-        self._path.replace(self._folder / INDEX)  # atomic: readers see the old index or the new one
+        self._path.replace(self._folder / BASE_INDEX)  # atomic: readers see the old index or the new one
         self._file.close()
 
     def abandon(self) -> None:
@@ -95,25 +95,25 @@ def remove_leftovers(folder: Path) -> None:
         # In this order: a save makes its draft before its files, and drops it when the index names them.
         tokens = {path: match[1] for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
         drafts = {path: match for path in folder.iterdir() if (match := _DRAFT.fullmatch(path.name))}
-        left: list[Path] = []
+        leftovers: list[Path] = []
         running: dict[str, str] = {}
         for path, match in drafts.items():
             if match[2] == _machine() and (lock := _lock_of(path)) is not None:
                 locks.enter_context(lock)  # until it is removed, or a save that has just made it would go on with it
-                left.append(path)
+                leftovers.append(path)
             else:
                 running[match[1]] = match[2]
-        needed = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        needed = set(json.loads((folder / BASE_INDEX).read_text())["weight_map"].values())
         waste = [path for path, token in tokens.items() if token not in running and path.name not in needed]
-        for path in waste + left:
+        for path in waste + leftovers:
             path.unlink(missing_ok=True)
-        if elsewhere := [path.name for path, token in tokens.items() if running.get(token, _machine()) != _machine()]:
+        if foreign := [path.name for path, token in tokens.items() if running.get(token, _machine()) != _machine()]:
             logger.warning(
                 "%s has %d files of a save that is running on another machine or was cut off there (%s, ...); if none "
                 "is running, remove them",
                 folder,
-                len(elsewhere),
-                min(elsewhere),
+                len(foreign),
+                min(foreign),
             )
 
 
@@ -127,7 +127,7 @@ def to_disk(path: Path) -> None:
 
 
 def _lock_of(draft: Path) -> TextIO | None:
-    """A draft that nobody has locked, locked; None if somebody has, or if that can't be told."""
+    """Lock a draft and return its file; None if somebody else has locked it, or if that can't be told."""
     with suppress(OSError):
         file = draft.open("r+")  # NFS locks what is open for writing
         try:
@@ -140,7 +140,7 @@ def _lock_of(draft: Path) -> TextIO | None:
 
 @functools.cache
 def _machine() -> str:
-    """Eight digits for the running kernel, in all of its containers; random ones where it has no identity."""
+    """Return eight digits for the running kernel, in all of its containers; random ones where it has no identity."""
     try:
         identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Experts of MoE layers: checkpoints store their matrices one by one, models of transformers as stacks.
+"""Experts of MoE layers, which checkpoints store as single matrices and models of transformers as stacks.
 
 A model's ``mlp.experts.gate_up_proj`` has the shape ``[experts, gate and up, width]``. Files have
 ``mlp.experts.0.gate_proj.weight`` and so on, as models had before transformers 5, and as transformers still saves them.
@@ -27,7 +27,7 @@ _MIXTRAL = (".block_sparse_moe.", ".mlp.")
 
 
 class StackedFiles:
-    """The tensors in files, and the stacks that can be assembled from them.
+    """Tensors in files, and stacks that are assembled from them.
 
     Args:
         files: The files.
@@ -41,11 +41,11 @@ class StackedFiles:
 
     @property
     def keys(self) -> list[str]:
-        """The names of all tensors, and of all stacks that can be assembled."""
+        """Return the names of all tensors, and of all stacks that can be assembled."""
         return list(dict.fromkeys([*self._files, *self._stacks, *self._renamed]))
 
     def parts(self, key: str) -> list[str]:
-        """The names in the files of the tensors that ``key`` is read from."""
+        """Return the names in the files of the tensors that ``key`` is read from."""
         # Here and below, a tensor that the files store under this very name takes precedence over an assembled stack.
         if key in self._files:
             return [key]
@@ -54,11 +54,11 @@ class StackedFiles:
         )
 
     def file_of(self, key: str) -> object:
-        """The file of a tensor, or of the first part of it."""
+        """Return the file of a tensor, or of the first part of it."""
         return self._files.file_of(self.parts(key)[0])
 
     def header(self, key: str) -> Header:
-        """Shape and dtype of a tensor.
+        """Return the shape and dtype of a tensor.
 
         Raises:
             ValueError: As :meth:`TensorFiles.header`, and if the matrices of a stack differ in shape or dtype.
@@ -77,21 +77,21 @@ class StackedFiles:
         return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
     def rows(self, key: str, first: int, last: int) -> Tensor:
-        """A copy of rows ``first`` to ``last - 1`` of a tensor; those of a stack are its matrices."""
+        """Copy rows ``first`` to ``last - 1`` of a tensor; those of a stack are its matrices."""
         if key in self._files or key not in self._stacks:
             return self._files.rows(self.parts(key)[0], first, last)
         matrices = self._stacks[key][first:last]
         return torch.stack([torch.cat([self._files.read(part) for part in matrix]) for matrix in matrices])
 
     def read(self, key: str) -> Tensor:
-        """A copy of a tensor."""
+        """Copy a tensor."""
         if key in self._files or key not in self._stacks:
             return self._files.read(self.parts(key)[0])
         return self.rows(key, 0, len(self._stacks[key]))
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
-    """For each stack whose matrices are stored one by one: the stored matrices that form each of its matrices."""
+    """Return for each stack that is stored in parts: the stored matrices that form each of its matrices."""
     experts: dict[str, dict[int, set[str]]] = {}
     for key in keys:
         if match := _EXPERT.fullmatch(key):

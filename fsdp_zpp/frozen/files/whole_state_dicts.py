@@ -14,18 +14,38 @@ from torch import Tensor, nn
 
 from fsdp_zpp.module_names import original_path, parameter_name
 
-from .full_tensors import dequantized_weights
-from .modules import frozen_sites
+from ..modules import frozen_sites
+from ..weight import FrozenWeight
 
 
 def quantized_names(model: nn.Module) -> set[str]:
-    """The names of a model's quantized weights, as they were before it was wrapped."""
+    """Return the names of a model's quantized weights, as they were before it was wrapped."""
     return {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
+
+
+def dequantized_weights(model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
+    """Copy the quantized weights, dequantized, to the CPU, by all of their FQNs without wrappers. Collective.
+
+    One weight at a time is on the device.
+
+    Args:
+        model: The model, sharded or not.
+        kept: Whether this rank keeps the copies; without, it takes part and returns nothing.
+    """
+    names: dict[FrozenWeight, list[str]] = {}
+    for path, _, name, weight in frozen_sites(model):
+        names.setdefault(weight, []).append(parameter_name(path, name))
+    copies: dict[str, Tensor] = {}
+    for weight, paths in names.items():
+        whole = weight.dequantize()
+        for path in paths if kept else ():  # tied ones are copied, as in torch's own full state dicts
+            copies[path] = whole.to("cpu", copy=True)
+    return copies
 
 
 @contextmanager
 def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
-    """A context in which ``model.state_dict()`` has the quantized weights, dequantized. Collective, in each call.
+    """Add the quantized weights, dequantized, to ``model.state_dict()`` in this context; each call is collective.
 
     Args:
         model: The model, sharded or not.
@@ -44,7 +64,7 @@ def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
 
 @contextmanager
 def without_quantized_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model.load_state_dict`` passes over what it is given for quantized weights."""
+    """Make ``model.load_state_dict`` pass over what it is given for quantized weights, in this context."""
     quantized = quantized_names(model)
 
     def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:

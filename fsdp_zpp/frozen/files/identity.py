@@ -1,4 +1,4 @@
-"""Whether a model has the quantized base that a checkpoint was made on.
+"""Checks that a model has the quantized base that a checkpoint was made on.
 
 A checkpoint that a training resumes from holds what changes, and a quantized base does not. A model on another base
 would load it without an error, and compute something else. So a few scales of each weight are saved with it. They are
@@ -17,9 +17,8 @@ from torch import nn
 
 from fsdp_zpp.module_names import model_name
 
-from .file_format import Storable, codes_and_scales
+from ..weight import FrozenWeight, Storable
 from .model_tensors import frozen_names
-from .weight import FrozenWeight
 
 _SAMPLED = 8
 _TOLERANCE = 1e-3
@@ -28,9 +27,9 @@ logger = logging.getLogger("fsdp_zpp")
 
 
 def describe_base(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Codec and a few scales of each quantized weight, by names in the base; the same on all ranks. Collective.
+    """Return the codec and a few scales of each quantized weight, by names in the base. Collective.
 
-    Weights with a user-defined codec are left out: nothing says where its scales are.
+    All ranks get the same. Weights with a user-defined codec are left out: nothing says where its scales are.
     """
     weights = {names[0]: weight for weight, names in frozen_names(model).items() if isinstance(weight.codec, Storable)}
     return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
@@ -47,8 +46,8 @@ def check_base(model: nn.Module, saved: Mapping[str, Mapping[str, Any]], where: 
     Raises:
         ValueError: If weights of the same codec have other values.
     """
-    own = {name: said for name, said in describe_base(model).items() if name in saved}
-    recoded = [name for name, said in own.items() if said["codec"] != saved[name]["codec"]]
+    own = {name: weight for name, weight in describe_base(model).items() if name in saved}
+    recoded = [name for name, weight in own.items() if weight["codec"] != saved[name]["codec"]]
     other = [name for name in own if name not in recoded and not _is_close(own[name], saved[name])]
     if other:
         raise ValueError(
@@ -67,13 +66,13 @@ def check_base(model: nn.Module, saved: Mapping[str, Mapping[str, Any]], where: 
 
 
 def _is_close(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    a, b = (torch.tensor(each["scales"], dtype=torch.float64) for each in (own, saved))
+    a, b = (torch.tensor(weight["scales"], dtype=torch.float64) for weight in (own, saved))
     return a.shape == b.shape and torch.allclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
 
 
 def _scales(weight: FrozenWeight) -> list[float]:
     if weight.sampled is None:
-        _, scales = codes_and_scales(weight, weight.holder.gathered_payload(weight, weight.device))
+        _, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
         places = torch.linspace(0, len(scales) - 1, min(_SAMPLED, len(scales)), dtype=torch.float64).long()
         weight.sampled = scales.cpu()[places].tolist()
     return weight.sampled

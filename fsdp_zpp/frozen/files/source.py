@@ -1,4 +1,4 @@
-"""Where a model's weights are read from: safetensors files, or a function."""
+"""Sources of a model's weights in full precision: safetensors files, or a function."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from fsdp_zpp.module_names import model_name
 
+from ..weight import ReadRows
 from .completeness import check_header, match_keys, refuse_sharded_tensors, refuse_unfilled
 from .expert_stacks import StackedFiles
-from .file_format import INDEX
 from .model_tensors import ModelTensor, frozen_names, model_tensors
 from .tensor_files import Header, TensorFiles, find_checkpoint, open_file, read_index
-from .weight import ReadRows
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -34,20 +33,20 @@ class WeightSource(Protocol):
     """A source of a model's tensors."""
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        """The tensors to read. Changes nothing.
+        """Return the tensors to read. Changes nothing.
 
         Raises:
             ValueError: If the source lacks a tensor that ``model`` needs, or has it in another shape or kind of dtype.
         """
 
     def reader(self, tensor: ModelTensor) -> ReadRows:
-        """A function that reads rows of one of them."""
+        """Return a function that reads rows of one of them."""
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        """A copy of one of them."""
+        """Copy one of them."""
 
     def summary(self) -> str:
-        """What all ranks must agree on, as text."""
+        """Return, as text, what must be the same on all ranks."""
 
 
 class Checkpoint:
@@ -63,7 +62,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, warns: bool) -> None:
         self._warns = warns
-        self._source = find_checkpoint(path, INDEX)
+        self._source = find_checkpoint(path)
         if self._source.name.endswith(".index.json"):
             files, _ = read_index(self._source, _REMEDY)
         else:
@@ -73,8 +72,8 @@ class Checkpoint:
         self._headers: list[tuple[str, Header]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
-        found = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
-        for tensor, keys in found:
+        matches = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
+        for tensor, keys in matches:
             for key in keys:
                 header = self._files.header(key)
                 check_header(tensor, key, header, f"the checkpoint's {self._files.file_of(key)}")
@@ -168,7 +167,7 @@ class Generated:
 
 
 def source_from(checkpoint: Source, warns: bool) -> WeightSource:
-    """The source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`.
+    """Return the source that the argument ``checkpoint`` describes; ``warns`` as for :class:`Checkpoint`.
 
     Raises:
         ValueError: If it is a path that holds no safetensors.

@@ -1,0 +1,247 @@
+"""Weights that FSDP has sharded can't be quantized: errors say so, on every rank. What is not sharded can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import moe
+import pytest
+import torch
+from harness import lora, models
+from harness.adapter import STOCK, Adapter, Case
+from harness.covering import over_adapters_and_flat, over_each
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
+from harness.messages import Reply, assert_refused, attempt as attempt_refusal
+from harness.pool import Pool, device_type
+from harness.strategies import CODEC, quantize
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from fsdp_zpp import Strategy, fully_shard as zeropp_shard, load_frozen_params, save_frozen_params
+
+ZEROPP = Strategy.zeropp(gpus_per_node=2)
+REMEDY = (
+    "call quantize_frozen_params(model, Int8(block=64)) before you wrap the model, or wrap it with "
+    "Strategy(..., frozen=Int8(block=64)), which quantizes what it wraps"
+)
+SHARDED = f"weight is sharded by FSDP already; {REMEDY}"
+
+
+class PartlyFrozen(nn.Module):
+    """Two frozen layers and a trainable one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.first.requires_grad_(False)
+        self.second.requires_grad_(False)
+        self.to(models.device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.relu(self.first(x))))
+
+
+def flat(module: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
+    """In a worker: one unit of torch's FullyShardedDataParallel."""
+    return FullyShardedDataParallel(module, **{"use_orig_params": True, "device_id": models.device()} | arguments)
+
+
+def used(model: Any) -> Any:
+    """In a worker: a model after a forward without a backward, which may leave weights gathered."""
+    with torch.no_grad():
+        model(torch.ones(2, 64, device=models.device()))
+    return model
+
+
+def gathered(in_the_background: bool) -> Any:
+    """In a worker: a net that is told to gather its weights."""
+    net: Any = PartlyFrozen()
+    fully_shard(net)
+    net.unshard(async_op=in_the_background)
+    return net
+
+
+def sharded(by: Callable[..., Any], **arguments: Any) -> nn.Module:
+    """In a worker: a net that one call has sharded, or that this call has made of it."""
+    net = PartlyFrozen()
+    return by(net, **arguments) or net
+
+
+def frozen_in_one_unit() -> FullyShardedDataParallel:
+    """In a worker: frozen layers in one flat parameter, in whose place modules show it alone."""
+    net = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).requires_grad_(False)
+    return flat(net, use_orig_params=False)
+
+
+def with_experts(adapter: Adapter) -> Any:
+    """In a worker: a model of experts, of which all other weights are trained."""
+    model = moe.make_base("qwen3")
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad_(parameter.dim() < 3)
+    return moe.shard(adapter, model, STOCK)
+
+
+def tensor_parallel(then_fsdp: bool) -> Any:
+    """In a worker: a frozen linear layer that is split inside of nodes, and maybe sharded over them."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(64, 64)).to(models.device()).requires_grad_(False)
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    return Fsdp2().apply(net, STOCK, mesh=mesh["dp"]) if then_fsdp else net
+
+
+def inside(net: nn.Module) -> Any:
+    """In a worker: a layer of a net that is one unit."""
+    return net.module.first if isinstance(net, FullyShardedDataParallel) else net.first
+
+
+KEEPS_GATHERED = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+REPLICATES = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+ANOTHER = "is sharded by another parallelism (tensor parallelism, or FSDP around this module), and a frozen base"
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "flat": (lambda: sharded(flat), f"first.{SHARDED}"),
+    "flat, used": (lambda: used(sharded(flat)), f"first.{SHARDED}"),
+    "flat, kept": (lambda: used(sharded(flat, **KEEPS_GATHERED)), f"first.{SHARDED}"),
+    "flat, replicated": (lambda: sharded(flat, **REPLICATES), f"first.{SHARDED}"),
+    "flat parameters": (frozen_in_one_unit, f"1.{SHARDED}"),
+    "flat, a layer": (lambda: inside(sharded(flat)), SHARDED),
+    "flat, replicated, a layer": (lambda: inside(sharded(flat, **REPLICATES)), SHARDED),
+    "flat experts": (lambda: with_experts(Fsdp1()), "experts.gate_up_proj is sharded by FSDP already"),
+    "used": (lambda: used(sharded(fully_shard)), f"first.{SHARDED}"),
+    "gathered": (lambda: gathered(False), f"first.{SHARDED}"),
+    "gathered in the background": (lambda: gathered(True), f"first.{SHARDED}"),
+    "kept": (lambda: used(sharded(zeropp_shard, strategy=Strategy("NNG", gpus_per_node=2))), f"first.{SHARDED}"),
+    "a layer": (lambda: inside(sharded(fully_shard)), ANOTHER),
+    "experts": (lambda: with_experts(Fsdp2()), "experts.gate_up_proj is sharded by FSDP already"),
+    "tensor parallel": (lambda: tensor_parallel(False), f"0.weight {ANOTHER}"),
+    "tensor parallel, sharded": (lambda: tensor_parallel(True), f"0.{SHARDED}"),
+}
+
+
+def attempt(name: str, **options: Any) -> Reply:
+    """In a worker: how a model is refused."""
+    model = MODELS[name][0]()
+    return attempt_refusal((partial(quantize, model, **options), ValueError, ""))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_however_weights_are_sharded_they_are_refused(pool: Callable[[int], Pool], name: str) -> None:
+    assert_refused(pool(4).run(attempt, name), (quantize, ValueError, MODELS[name][1]))
+
+
+def with_options(name: str) -> Reply:
+    """In a worker: how a model is refused whose weights are to come from elsewhere."""
+    options: dict[str, Any] = {"broadcast": {"sync_module_states": True}, "checkpoint": {"checkpoint": torch.zeros}}
+    return attempt("gathered", **options[name])
+
+
+@pytest.mark.parametrize("name", ["broadcast", "checkpoint"])
+def test_wherever_values_come_from_it_is_refused(pool: Callable[[int], Pool], name: str) -> None:
+    assert_refused(pool(4).run(with_options, name), (quantize, ValueError, f"first.{SHARDED}"))
+
+
+def wrapped(adapter: Adapter, strategy: Any, wrap_blocks: bool, folder: str | None) -> Reply:
+    """In a worker: how a wrapped model is refused, whose weights are to be quantized, or to come from files."""
+    if adapter == Fsdp1(use_orig_params=False):  # which does not mix frozen and trainable parameters
+        model: Any = adapter.apply(lora.make_net().requires_grad_(False), strategy, device_id=models.device())
+    else:
+        model = adapter.shard(lora.make_net(), Case(wrap_blocks=wrap_blocks), strategy)
+    call = partial(quantize, model) if folder is None else partial(load_frozen_params, model, folder)
+    reply = attempt_refusal((call, ValueError, ""))
+    assert "Frozen" not in "".join(type(module).__name__ for module in model.modules())
+    assert torch.isfinite(models.loss_of(model, models.batch(0, 0)))  # it goes on as it was
+    return reply
+
+
+@over_adapters_and_flat
+@over_each(strategy={"torch's": STOCK, "zeropp": ZEROPP}, wrap_blocks={"by block": True, "once": False})
+def test_a_wrapped_model_is_refused(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, wrap_blocks: bool
+) -> None:
+    assert_refused(pool(4).run(wrapped, adapter, strategy, wrap_blocks, None), (quantize, ValueError, SHARDED))
+
+
+def save(folder: str) -> None:
+    """In a worker: save a base."""
+    net = lora.make_net()
+    quantize(net)
+    save_frozen_params(net, folder)
+
+
+@over_adapters_and_flat
+@over_each(strategy={"torch's": STOCK, "zeropp": ZEROPP})
+def test_files_come_before_wrapping(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Any, tmp_path: Path
+) -> None:
+    pool(4).run(save, str(tmp_path))
+    message = f"is sharded by FSDP already; call load_frozen_params(model, {str(tmp_path)!r}) before you wrap the model"
+    assert_refused(pool(4).run(wrapped, adapter, strategy, True, str(tmp_path)), (save, ValueError, message))
+
+
+# ---- what is not sharded
+
+
+def frozen_layers(net: Any) -> list[str]:
+    """In a worker: the layers of a net that are quantized."""
+    net = net.module if isinstance(net, FullyShardedDataParallel) else net
+    named = [(name, getattr(layer, "module", layer)) for name, layer in net.named_children()]
+    return [name for name, layer in named if type(layer).__name__.startswith("Frozen")]
+
+
+def quantized_in_part(by: str) -> tuple[list[str], float]:
+    """In a worker: what is quantized of a net with a layer that FSDP has, and how far it computes something else."""
+    net, alone = PartlyFrozen(), PartlyFrozen()
+    model: Any = net
+    lora.round_weight(alone.second.weight, CODEC)
+    if by == "a layer under fully_shard, by strategy":
+        fully_shard(net.first)
+        zeropp_shard(net, strategy=Strategy("GGG", frozen=CODEC, gpus_per_node=2))
+    elif by == "a layer under FullyShardedDataParallel, by strategy":
+        net.first = flat(net.first)
+        model = flat(net, sharding_strategy=Strategy("GGG", frozen=CODEC, gpus_per_node=2))
+    elif by == "a layer under fully_shard, ignored":
+        fully_shard(net.first)
+        assert quantize(net, ignored_params=list(net.first.parameters())).weights == 1
+        fully_shard(net)
+    elif by == "a layer under FullyShardedDataParallel, ignored":
+        net.first = flat(net.first)
+        assert quantize(net, ignored_params=list(net.first.parameters())).weights == 1
+        model = flat(net)
+    elif by == "a layer that fully_shard ignores":
+        for layer in (net.first, net.last):
+            fully_shard(layer, ignored_params={net.second.weight})
+        fully_shard(net, ignored_params={net.second.weight})
+        assert quantize(net, ignored_params=list(net.first.parameters())).weights == 1
+    elif by == "a layer that FullyShardedDataParallel ignores":
+        model = flat(net, ignored_states=[net.second.weight])
+        assert quantize(model, ignored_params=list(net.first.parameters())).weights == 1
+    else:
+        replicate(net.last)
+        assert quantize(net.second).weights == 1
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(models.device())
+    return frozen_layers(model), (model(x) - alone(x)).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        "a layer under fully_shard, by strategy",
+        "a layer under FullyShardedDataParallel, by strategy",
+        "a layer under fully_shard, ignored",
+        "a layer under FullyShardedDataParallel, ignored",
+        "a layer that fully_shard ignores",
+        "a layer that FullyShardedDataParallel ignores",
+        "a layer beside one that is replicated",
+    ],
+)
+def test_what_is_not_sharded_is_quantized(pool: Callable[[int], Pool], by: str) -> None:
+    assert pool(4).run(quantized_in_part, by) == [(["second"], 0.0)] * 4
