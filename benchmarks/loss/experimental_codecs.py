@@ -77,7 +77,7 @@ class Bytewise(Codec):
     stochastic: bool = False
 
     def __str__(self) -> str:
-        return f"{'stochastic-' if self.stochastic else ''}codes of {self.qmax} ({self.block})"
+        return f"{'stochastic-' if self.stochastic else ''}int{self.qmax.bit_length() + 1}({self.block})"
 
     def nbytes(self, numel: int) -> int:
         padded = _padded(numel, self.block)
