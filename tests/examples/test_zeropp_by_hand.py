@@ -90,7 +90,7 @@ def both(
     names = {"gather": "weights", "reduce": "gradients"}
     sent = {f"{names[kind]} {level}": nbytes for (kind, level), nbytes in traffic.sent.items()}
     results = {"weights": (gathered, weights), "gradients": (reduced, mean)}
-    compared = {what: (bits(by_hand), bits(by_library)) for what, (by_hand, by_library) in results.items()}
+    compared = {what: (bits(hand), bits(library)) for what, (hand, library) in results.items()}
     return compared, [dict(network.sent), sent]
 
 

@@ -39,16 +39,16 @@ def two_trained(folder: str, state_dict: str) -> list[list[float]]:
             second, *others = accelerator.prepare(second, *others)
             if part.start:
                 accelerator.load_state(folder)
-            step = []
+            run = []
             for step in range(4)[part]:
                 for model in (first, second):
                     loss = llama.loss_of(model, llama.tokens(step))
                     accelerator.backward(loss)
-                    step.append(float(loss))
+                    run.append(float(loss))
                 for each in (optimizer, *others):
                     each.step()
                     each.zero_grad()
-            losses.append(step)
+            losses.append(run)
             if not part.start:
                 accelerator.save_state(folder)
     return losses

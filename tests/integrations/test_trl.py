@@ -69,7 +69,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
         data = prompts
         options |= {"beta": 0.1, "num_generations": 2, "max_completion_length": 6}
     model, reference = (LlamaForCausalLM.from_pretrained(base) for _ in range(2))
-    options: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
+    judges: dict[str, Any] = {"reward_funcs": reward} if kind == "grpo" else {"ref_model": reference}
     if strategy is not None:
         cls = use_strategy(cls, strategy)
     return cls(
@@ -77,7 +77,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
         args=configuration(**options),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
-        **options,
+        **judges,
     )
 
 
