@@ -134,7 +134,9 @@ class PendingHop(PendingReduction):
 
     def finish(self) -> None:
         if self.payload.is_cuda:
-            keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
+            # Both were made in the stream of the intra-node hop.
+            keep_until_read(self.payload)
+            keep_until_read(self.out)
         received = self.hop.all_to_all(self.payload, self.label)
         log_launched(self.label)
         decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label, self.exact)

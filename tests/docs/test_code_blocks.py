@@ -106,7 +106,9 @@ def _check_script(words: list[str]) -> None:
     if script.parts[-2] not in ("examples", "step", "loss", "kernels", "scale"):
         return  # the reader's own
     assert script.is_file(), script
-    source = "".join(file.read_text() for file in script.parent.glob("*.py"))
+    source = "".join(
+        file.read_text() for folder in (script.parent, ROOT / "benchmarks" / "common") for file in folder.glob("*.py")
+    )
     for option in re.findall(r"--[\w-]+", " ".join(words[scripts[0] + 1 :])):
         assert f'"{option}"' in source, f"{script.name} knows no {option}"
 

@@ -18,13 +18,11 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 
 def order_parameters(group: FSDPParamGroup) -> None:
     """Sort the parameters of a group that has not been used yet."""
-    small = _small_parameters(group)
-
-    def place(param: FSDPParam) -> tuple[bool, int, tuple[str, ...]]:
-        axes = _sharded_along(param)
-        return param in small, len(axes), axes
-
-    group.fsdp_params = sorted(group.fsdp_params, key=place)
+    params = group.fsdp_params
+    axes = _sharded_along(params)
+    exact = sent_exactly([param._orig_size for param in params])
+    keys = [(is_exact, len(along), along) for is_exact, along in zip(exact, axes, strict=True)]
+    group.fsdp_params = [params[place] for place in sorted(range(len(params)), key=keys.__getitem__)]
 
 
 def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequence[int]) -> FlatLayout:
@@ -36,22 +34,19 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
         places: The place of each among all of the group's.
     """
     names = [param._param_fqn or "" for param in params]
-    small = {param._param_fqn or "" for param in _small_parameters(group)}
-    axes = {name: _sharded_along(param) for name, param in zip(names, params, strict=True)}
     numels = [param._sharded_param_data.numel() for param in params]
+    axes = dict(zip(names, _sharded_along(params), strict=True))
+    exact = sent_exactly([param._orig_size for param in group.fsdp_params])
+    small = {p._param_fqn or "" for p, is_exact in zip(group.fsdp_params, exact, strict=True) if is_exact}
     return FlatLayout.dense(map(Piece, places, names, numels), small, axes)
 
 
-def _small_parameters(group: FSDPParamGroup) -> set[FSDPParam]:
-    """Return the parameters that codecs leave as they are."""
-    params = group.fsdp_params
-    exact = sent_exactly([param._orig_size for param in params])
-    return {param for param, is_exact in zip(params, exact, strict=True) if is_exact}
-
-
-def _sharded_along(param: FSDPParam) -> tuple[str, ...]:
-    """Return the dimensions of its mesh along which a parameter is sharded, by FSDP or another parallelism."""
-    sharded: Any = param.sharded_param
-    names = sharded.device_mesh.mesh_dim_names or ("",)
-    pairs = zip(names, sharded.placements, strict=True)
-    return tuple(name for name, placement in pairs if not placement.is_replicate())
+def _sharded_along(params: Sequence[FSDPParam]) -> list[tuple[str, ...]]:
+    """Return for each parameter the dimensions of its mesh along which FSDP or another parallelism shards it."""
+    axes: list[tuple[str, ...]] = []
+    for param in params:
+        sharded: Any = param.sharded_param
+        names = sharded.device_mesh.mesh_dim_names or ("",)
+        pairs = zip(names, sharded.placements, strict=True)
+        axes.append(tuple([name for name, placement in pairs if not placement.is_replicate()]))
+    return axes

@@ -48,7 +48,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; arguments as of ``adopt_group``."""
-        order_parameters(self)
         gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
@@ -58,6 +57,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     # ---- lazy initialization
 
     def lazy_init(self) -> None:
+        order_parameters(self)
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:

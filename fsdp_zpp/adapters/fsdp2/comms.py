@@ -92,10 +92,9 @@ class StrategyReduceScatter(ReduceScatter):
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.finish()
-        # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
-        keep_until_read(gradient)
         if self.hook is not None:
-            self.hook(gradient)
+            # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
+            self.hook(keep_until_read(gradient))
 
 
 @dataclass(eq=False, repr=False)
