@@ -61,9 +61,9 @@ def quantize_frozen_params(
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
-        gpus_per_node: As in ``Strategy``. Default: that of the strategy that wraps the model, before or after.
-        process_group: The data-parallel ranks. Default: those that the model is sharded over; all ranks if it is not
-            sharded yet; this process alone if there is no process group.
+        gpus_per_node: The node size, as in ``Strategy``. Default: that of the strategy that will wrap the model.
+        process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
+            none is; this process alone if there is no process group.
         checkpoint: Where to read the weights: a safetensors file, an index of several, a folder with either, or a
             function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must
             have all frozen parameters and persistent buffers, quantized or not; trainable parameters are read, too, if
@@ -81,9 +81,9 @@ def quantize_frozen_params(
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If an argument is out of range, likewise, or weights have no values, or NaN or infinite ones. If
-            weights are sharded already, by FSDP or by another parallelism. If a checkpoint is broken or not this
-            model's, on any rank; every rank then raises, and the model is unchanged.
+        ValueError: If an argument is out of range, on any rank; if weights are sharded already, by FSDP or by another
+            parallelism; if they have no values, or NaN or infinite ones; or if a checkpoint is broken or not this
+            model's. Every rank raises, and the model is unchanged.
 
     Examples:
         >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(...))
@@ -99,7 +99,7 @@ def quantize_frozen_params(
         selection = select(model, min_numel, ignored_params, unpack=isinstance(codec, NF4))
         selection.refuse_sharded(
             f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or wrap it with "
-            f"Strategy(..., frozen={codec!r}), which quantizes what it wraps",
+            f"Strategy(..., frozen={codec!r}), which quantizes what it wraps"
         )
         if in_the_model or (sync_module_states and group is not None and dist.get_rank(group) == 0):
             selection.refuse_infinite()

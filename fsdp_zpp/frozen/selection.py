@@ -171,7 +171,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
 
 
 def _under_fully_shard(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that a ``fully_shard`` of a module below ``model`` reaches."""
+    """Return the modules below ``model`` that ``fully_shard`` was called on, and all modules inside them."""
     return {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
 
 

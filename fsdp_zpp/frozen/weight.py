@@ -124,7 +124,7 @@ class FrozenWeight:
 
         Args:
             codes: All codes; only this rank's are indexed, so that it may be a slice of a file, which reads lazily.
-            scales: All scales, likewise.
+            scales: All scales, of which the same holds.
 
         Returns:
             The local payload, uint8 [local_nbytes] on the CPU.
@@ -187,7 +187,7 @@ class FrozenWeight:
         if isinstance(self.codec, Blockwise):
             dequantize_rows(rows, out, self.codec.bits, self.codec.block)
         else:
-            # A weight's columns of a gathered payload are not contiguous: our kernels take strides, a codec need not.
+            # A weight's columns of a gathered payload are not contiguous: the kernels take strides, a codec need not.
             self.codec.decode(rows.contiguous(), out.view(-1), len(rows), 1)
         return out if numel == padded else out[:numel].view(self.shape)
 

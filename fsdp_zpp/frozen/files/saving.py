@@ -49,7 +49,7 @@ def save_frozen_params(
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If nothing of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is no
-            size; likewise.
+            size, on any rank; every rank raises.
         RuntimeError: If the first rank can't write; every rank raises. A base that was in the folder before is still
             there.
     """

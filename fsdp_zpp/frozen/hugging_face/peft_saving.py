@@ -47,7 +47,7 @@ def save_adapter(
     Raises:
         ImportError: If peft is not installed.
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names; likewise.
+        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names, on any rank.
         RuntimeError: If the first rank can't write the files; every rank raises.
     """
     group = ranks_of(model, process_group)
