@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
-    """Return the 1-D mesh over some dimensions of ``mesh``. Collective over its root at the first call for them."""
+    """Return the 1-D mesh over ``dims`` of ``mesh``. Collective over the root mesh at the first call for these."""
     part = mesh if dims == mesh.mesh_dim_names else mesh[dims]
     return part if part.ndim == 1 else part._flatten()
 
@@ -25,11 +25,12 @@ def is_part(mesh: DeviceMesh) -> bool:
 def mesh_of_parts(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     """Return the mesh over a part of a 1-D mesh, as a dimension of the same larger mesh.
 
-    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one.
+    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one
+    mesh.
 
     Args:
         mesh: A 1-D mesh, which is a part of a larger one.
-        group: Consecutive ranks of it, by as many of which it is divisible; this rank is one of them.
+        group: Consecutive ranks of ``mesh``, this rank among them; their number divides the size of ``mesh``.
     """
     size = dist.get_world_size(group)
     # Without the groups of its dimension, of which torch would make new ones over all ranks of the larger mesh: a stage

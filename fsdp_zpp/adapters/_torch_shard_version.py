@@ -41,7 +41,7 @@ class ShardVersion:
         """Return the version of what a unit's shards hold now.
 
         Args:
-            memory: The tensors that are gathered, but for subclasses without a storage of their own.
+            memory: The gathered tensors, except subclasses without a storage of their own.
             counted: These, and the tensors through which users and optimizers write to them.
         """
         if self._of_contents:

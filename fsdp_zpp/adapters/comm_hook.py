@@ -87,7 +87,7 @@ class QuantizedReduceState:
             layout: Returns where parameters lie in the unit's flat gradient, given its size.
 
         Raises:
-            ValueError: If there is one of that name already, and it has errors.
+            ValueError: If a state of that name exists already and has errors.
         """
         if name in self._units:
             raise ValueError(
@@ -147,7 +147,7 @@ def _checked(
     error_feedback: LoCo | None,
     gpus_per_node: int | None,
 ) -> Codec | None:
-    """Return the codec of the intra-node hop, once all arguments are checked."""
+    """Check all arguments, and return the codec of the intra-node hop."""
     intra = intra_node_codec(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
     for name, value in (("codec", codec), ("intra_codec", intra)):
         check_codec(name, value, such_as="Int4(128)")

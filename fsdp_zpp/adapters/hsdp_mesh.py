@@ -31,8 +31,8 @@ def read_hsdp_mesh(
         The strategy with the size of these nodes, and the 1-D mesh of all data-parallel ranks.
 
     Raises:
-        ValueError: If the strategy shards over all ranks and encodes nothing, or if it, or torchrun where it does not
-            say, has nodes of another size.
+        ValueError: If the strategy shards over all ranks and encodes nothing, or if its ``gpus_per_node``, or else
+            torchrun's, is not the size of these nodes.
     """
     check_shards_part(strategy, mesh)
     names = mesh.mesh_dim_names or ()

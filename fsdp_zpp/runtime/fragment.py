@@ -75,7 +75,7 @@ class Fragment:
         progress: How far its training has come.
         pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
-        was_reloaded: Whether weights were loaded since it was last asked, and no state with them.
+        was_reloaded: Whether weights were loaded, without a state of local steps, since a reader last reset this.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Fragment:
         """Adopt the weights of what is trained by now, which all nodes hold alike, as the agreed ones.
 
         Args:
-            anew: Whether parameters do that have agreed weights already.
+            anew: Whether to include parameters that have agreed weights already.
         """
         new = set(self._trained()) - (frozenset() if anew else self.outer.names)
         if new:
@@ -163,7 +163,7 @@ class Fragment:
         self.progress.arrives = arrives
 
     def receive(self, mix: float) -> None:
-        """Go on from the agreed weights; what is trained still, from a mixture of these and this node's own."""
+        """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""
         trained = set(self._trained()) if mix != 1 else set()
         mixed = [name for name in self._sent if name in trained]
         self.outer.receive(self._exchanged(mixed), mix)
@@ -199,7 +199,7 @@ class Fragment:
         self._invalidate()
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded, which a state that was loaded with them replaces."""
+        """Handle weights that were loaded; a state that was loaded with them replaces them."""
         self.was_reloaded = self._loaded is None and bool(self.outer.names)
 
     # ---- in checkpoints
@@ -219,7 +219,7 @@ class Fragment:
         }
 
     def load_state_dict(self, state: FragmentState) -> None:
-        """Go on with what :meth:`state_dict` gave, from the next forward on.
+        """Continue with what :meth:`state_dict` returned, from the next forward on.
 
         Raises:
             ValueError: If it was saved for other weights.
@@ -236,7 +236,7 @@ class Fragment:
         self.progress = Progress(**state["progress"])
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
-        """Return, by parameter, its number of values here, and where they equal what was loaded."""
+        """Return, by parameter, its number of values on this rank, and where they equal what was loaded."""
         loaded = {} if self._loaded is None else self._loaded["weights"]
         return {
             name: (shard.numel(), _longest_spans(shard == loaded[name].to(shard.device, shard.dtype)))
@@ -254,7 +254,7 @@ class Fragment:
         )
 
     def restore(self) -> None:
-        """Go on with what was loaded, if anything was."""
+        """Continue with what was loaded, if anything was."""
         if self._loaded is not None:
             self.before_restore()
         if (state := self._loaded) is None:

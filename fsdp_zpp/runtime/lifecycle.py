@@ -141,7 +141,7 @@ class LifecycleHooks:
                     self._mistakes.gradients_cleared()
 
     def _units_of(self, ids: set[int]) -> Iterator[Unit]:
-        """Yield the units of which an optimizer holds a parameter, by the ids of all it holds; alike on all ranks."""
+        """Yield the units of which an optimizer with parameters of these ``ids`` holds one; the same on all ranks."""
         # Not all: one of several optimizers, or one that steps within the backward, clears its own gradients alone.
         for unit in self._units:
             parameters = unit.sharded.parameters()

@@ -2,11 +2,11 @@
 
 [Note: Weights of codec state]
 A save that is cut off between weights and codec state, over an older one, leaves both of different steps. So codec
-state carries checksums of the weights that it was saved with. They may be loaded before it or after it: they are
-compared when it is loaded, which counts unless others are loaded after it, and again at the next forward. If they do
-not match on all ranks, it is dropped on all of them.
+state carries checksums of the weights that it was saved with. Weights may be loaded before codec state or after it. So
+codec state is used if they match when it is loaded and none are loaded afterwards, or if they match at the next
+forward. If they do not match on all ranks, it is dropped on all of them.
 
-Of nodes that train on their own, a checkpoint has each piece of a weight from an arbitrary node, or what was agreed on.
+If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
 Codec state has the weights of each node, so pieces are compared with these.
 """
 
@@ -111,7 +111,7 @@ def _held(unit: Unit, saved: Checksums) -> Checksums:
 
 
 def _match(held: Checksums, saved: Checksums) -> bool:
-    """Return whether parameters are those that were saved; in another dtype they may be."""
+    """Return whether parameters are those that were saved, perhaps in another dtype."""
     return all(dtype != saved[name][0] or value == saved[name][1] for name, (dtype, value) in held.items())
 
 

@@ -4,8 +4,8 @@
 Nodes step on their own, but must agree which step an exchange follows. So a step is counted where every node must pass:
 after a backward that synchronizes gradients, when the first optimizer steps or a gradient scaler skips that; further
 optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is no other, each
-such backward counts. What is due after a step is done before the next forward that records gradients:
-by then all optimizers have stepped.
+such backward counts. Exchanges that are due after a step are made before the next forward that records gradients: by
+then all optimizers have stepped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LocalTraining:
             self._exchange_after(progress.exchanged + 1)
 
     def _prepare(self) -> None:
-        """Restore what was loaded, and start all that was trained so far."""
+        """Restore what was loaded, and start the exchanges of all parameters that were trained so far."""
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)

@@ -1,11 +1,11 @@
 """Mistakes in a training script that raise nothing: they train nothing, or send in every micro-batch what a step needs.
 
 [Note: Which backwards are micro-batches]
-A step may follow several backwards that synchronize gradients, and be right: several losses of one forward, the other
-half of a GAN, whose gradients are cleared, a script that does so once. So a backward counts if a forward of the whole
-model preceded it; what counts is forgotten when gradients are cleared; and nothing is said before a second step in a
-row has several, with no step of another model's optimizer between. A forward that activation checkpointing makes again
-is a layer's.
+A step may rightly follow several backwards that synchronize gradients: of several losses of one forward, of the other
+half of a GAN, whose gradients are cleared, or in a script that does so once. So a backward counts only if a forward of
+the whole model preceded it; the count starts anew when gradients are cleared; and a warning comes only when two steps
+in a row have several, with no step of another model's optimizer between. A forward that activation checkpointing
+repeats is a layer's, not the model's.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
     """Return the ranks of ``model``: the largest group that a part of it is sharded over. Does not communicate.
 
     Args:
-        model: The model; of anything else, a caller is to say so on all ranks.
+        model: The model. Any other object is accepted, since a caller refuses it on all ranks.
         process_group: The ranks that the user gave.
 
     Returns:

@@ -56,7 +56,7 @@ def set_up_model(
 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
-    """Let nodes exchange the fragments of a model before forwards, if it has any. Collective."""
+    """Let nodes exchange the fragments of a model before forwards; return None if it has none. Collective."""
     trained = [unit for unit in units if unit.sharded.is_trained()]
     configurations = dict.fromkeys(unit.strategy.local_steps for unit in trained)
     if len(configurations) > 1:

@@ -35,7 +35,7 @@ class OptimizerState:
         return {"state": [{name: _saved(value) for name, value in state.items()} for state in states]}
 
     def load_state_dict(self, state: dict[str, list[ParameterState]]) -> None:
-        """Go on with what :meth:`state_dict` gave, from the next forward on.
+        """Continue with what :meth:`state_dict` returned, from the next forward on.
 
         Raises:
             ValueError: If it was saved for another number of parameters.

@@ -37,7 +37,7 @@ def holds_packed_values(parameter: Tensor) -> bool:
 
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
-    """Return those of some parameters that hold packed values, by whatever they come with."""
+    """Return the parameters that hold packed values, by the keys that they come with."""
     # Most are plain, and a call for each would be a third of all that sharding a module takes.
     candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
     return {key: parameter for key, parameter in candidates if holds_packed_values(parameter)}

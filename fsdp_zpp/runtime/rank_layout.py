@@ -14,7 +14,7 @@ from fsdp_zpp.config.topology import Topology
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks that a call shards over, and what a strategy comes to on them.
+    """Ranks that a call shards over, and how they lie on nodes.
 
     Attributes:
         group: The ranks.
@@ -28,7 +28,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
-        """Return the layout of ``group`` under ``strategy``, without communication; raise as :func:`topology_of`."""
+        """Return the layout of ``group``, without communication; raise what :func:`topology_of` raises."""
         topology = topology_of(group, node_size(strategy, group))
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Sharded:
-    """Parameters of a unit as FSDP has sharded them: none here, those of a parameter group or a handle in adapters.
+    """Parameters of a unit as FSDP has sharded them: none in this base class, which adapters derive from.
 
     Everything is looked up anew at each call: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
     replace parameters and shards, and a reference to the old ones would keep their memory.

@@ -126,7 +126,7 @@ class StrategyUnit:
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
-        local_training: Decides when, from the first forward on.
+        local_training: Decides when the fragment is exchanged; None before the first forward.
         sharded: What FSDP has sharded of it.
         loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
@@ -169,7 +169,7 @@ class StrategyUnit:
         """Gather the weights as they are, since they hold packed values; to be called before the unit is used.
 
         Args:
-            in_place_of_torch: Also where torch's own all-gather would do, see [Note: Packed bytes].
+            in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         self.resolved = replace(self.resolved, weights=None)

@@ -22,7 +22,7 @@ def check_module(model: object) -> None:
     """Raise unless ``model`` is a module.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
@@ -32,7 +32,7 @@ def check_folder(path: object) -> Path:
     """Return the folder that the argument ``path`` names.
 
     Raises:
-        TypeError: If it is no path.
+        TypeError: If it is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a folder, as a str or a path, got {path!r}")

@@ -42,7 +42,7 @@ class WeightChanges:
         self._has_warned = False
 
     def look(self, ids: Collection[int] = ()) -> None:
-        """Find the units that have begun to change; at a point that all ranks pass.
+        """Find the units that have begun to change; to be called at a point that all ranks pass.
 
         Args:
             ids: The ids of the parameters of an optimizer that has stepped.
@@ -65,7 +65,7 @@ class WeightChanges:
         self._invalidate(ids, by_step=True)
 
     def written(self, ids: Collection[int]) -> None:
-        """Declare them stale after other writes of an optimizer, which may change them by more than a step does."""
+        """Declare these weights stale after other writes of an optimizer, which may change them by more."""
         self._invalidate(ids, by_step=False)
 
     def _invalidate(self, ids: Collection[int], *, by_step: bool) -> None:

@@ -56,7 +56,8 @@ def sharding_over(
 ) -> Iterator[None]:
     """Let FSDP shard ``module`` over ``group``, or not at all, while it is constructed with ``strategy``.
 
-    If it is only a part of the user's group, everything but the initial broadcast of module states uses it.
+    If ``group`` is only a part of the user's group, FSDP still broadcasts the initial module states over the user's
+    group; everything else goes over ``group``.
     """
     strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
     strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
@@ -107,7 +108,7 @@ def frozen_apart(
 
     Args:
         module: An instance of FSDP.
-        wrap: Wraps what ``module`` wraps, but for some parameters, to stand between the two.
+        wrap: Wraps what ``module`` wraps, without the given parameters; returns the instance that goes between the two.
     """
     init_handle = _init_utils._init_param_handle_from_params
     frozen_unit: FullyShardedDataParallel | None = None
@@ -139,7 +140,7 @@ _TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 
 
 def summon_frozen_too() -> None:
-    """Let ``summon_full_params`` of an instance alone, without recursion, also summon what was taken out of it."""
+    """Let ``summon_full_params(recurse=False)`` of an instance also summon the frozen parameters taken out of it."""
     original: Any = _wrapper._unshard_params
 
     @contextmanager
@@ -166,7 +167,7 @@ def intercept_construction(
 ) -> None:
     """Let ``around(construct, module, arguments)`` run FSDP's constructor, for every instance from now on.
 
-    ``construct()`` calls it with ``arguments``, as they are by then.
+    ``construct()`` calls the constructor with ``arguments``, which ``around`` may change before.
     """
     original = FullyShardedDataParallel.__init__
     signature = inspect.signature(original)
@@ -251,7 +252,8 @@ def save_optimizer_states_in_any_group() -> None:
 def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
     """Make FSDP send optimizer states that rank 0 alone has loaded to ``ranks_of(model)``, unless that is None.
 
-    It sends them over the group that it shards over. Rank 0 is in one node's alone if a model is sharded inside nodes.
+    FSDP itself sends them over the group that it shards over. If a model is sharded inside nodes, rank 0 is in the
+    group of one node alone.
     """
     original = FullyShardedDataParallel._optim_state_dict_to_load_impl
     signature = inspect.signature(original)

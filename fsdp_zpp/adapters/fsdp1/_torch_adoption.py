@@ -27,7 +27,7 @@ def adopt_handle(
         layout: Where its parameters lie.
 
     Returns:
-        The flat parameter's handle.
+        The flat parameter's handle; None if the instance has no flat parameter.
     """
     if instance._handle is None:
         return None
@@ -53,7 +53,7 @@ def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:
 
 
 def prefetch_shards_alone(root: nn.Module) -> None:
-    """Prefetch nothing in forwards if a unit is not sharded: FSDP would hide the gradients of one that is not run."""
+    """Prefetch nothing in forwards if a unit is not sharded: if such a unit is not run, FSDP hides its gradients."""
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     handles = [handle for each in instances if (handle := handle_of(each)) is not None]
     if not all(handle.uses_sharded_strategy for handle in handles):

@@ -19,7 +19,7 @@ _WATCH = "_fsdp_zpp_backward_watch"
 
 
 class BackwardWatch:
-    """Knows the units of a model that strategies gather, and who hears of the end of its backwards.
+    """Knows the units of a model that strategies gather, and reports the end of each of its backwards.
 
     Args:
         root: The model.
@@ -89,7 +89,7 @@ class BackwardWatch:
         return used_elsewhere
 
     def end(self, synchronized: bool) -> None:
-        """End a backward, after FSDP has."""
+        """End a backward, after FSDP has ended it."""
         for handle in self._handles:
             # FSDP takes an unsharded flat parameter for resharded, and leaves the parameters of frozen ones as views.
             # Units that this micro-batch has not run may have replaced parameters that no forward has copied yet.

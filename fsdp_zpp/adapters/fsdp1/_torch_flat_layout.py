@@ -31,7 +31,7 @@ class FlatParameterLayout:
         return whole
 
     def trained(self, numel: int) -> FlatLayout:
-        """Return the layout of those that are trained; a flat gradient has frozen ones in it as well."""
+        """Return the layout of the trained parameters alone; a flat gradient has the frozen ones in it as well."""
         flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
         layout = self._of_trained.get((numel, flags))
         if layout is None:
@@ -76,5 +76,5 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 
 
 def _sharded_along(spec: DTensorSpec) -> tuple[int, ...]:
-    """Return the dimensions of its mesh along which another parallelism shards a parameter."""
+    """Return the mesh dimensions along which another parallelism shards a parameter."""
     return tuple(dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate())

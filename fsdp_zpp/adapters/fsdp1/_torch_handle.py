@@ -48,7 +48,7 @@ class StrategyHandle(FlatParamHandle):
     _version_at_summon: Hashable
 
     def adopt(self, instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout) -> None:
-        """Set the attributes of this class, in place of a constructor; arguments as of ``adopt_handle``."""
+        """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_handle``."""
         self.parameter_layout = layout
         self._zero_padding()
         self._gather, self._keeps_unsharded = unit.gather, unit.keep_unsharded
@@ -180,7 +180,7 @@ class StrategyHandle(FlatParamHandle):
     def weights_changed(self, by_step: bool) -> None:
         """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew.
 
-        It keeps the root, and units that a forward has prefetched and not run.
+        FSDP keeps the root, and units that a forward has prefetched and not run.
         """
         initialized = hasattr(self.flat_param, "_full_param_padded")
         # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
@@ -200,13 +200,13 @@ class StrategyHandle(FlatParamHandle):
             del self.flat_param._saved_grad_shard
 
     def drop_cleared_gradients(self) -> None:
-        """Drop the flat gradient if those of all original parameters are cleared; a move would restore them from it."""
+        """Drop the flat gradient if all original parameters' are cleared: a move would restore them from it."""
         self._reset_flat_param_grad_info_if_needed()
 
     # ---- as a ShardSource, which is asked before FSDP's gather
 
     def can_be_read(self) -> bool:
-        """Return whether no backward runs, in which an optimizer may write to the shard."""
+        """Return whether the shard may be read: not in a backward, in which an optimizer may write to it."""
         return torch._C._current_graph_task_id() == -1
 
     def prepare_read(self) -> int:
@@ -229,7 +229,7 @@ class StrategyHandle(FlatParamHandle):
         return self.parameter_layout.whole(numel)
 
     def is_trained(self) -> bool:
-        """Return whether the flat parameter requires a gradient, or an original one, which a forward passes on."""
+        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient."""
         flat_param = self.flat_param
         return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 

@@ -33,7 +33,7 @@ def _shows_parameters(flat_param: FlatParameter) -> bool:
 
 @torch.no_grad()
 def _copy_unsharded(handle: FlatParamHandle) -> None:
-    """Copy as FSDP does where nothing is sharded, but no gradients: it would take accumulated ones for a user's."""
+    """Copy as FSDP does where nothing is sharded, but no gradients: FSDP would take accumulated ones for a user's."""
     flat_param = handle.flat_param
     own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
     views = handle._get_unflat_views(flat_param._local_shard)

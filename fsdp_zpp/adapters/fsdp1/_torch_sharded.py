@@ -31,11 +31,11 @@ class ShardedInstance(Sharded):
 
     @property
     def name(self) -> str:
-        """Name of the unit in profiles, errors and log lines."""
+        """Return the unit's name in profiles, errors and log lines."""
         return self._name
 
     def rename(self, name: str) -> None:
-        """Set the name, once the model is known and with it the path of the instance."""
+        """Set the name, once the model and thus the path of the instance in it are known."""
         self._name = name
 
     @property
@@ -54,7 +54,7 @@ class ShardedInstance(Sharded):
         return [] if flat_param is None else list(flat_param._params or (flat_param,))
 
     def is_trained(self) -> bool:
-        """Return whether the flat parameter requires a gradient, or an original one by now."""
+        """Return whether the flat parameter or an original one requires a gradient by now."""
         flat_param = self._flat_param
         return flat_param is not None and any(p.requires_grad for p in (flat_param, *(flat_param._params or ())))
 

@@ -59,7 +59,7 @@ class StepGradients:
 
     @property
     def reduces_early(self) -> bool:
-        """Tell whether a micro-batch that is not the last reduces, as far as the gradient scope says."""
+        """Tell whether micro-batches before the last one reduce, as far as the gradient scope says."""
         # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
         return self.handle.uses_sharded_strategy and self.reduction is not None
 
@@ -71,12 +71,12 @@ class StepGradients:
 
     @property
     def takes_part(self) -> bool:
-        """Tell whether it is of this micro-batch, and has hops to make before the last one."""
+        """Tell whether the unit is of this micro-batch, and has hops to make before the last one."""
         return self.reduction is not None and self.reduction.communicates_early and self.is_of_micro_batch
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype in which gradients are reduced."""
+        """Return the dtype in which gradients are reduced."""
         handle = self.handle
         dtype = handle._orig_param_dtype if handle._force_full_precision else handle._reduce_dtype
         assert dtype is not None
@@ -108,9 +108,9 @@ class StepGradients:
             self.reduction.accumulate(gradient, self._layout_in(gradient)).finish()
 
     def _keep_reduced_gradient(self) -> None:
-        """Let FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit's own.
+        """Let FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit.
 
-        It has had none in this micro-batch if it is idle.
+        An idle unit has had no backward in this micro-batch.
         """
         if self.handle._training_state == HandleTrainingState.IDLE:
             self.handle.prepare_gradient_for_backward()
@@ -125,7 +125,8 @@ class StepGradients:
     def reduce(self, gradient: Tensor, out: Tensor | None = None) -> None:
         """Write this rank's part of the mean of ``gradient``, and of what was accumulated, to ``out``.
 
-        FSDP calls it as a communication hook, without ``out`` for what it does not shard: then in place.
+        FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
+        replaces ``gradient``.
         """
         assert self.reduction is not None
         out_or_gradient = gradient if out is None else out
@@ -200,7 +201,8 @@ class StepGradients:
 def shard_gradients_in_constant_time() -> None:
     """Compute the size of a gradient's shard, where torch cuts the gradient into a view for every rank.
 
-    Of a thousand views one is looked at, and they take longer than all the rest of a unit's backward.
+    On a thousand ranks, torch makes a thousand views and reads one of them, which takes longer than all the rest of a
+    unit's backward.
     """
     original = runtime._get_reduce_scatter_tensors
 

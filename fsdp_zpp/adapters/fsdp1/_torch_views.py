@@ -1,7 +1,7 @@
 """Private names of torch's flat parameters: the views that modules show in place of parameters.
 
-torch makes the views of a unit anew whenever it unshards or reshards it, four times a step, and nearly always they are
-the same: that takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once, and
+torch makes the views of a unit anew whenever it unshards or reshards it, four times a step, though nearly always they
+are the same. That takes a fifth of the time that Python spends in FSDP. Here the views of the shard are made once, and
 those of what was gathered once a forward. They are kept until something moves or replaces what they are views of; until
 then, modules only switch between the two.
 """
@@ -75,11 +75,11 @@ class ParameterViews:
     def show_forward_views(self) -> bool:
         """Let modules show the views that the forward has saved, if they are views of what is gathered now.
 
-        They are, unless a user gave them other values: between forward and backward, torch frees the memory and
+        They are, unless a user gave parameters other values: between forward and backward, torch frees the memory and
         allocates it again under the same tensors.
 
         Returns:
-            Whether they are.
+            Whether modules show them.
         """
         flat_param = self._handle.flat_param
         if not self.are_direct or not self._handle._use_orig_params or flat_param._shared_param_infos:
@@ -106,13 +106,13 @@ class ParameterViews:
 class ShardViews:
     """A unit's parameters as views of its shard; empty, if this rank has nothing of them.
 
-    What is asked of all parameters is asked in lists, for a generator's frame costs more than most answers.
+    Checks over all parameters use lists, for a generator's frame costs more than most checks.
 
     Args:
         handle: The flat parameter's handle, for which torch has just made the views.
 
     Attributes:
-        address: The shard's.
+        address: The shard's address.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:

@@ -28,10 +28,10 @@ from fsdp_zpp.runtime.validation import (
 
 
 def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> RankLayout:
-    """Raise for what a strategy can't do. Collective over ``group``.
+    """Raise if a strategy can't shard by these arguments. Collective over ``group``.
 
     Args:
-        strategy: How to shard; of what is no strategy, ranks hear before it is refused.
+        strategy: How to shard. Ranks compare any other object, too, before they refuse it.
         group: The ranks to shard over; None if there is no process group.
         arguments: Those of FSDP's constructor; iterators among them become lists.
 
@@ -63,7 +63,7 @@ def _check_what_is_sharded(
 
 
 def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if another parallelism has sharded a parameter that FSDP is not to shard, which FSDP can't write back."""
+    """Raise if another parallelism has sharded a parameter that FSDP is not to shard: FSDP can't write it back."""
     for name, parameter in parameters:
         if isinstance(parameter, DTensor) and strategy.optimizer == "N":
             raise NotImplementedError(

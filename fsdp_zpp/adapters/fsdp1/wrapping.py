@@ -51,7 +51,7 @@ class HookedUnit:
         self.loads += 1
 
     def drop_gradients(self) -> None:
-        """Do nothing, for stock FSDP has them in ``.grad`` alone."""
+        """Do nothing, for stock FSDP has gradients in ``.grad`` alone."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -118,7 +118,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
 
 def _group_of(unit: StrategyUnit) -> dist.ProcessGroup:
-    """Return the ranks over which FSDP shards the weights of ``unit``, or, if it does not shard them, just works."""
+    """Return the ranks of FSDP's process group for ``unit``, over which it shards the weights if it shards them."""
     group = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     return own_rank() if group is None else group
 
@@ -165,14 +165,14 @@ def _after_move(instance: FullyShardedDataParallel) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Return a unit's name: the path to what it wraps, or what it holds if it is between that and an FSDP instance."""
+    """Return a unit's name: the path to what it wraps; ``frozen of <path>`` for the instance of a frozen part."""
     name = path.replace("_fsdp_wrapped_module.", "")
     owner = name.removesuffix("_fsdp_wrapped_module").rstrip(".")
     return f"frozen of {owner or 'root'}" if name.endswith("_fsdp_wrapped_module") else name or "root"
 
 
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
-    """Check that ``state`` reduces over the model's group, log what of it is active, and count its traffic.
+    """Check that ``state`` reduces over the model's group, log which parts of it are active, and count its traffic.
 
     Returns:
         A state for each instance.

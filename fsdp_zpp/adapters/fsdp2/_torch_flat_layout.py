@@ -26,12 +26,12 @@ def order_parameters(group: FSDPParamGroup) -> None:
 
 
 def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequence[int]) -> FlatLayout:
-    """Return the layout of a rank's part of a flat tensor that consists of ``params``, which have these places in all.
+    """Return the layout of a rank's part of a flat tensor that consists of ``params``.
 
     Args:
         group: Their group, initialized lazily.
         params: Parameters in the order of the flat tensor.
-        places: The place of each among all of the group's.
+        places: The place of each among all parameters of the group.
     """
     names = [param._param_fqn or "" for param in params]
     numels = [param._sharded_param_data.numel() for param in params]
@@ -42,7 +42,7 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
 
 
 def _sharded_along(params: Sequence[FSDPParam]) -> list[tuple[str, ...]]:
-    """Return for each parameter the dimensions of its mesh along which FSDP or another parallelism shards it."""
+    """Return, for each parameter, the mesh dimensions along which FSDP or another parallelism shards it."""
     axes: list[tuple[str, ...]] = []
     for param in params:
         sharded: Any = param.sharded_param

@@ -32,7 +32,7 @@ def take_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
-    """Return what torch has divided a gradient by before its reduction: in fp16, a part of the number of ranks or more.
+    """Return what torch has divided a gradient by before its reduction, as it does in fp16; 1 if by nothing.
 
     Args:
         group: The group of the gradient.

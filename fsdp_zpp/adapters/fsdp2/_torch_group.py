@@ -47,7 +47,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
-        """Set the attributes of this class, in place of a constructor; arguments as of ``adopt_group``."""
+        """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
         gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
@@ -69,7 +69,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             callback(states[0]._modules[0])  # the root's state comes first
 
     def _set_missing_names(self, root: nn.Module) -> None:
-        """Give parameters their FQNs that torch has not found, since ``unshard()`` came before the first forward."""
+        """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
         if all(param._param_fqn is not None for param in self.fsdp_params):
             return
         paths = {module: path for path, module in root.named_modules()}
@@ -224,7 +224,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @property
     def name(self) -> str:
-        """Paths of the group's modules from the root."""
+        """Return the paths of the group's modules from the root."""
         return self._module_fqn or "root"
 
     def numel(self) -> int:

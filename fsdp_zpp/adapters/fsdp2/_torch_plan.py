@@ -15,7 +15,7 @@ from ._torch_flat_layout import layout_of
 
 
 class GatherPlan:
-    """A plan of what all gathers of a group have in common, until its parameters are moved, cast or replaced.
+    """The part of a group's gathers that is the same each time, until parameters are moved, cast or replaced.
 
     Args:
         group: The group, initialized lazily.
@@ -23,17 +23,18 @@ class GatherPlan:
 
     Attributes:
         self_encoding: A parameter that decides itself what is gathered (``fsdp_pre_all_gather``), if there is one.
-        mixed: Whether parameters are to be computed in several dtypes.
-        by_torch: Whether torch alone can put together what is gathered: a parameter that encodes itself, or, without a
-            codec, bytes of several dtypes.
-        dtype: The dtype in which they are gathered; of several ones, one that has the values of all.
+        mixed: Whether parameters are computed with in several dtypes.
+        by_torch: Whether torch alone can put together what is gathered, because a parameter encodes itself or, without
+            a codec, bytes are of several dtypes.
+        dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all.
         layout: Where parameters lie in a rank's part of a gather.
         shard_numel: The number of values that a rank contributes to a gather.
-        numel: The number of values that it leaves on a rank.
-        memory: The shards that are gathered, but for tensor subclasses, which may have no storage.
-        counted: These and the parameters, writes to which torch counts.
+        numel: The number of values that a gather leaves on a rank.
+        memory: The gathered shards, except tensor subclasses, which may have no storage.
+        counted: The tensors whose writes torch counts: the parameters and their shards.
         cast_before_joining: Whether each shard is to be cast to ``dtype`` before it is joined with others.
-        swaps: The parameters, if :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would do for each.
+        swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would
+            do for each; else empty.
         result: What an ``AllGatherResult`` tells besides the output and its event.
     """
 
@@ -66,7 +67,7 @@ class GatherPlan:
         self._views: list[Tensor] = []
 
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
-        """After a group was unsharded once by torch, prepare to do it in fewer steps, if its parameters are plain."""
+        """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
         params = group.fsdp_params
         if self.by_torch or self._world == 1 or torch.is_inference_mode_enabled() or not all(map(_is_plain, params)):
             return
@@ -126,7 +127,7 @@ class Swap(NamedTuple):
         param: torch's record of it.
         unsharded: The unsharded parameter.
         sites: The modules, and its name in each.
-        storage: The unsharded parameter's.
+        storage: The unsharded parameter's storage.
         nbytes: The storage's size while the parameter is unsharded.
     """
 
@@ -162,7 +163,7 @@ def free_unsharded(params: Sequence[FSDPParam]) -> None:
 def _beside(output: Tensor, world: int) -> Tensor:
     """Return ``output`` as [world, numel], with a count of writes of its own.
 
-    Autograd has saved unsharded parameters, and must not take it for a change that their values are there again.
+    Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
     """
     size = (world, output.numel() // world)
     return output.new_empty(0).set_(output.untyped_storage(), 0, size)  # type: ignore[call-overload]

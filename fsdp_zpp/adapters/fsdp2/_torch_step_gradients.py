@@ -47,7 +47,7 @@ class StepGradients:
         comm: The reduction as torch calls it; None where torch reduces.
         use: The parameters that the step uses.
         order: The order in which groups reduce; set before the first forward.
-        layouts: Where parameters lie in gradients that consist of theirs.
+        layouts: Where parameters lie in a gradient, by the parameters that it consists of.
     """
 
     order: ReductionOrder[StepGradients]
@@ -194,8 +194,8 @@ class StepGradients:
     def _reduced_params(self) -> list[FSDPParam]:
         """Return the parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.
 
-        These are those that require a gradient, and those that have one of an earlier micro-batch, which torch reduces
-        whatever they require by now.
+        They are the parameters that require a gradient, and those that have one from an earlier micro-batch, which
+        torch reduces even if they don't require one any more.
         """
         params = self._group.fsdp_params
         if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
@@ -213,7 +213,7 @@ class StepGradients:
         return [param for param in unsharded if param in others or param._param_fqn in accumulated]
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
-        """Return where ``params`` lie in a gradient that consists of theirs."""
+        """Return where ``params`` lie in a gradient that consists of their gradients."""
         key = tuple(params)
         layout = self.layouts.get(key)
         if layout is None:
@@ -234,7 +234,8 @@ class StepGradients:
             self.use = ParameterUse(self._group, self.reduction)
 
     def drop(self) -> None:
-        """Drop the gradients that torch has kept, and forget which parameters they were of; not within a backward."""
+        """Drop the gradients that torch has kept, and forget which parameters have them. Not to be called in a
+        backward."""
         if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
         self.use.forget_used()

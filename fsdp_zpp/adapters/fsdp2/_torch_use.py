@@ -27,7 +27,7 @@ class UnusedParameter(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ParameterUse:
-    """Tells which parameters of a group one step has used, for ranks reduce them all.
+    """Tells which parameters of a group one step has used, since ranks reduce all of them.
 
     Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
     last of its step reduces all parameters of a group, and so does the last one of that step. Parameters that no rank
@@ -85,8 +85,8 @@ class ParameterUse:
     def _goes_without(self, param: FSDPParam) -> bool:
         """Return whether a parameter gets no gradient if no rank has used it, so that ranks exchange whether they have.
 
-        Not with error feedback, whose errors must be sent on, nor where set_reduce_scatter_unused_params asks for
-        zeros, as it does for what requires a gradient by now.
+        It always gets one with error feedback, whose errors must be sent on, and if it requires a gradient by now and
+        ``set_reduce_scatter_unused_params`` asks for zeros.
         """
         if self.reduction is None or self.reduction.errors is not None:
             return False
@@ -107,7 +107,7 @@ class ParameterUse:
     # ---- after the backward
 
     def in_step(self) -> list[bool]:
-        """Return, for each reduced parameter, whether this rank has used it; nothing if ranks need not agree on it."""
+        """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""
         if not any(map(self._goes_without, self.reduced)):
             return []
         return [id(param) in self._used for param in self.reduced]

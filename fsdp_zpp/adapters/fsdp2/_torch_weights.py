@@ -37,10 +37,10 @@ class GroupWeights:
     Attributes:
         gather: As given.
         comm: Gathers where torch puts together what is gathered; None where torch gathers.
-        plan: What gathers have in common; None until it is looked up.
+        plan: What gathers have in common; None before :meth:`make_plan`.
         reuses: Whether something of one gather is used in later ones.
-        staleness_guard: Asked before weights are used that stay unsharded from one micro-batch to the next; None if
-            they don't stay.
+        staleness_guard: The secondary shard that tells whether weights that stay unsharded from one micro-batch to the
+            next are stale; None if they don't stay.
         is_kept: Whether the memory of unsharded weights is kept while modules show shards.
         puts_back: Whether torch is about to show that memory again, in place of a gather.
         was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all of them.
@@ -60,7 +60,7 @@ class GroupWeights:
         self.is_kept = self.puts_back = self.was_gathered = False
 
     def make_plan(self) -> GatherPlan:
-        """Look up what gathers have in common."""
+        """Make the plan of the group's gathers, and return it."""
         group, gather = self._group, self.gather
         is_encoded = gather is not None and gather.secondary.codec is not None and group._all_gather_comm is self.comm
         self.plan = GatherPlan(group, is_encoded)
@@ -84,10 +84,10 @@ class GroupWeights:
     # ---- weights that are kept, see [Note: Kept weights]
 
     def is_fresh(self) -> bool:
-        """Return whether what is kept has not changed; the same on all ranks. Drops it if it has.
+        """Return whether the weights that are kept have not changed, and drop them if they have; the same on all ranks.
 
         Raises:
-            StaleSecondaryError: If it has changed without an event.
+            StaleSecondaryError: If they have changed without an event.
         """
         assert self.staleness_guard is not None
         if self.staleness_guard.stale:
@@ -105,7 +105,7 @@ class GroupWeights:
     # ---- as a ShardSource, which is asked before torch's gather
 
     def can_be_read(self) -> bool:
-        """Return whether no backward runs, and torch need not put together what is gathered."""
+        """Return whether the shards may be read: not in a backward, nor if torch must put together what is gathered."""
         # In a backward, an optimizer may outdate what is prefetched.
         return torch._C._current_graph_task_id() == -1 and not (self.plan or self.make_plan()).by_torch
 

@@ -45,8 +45,8 @@ class StrategyAllGather(AllGather):
 class StrategyReduceScatter(ReduceScatter):
     """Reduces a group's gradient of a step.
 
-    With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, so that this runs
-    in the stream of the all-reduce.
+    With two hops it makes the first, and torch's all-reduce hook, :meth:`finish`, makes the second, which therefore
+    runs in the stream of the all-reduce.
 
     Args:
         reduce: The hops.
@@ -136,7 +136,7 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
         op: The reduction.
         sharded_over: The ranks that torch knows of.
         world: All ranks, their replicas too.
-        divide_factor: The divisor of the sum that a user has told torch, if any.
+        divide_factor: The divisor of the sum that a user has set in torch, if any.
 
     Raises:
         ValueError: If it is not a kind of sum.

@@ -76,9 +76,9 @@ def fully_shard(
         strategy: Where each model state lives and how each hop is encoded.
         mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
             How they split into nodes is the strategy's ``gpus_per_node``.
-        reshard_after_forward: As torch's, but for an int: keeping a secondary shard inside of each node is what
-            the strategy's first letter ``I`` stands for. ``Strategy("GGG")`` on one node is torch's ``fully_shard``
-            itself, but for what holds packed values, and accepts all of its arguments.
+        reshard_after_forward: As torch's, except that an int is refused: the strategy's first letter ``I`` keeps a
+            secondary shard inside each node. ``Strategy("GGG")`` on one node is torch's ``fully_shard`` itself, except
+            for modules that hold packed values, and accepts all of its arguments.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
 
     Returns:
@@ -151,10 +151,10 @@ fully_shard.state = _torch.state_of  # type: ignore[attr-defined]
 
 
 def _data_parallel_part(strategy: Strategy, arguments: dict[str, Any]) -> tuple[Strategy, DeviceMesh | None]:
-    """Return the strategy, with the size of nodes if a mesh of several dimensions says it, and the mesh to shard over.
+    """Return the strategy, with the node size of a mesh of several dimensions, and the mesh to shard over.
 
-    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. What is
-    no strategy, and one that may leave a mesh to torch, stay as they are.
+    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. An
+    object that is no strategy, and a strategy that may leave a mesh to torch, are returned as they are.
     """
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
     if not isinstance(mesh, DeviceMesh) or not isinstance(strategy, Strategy) or strategy.is_plain:

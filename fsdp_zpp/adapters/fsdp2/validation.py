@@ -26,7 +26,7 @@ _SHARDED = "_fsdp_zpp_sharded"
 def check_arguments(
     own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
 ) -> RankLayout:
-    """Raise for what a strategy can't do; wraps the ``shard_placement_fn`` in ``arguments`` to check its results.
+    """Raise if a strategy can't shard so, and wrap the ``shard_placement_fn`` in ``arguments`` to check its results.
 
     Args:
         own: What is to be sharded, with names.
@@ -79,7 +79,7 @@ def sharded_by(parameter: Tensor) -> str | None:
 
 
 def _check_order(own: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise if a module around these was sharded before them: torch would say so at the first forward only."""
+    """Raise if a module around these was sharded before them: torch would raise at the first forward only."""
     for name, parameter in own:
         if _SHARDED in vars(parameter):
             raise ValueError(
