@@ -33,12 +33,12 @@ class Codec(ABC):
 
     @property
     def block_numel(self) -> int:
-        """Return how many consecutive values of a chunk depend on each other, counted from its start; 0 is all."""
+        """Return how many consecutive values of a chunk depend on each other, counted from its start; 0 means all."""
         return 0
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a chunk of ``numel`` values. They depend on nothing else, so ranks know all sizes."""
+        """Return the bytes of a chunk of ``numel`` values. They depend on ``numel`` alone, so ranks know all sizes."""
 
     @abstractmethod
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
@@ -100,7 +100,7 @@ class Codec(ABC):
 
 
 def check_codec(name: str, value: object, *, also: str = "", such_as: str = "Int8(256) or Int4(128)") -> None:
-    """Raise a TypeError unless ``value``, the argument ``name``, is a codec or None; ``also`` says what else may be."""
+    """Raise a TypeError unless ``value``, the argument ``name``, is a codec or None; ``also`` names others."""
     if value is not None and not isinstance(value, Codec):
         hint = f" (did you mean {value.__name__}()?)" if isinstance(value, type) else ""
         raise TypeError(f"{name} must be a codec such as {such_as}, or None{also}, got {value!r}{hint}")

@@ -71,11 +71,11 @@ class Int4Delta(Codec):
         self.whole.decode_sum(payload, out, rows, cols, scale)
 
     def encode_delta(self, base: Tensor, values: Tensor) -> Tensor:
-        """Encode what the other ranks of a hop must add to their copies of this rank's part of the base.
+        """Encode the delta that the other ranks of a hop add to their copies of this rank's part of the base.
 
         Args:
-            base: This rank's part of it, uint8 [rows, nbytes(numel)].
-            values: What the rows are to hold, flat [rows * numel].
+            base: This rank's part of the base, uint8 [rows, nbytes(numel)].
+            values: The values that the rows are to hold, flat [rows * numel].
 
         Returns:
             uint8 [rows, changes.nbytes(numel)].

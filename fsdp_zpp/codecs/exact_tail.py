@@ -6,7 +6,7 @@ of a row, while it encodes zeros in their places::
     | what the codec makes of the chunk | zeros to 16 bytes | ``tail`` fp32 values |
 
 The tail is the caller's: no method of :class:`ExactTail` reads or writes it, so in a payload that one returns it is
-uninitialized. What the tails hold, which of them are summed, and where their values belong is for the caller to know.
+uninitialized. Only the caller knows what the tails hold, which of them are summed, and where their values belong.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ExactTail(Codec):
 
 
 def tails_of(payload: Tensor, tail: int) -> Tensor:
-    """A view of the last ``tail`` fp32 values of each row of a payload [..., nbytes]: fp32 [..., tail]."""
+    """Return a view of the last ``tail`` fp32 values of each row of a payload [..., nbytes]: fp32 [..., tail]."""
     return payload.view(torch.float32)[..., -tail:]
 
 

@@ -25,7 +25,7 @@ def codec_from_name(value: object) -> Codec | None:
         value: ``none`` or None; a name, with a block (``int8:256``) or without; a mapping; or a codec itself.
 
     Raises:
-        ValueError: If there is no such codec, it has no such argument, or a value is out of range.
+        ValueError: If there is no codec of that name, it has no such argument, or a value is out of range.
         TypeError: If ``value`` or an argument has the wrong type.
         ModuleNotFoundError: If the codec needs a package that is not installed.
     """

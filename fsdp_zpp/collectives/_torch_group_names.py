@@ -29,7 +29,7 @@ def next_number(group: dist.ProcessGroup | None) -> int:
     """Return a number that is larger than any before, and the same on all ranks of ``group``. Collective over it.
 
     Args:
-        group: The ranks; None means this one alone.
+        group: The ranks; None means this rank alone.
     """
     global _last_number
     _last_number += 1

@@ -11,7 +11,7 @@ from .streams import keep_until_read
 class AccumulatedGradient:
     """Accumulated gradient of one unit, in fp32, as far reduced as its gradient scope says.
 
-    It belongs to parameters, of which the next micro-batch may use others; see [Note: Identity] in flat_layout.py.
+    It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
 
     Attributes:
         sums: The sums, flat; None if nothing has been accumulated.
@@ -32,9 +32,9 @@ class AccumulatedGradient:
         self.names = frozenset() if layout is None else layout.names
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
-        """Add a micro-batch's part, fp32, of whole chunks of ``layout``; it may be kept and written to.
+        """Add a micro-batch's fp32 ``part``, of whole chunks of ``layout``, which may be kept and written to.
 
-        Of fixed layouts, or none, all parts are alike.
+        If layouts are fixed, or there is none, all parts have the same layout.
         """
         if layout is not None and layout.is_fixed:
             layout = None
@@ -49,7 +49,7 @@ class AccumulatedGradient:
         self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
-        """Give away the sums in ``layout``, which has all of their parameters, divided; None if there are none."""
+        """Drop the sums, and return them, divided, in ``layout``, which has all their parameters; None without sums."""
         sums, accumulated_layout = self.sums, self._layout
         self.drop()
         if sums is None:

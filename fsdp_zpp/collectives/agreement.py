@@ -8,7 +8,7 @@ differ do ranks exchange the arguments themselves, so that the error on every ra
 
 The comparison is call by call: a rank that wraps a block while another wraps the root, or already runs its first
 forward, is a difference, too. A rank that never makes such a call (because it uses torch's own strategies) can't be
-noticed: the others hang. Nor can it be compared over which ranks to compare: a rank that is given something else than a
+noticed: the others hang. Nor can ranks compare over which ranks to compare: a rank that is given something else than a
 mesh or a process group raises alone, rather than wait for ranks that may have nothing to do with the model.
 """
 
@@ -141,8 +141,8 @@ def agree(
 
     Raises:
         ValueError: If ranks differ in ``summary``.
-        Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, the message of the first rank that
-            fails, as a ValueError or TypeError if it is one there, otherwise as a RuntimeError.
+        Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, an error with the message of the first
+            rank that fails: a ValueError or TypeError if it is one there, otherwise a RuntimeError.
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return act()
@@ -170,7 +170,7 @@ def agree(
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return on all ranks of ``group`` what its first rank has. Collective.
+    """Return the ``value`` of the first rank of ``group`` on all of its ranks. Collective.
 
     Args:
         value: What this rank has; any object that can be pickled. Only the first rank's matters.
@@ -184,7 +184,7 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | None = None) -> list[T]:
-    """Return what each rank of ``group`` has, in their order. Collective.
+    """Return the ``value`` of each rank of ``group``, in the order of ranks. Collective.
 
     Args:
         value: What this rank has; any object that can be pickled.
@@ -215,7 +215,7 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
 
 
 def on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether something is so on any rank of ``group``; None means this process alone. Collective."""
+    """Return whether ``here`` is true on any rank of ``group``; None means this process alone. Collective."""
     if group is None or dist.get_world_size(group) == 1:
         return here
     flag = torch.tensor(here, dtype=torch.uint8, device=collective_device(group))

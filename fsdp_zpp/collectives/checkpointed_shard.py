@@ -1,11 +1,11 @@
 """A secondary shard from a checkpoint, and whether it matches the current weights.
 
 [Note: Weights of a checkpoint]
-A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. These may be
-loaded before it or after it, and other weights may be loaded or written later, so the order of events proves nothing.
-A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks that gather from each
-other exchange whether their fingerprints match. If all do, they continue from the saved shard; otherwise the weights
-are sent whole.
+A secondary shard from a checkpoint (Int4Delta) is valid only for the weights that were saved with it. The weights may
+be loaded before the shard or after it, and other weights may be loaded or written later, so the order of events proves
+nothing. A fingerprint of this rank's weights, saved beside the shard, does: at the first gather, the ranks that gather
+from each other exchange whether their fingerprints match. If all do, they continue from the saved shard; otherwise the
+weights are sent whole.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class CheckpointedShard:
 
     @classmethod
     def from_payload(cls, row: Tensor, fresh: bool, weights: Tensor | None) -> CheckpointedShard:
-        """Make what is saved of a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
+        """Return the record to save for a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
         return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as a dict, of which :meth:`from_state_dict` makes it again."""
+        """Return the record as a dict, which :meth:`from_state_dict` reads."""
         return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> CheckpointedShard | None:
-        """Make what :meth:`state_dict` was called on; None if there was nothing."""
+        """Return the record that :meth:`state_dict` was called on; None if there was none."""
         row = state["row"]
         return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
 
     def is_of(self, shard: Tensor, nbytes: int) -> bool:
-        """Return whether it was saved with these weights, by a codec of ``nbytes`` a row. Waits for the device."""
+        """Return whether it was saved with the weights ``shard``, as a row of ``nbytes``. Waits for the device."""
         return self.row.shape == (1, nbytes) and self.fingerprint == fingerprint(shard)
 
     def all_gather_if_matching(self, hop: Hop, shard: Tensor, nbytes: int, label: str) -> Tensor | None:

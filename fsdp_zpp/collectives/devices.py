@@ -1,4 +1,4 @@
-"""Which device computes on this machine, and which one a process group takes tensors from."""
+"""Devices: which one computes on this machine, and which one a process group takes tensors from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def default_device_type() -> str:
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Return where codes of a frozen base are kept if a user says ``device``; None is where its weights are."""
+    """Return the device for the codes of a frozen base, given the user's ``device``; None means its weights' own."""
     kind = accelerator()
     if isinstance(device, int):
         return torch.device("cpu" if kind is None else kind.type, device)

@@ -1,11 +1,11 @@
-"""Errors of one hop: what its compression has left out so far.
+"""Errors of one hop: the values that its compression has left out so far.
 
 [Note: Error feedback]
-The sender adds to what it is about to send what its compression has left out before: ``h = g + e`` is sent, as
-``Q(h)``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs the old error
-here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``, the sum of all that was
-sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse the codec is.
-A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never recover.
+Before it sends a gradient g, the sender adds the error e that its compression has left out before: it sends ``Q(h)``,
+where ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs the
+old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``, the sum of all
+that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse the codec
+is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never recover.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ErrorBuffer:
         return 0 if self._codec is None else self._codec.block
 
     def prepare(self, extent: Extent, device: torch.device) -> ErrorBuffer:
-        """Make errors for ``extent``, of those there are; parameters without any start from zero. Return the buffer."""
+        """Fit the errors to ``extent``; those of parameters that have none start from zero. Return the buffer."""
         held = self._held
         if held is None:
             self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
@@ -121,7 +121,7 @@ class ErrorBuffer:
         return {"block": self.block, **held.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Go on with what :meth:`state_dict` gave.
+        """Continue with what :meth:`state_dict` returned.
 
         Raises:
             ValueError: If those errors were kept in another form.

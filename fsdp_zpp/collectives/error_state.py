@@ -1,11 +1,11 @@
 """Error state of one unit: its errors, and when they are committed, rolled back, rescaled and reset.
 
 [Note: The lifetime of errors]
-Errors change with the optimizer's steps: a reduction updates them, the step that follows commits the update, and
-all buffers are reset together, every so many steps. Micro-batches do not count, for the hop that compresses sees their
-sum (the gradient scope is lowered for that, see resolve_scopes in resolve.py). Where each of them synchronizes, their
-reductions build on each other. An optimizer that does not derive from torch's announces no steps; until one is
-announced, every reduction counts as a step.
+Errors change with the optimizer's steps: a reduction updates them, the step that follows commits the update, and all
+buffers are reset together, every so many steps. Micro-batches do not count, for the hop that compresses sees their sum
+(the gradient scope is lowered for that, see resolve_scopes in resolve.py). If each micro-batch synchronizes, each
+reduction starts from the errors of the one before. An optimizer that does not derive from torch's announces no steps;
+until one is announced, every reduction counts as a step.
 
 A gradient scaler may skip the step. Then the errors return to what they were before the step, of which there is a copy
 while losses are scaled. Errors are in units of the loss scale: when it changes, they are rescaled before the next
@@ -140,7 +140,7 @@ class ErrorFeedbackState:
         self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the errors, in units of an unscaled loss, and their time, with tensors on the CPU."""
+        """Return the errors, in units of an unscaled loss, and the count of steps, with tensors on the CPU."""
         scale = self._next_scale if self.has_uncommitted else self._scale
         return {
             "steps": self._steps,
@@ -149,7 +149,7 @@ class ErrorFeedbackState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` gave.
+        """Continue with what :meth:`state_dict` returned.
 
         Raises:
             ValueError: If those errors are of other hops, or were kept in another form.

@@ -36,7 +36,7 @@ _MULTIPLE = 4  # of which a tail's length must be one, so that rows stay aligned
 
 
 def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
-    """Tell for each of a unit's parameters whether codecs leave it as it is. See [Note: Small parameters].
+    """Tell, for each of a unit's parameters, whether codecs leave it as it is. See [Note: Small parameters].
 
     Args:
         shapes: Those of all parameters of the unit, sharded or not by anything else than FSDP.
@@ -55,8 +55,8 @@ class ExactPlaces:
     """Places of the values that travel in the tails of some rows.
 
     Args:
-        indices: Of the values of each row's tail in a flat tensor, int64 [rows, tail]. Where a chunk has fewer small
-            values, some are there twice, or another one is as well.
+        indices: Indices in a flat tensor of the values of each row's tail, int64 [rows, tail]. If a chunk has fewer
+            small values than the tail, some of its values are in it twice, or one that is not small is.
 
     Attributes:
         indices: As given.
@@ -70,7 +70,7 @@ class ExactPlaces:
 
     @cached_property
     def key(self) -> Hashable:
-        """Return a value that equal places have in common."""
+        """Return a value that is equal for equal places."""
         return tuple(self.flat.tolist())
 
 
@@ -101,7 +101,7 @@ class PlacesInChunks:
         return entry[2]
 
     def _block(self) -> int:
-        """Return the number of values, multiples of which no block of any codec spans; 0 if codecs don't tell."""
+        """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
         blocks = [codec.block_numel for codec in self._codecs]
         return max(blocks, default=1) if all(blocks) else 0  # powers of two
 
@@ -158,7 +158,7 @@ class PlacesInChunks:
         """Return the places in the chunks of nodes.
 
         Args:
-            layout: That of the gradient.
+            layout: The gradient's layout.
             part: Number of values of a local index's part.
             chunk: Number of values of a node's chunk of it.
             which: ``"own"`` for this rank's chunk, ``"part"`` for all chunks of its part, ``"all"`` for those of all
@@ -206,7 +206,7 @@ def _places(layout: FlatLayout, numel: int, rows: _Rows, device: torch.device, b
 
 
 def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:
-    """Return the places of what travels exactly in the chunk that begins at ``first``, from there: int64, in order."""
+    """Return the places of small values in the chunk at ``first``, counted from there: int64, in order."""
     runs = [(start - first, stop - first) for start, stop in layout.exact]
     for boundary in layout.boundaries:
         if 0 < (place := boundary - first) < numel:

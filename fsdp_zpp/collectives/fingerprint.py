@@ -1,4 +1,4 @@
-"""Fingerprints of weights, by which a copy of them is told to be of the same values, and what was saved with them."""
+"""Fingerprints of weights, which tell whether two copies have the same values."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 [Note: Identity]
 What outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to positions in a
 flat tensor: which parameters a gradient consists of changes whenever one of them is frozen, unfrozen or not used. So
-each such tensor carries its layout, and is translated when it meets a tensor of another one. What a new layout lacks is
-kept apart, or the layout is widened to hold it.
+each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a new
+layout lacks are kept apart, or the layout is widened to hold them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class FlatLayout:
     parameter of FullyShardedDataParallel, parameters follow one another and ranks cut it anywhere: it is one chunk.
 
     Args:
-        pieces: Their parts, in order.
-        starts: Where each of them begins in a chunk.
-        numel: Number of values in a chunk; those between the pieces belong to none.
+        pieces: The parts of the parameters, in order.
+        starts: Where each piece begins in a chunk.
+        numel: Number of values in a chunk; values between the pieces belong to no parameter.
         exact: Where small parameters begin and end in a chunk, which codecs leave as they are, in order.
         is_fixed: Whether the flat tensor is the same whatever the pieces are, as in a flat parameter.
-        boundaries: Where parameters end beside others that another parallelism shards differently, in order. See
-            [Note: Copies] in exact_places.py.
+        boundaries: Where a parameter ends and the next is one that another parallelism shards differently, in order.
+            See [Note: Copies] in exact_places.py.
     """
 
     pieces: tuple[Piece, ...]
@@ -99,7 +99,7 @@ class FlatLayout:
         return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
 
     def split(self, flat: Tensor) -> dict[Piece, Tensor]:
-        """Return views of a flat tensor of whole chunks: of each parameter [chunks, numel]."""
+        """Return views of each parameter in a flat tensor of whole chunks: [chunks, numel]."""
         chunks = flat.view(-1, self.numel)
         return {p: chunks[:, start : start + p.numel] for p, start in zip(self.pieces, self.starts, strict=True)}
 
@@ -107,9 +107,9 @@ class FlatLayout:
         """Make the flat tensor that :meth:`split` gives views of, with zeros for parameters that ``parts`` lacks.
 
         Args:
-            parts: Of each parameter [chunks, numel].
+            parts: The values of each parameter, [chunks, numel].
             chunks: Number of chunks.
-            like: A tensor of their dtype and device.
+            like: A tensor of the same dtype and device.
         """
         flat = like.new_zeros(chunks * self.numel)
         for piece, place in self.split(flat).items():

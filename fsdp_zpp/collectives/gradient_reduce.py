@@ -38,7 +38,7 @@ from .two_hop_reduce import DONE, TwoHopAllReduce, TwoHopReduceScatter
 
 
 class GradientReduce:
-    """Reduces one flat gradient over a mesh, leaving each rank the mean of its part.
+    """Reduces one flat gradient over a mesh: each rank gets the mean of its part.
 
     Args:
         mesh: The ranks.
@@ -127,7 +127,7 @@ class GradientReduce:
     def __call__(self, gradient: Tensor, out: Tensor, factor: float = 1.0) -> None:
         """Write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
-        Arguments and errors as :meth:`start`.
+        Arguments and errors are those of :meth:`start`.
         """
         self.start(gradient, out, factor).finish()
 
@@ -141,7 +141,7 @@ class GradientReduce:
     ) -> PendingReduction:
         """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
-        Gradients of earlier micro-batches are added to it, and are accumulated no more.
+        The accumulated gradients of earlier micro-batches are added to it, and dropped.
 
         Args:
             gradient: Flat, contiguous, bf16, fp16 or fp32, which may be written to: [world * numel] for optimizer scope
@@ -149,9 +149,9 @@ class GradientReduce:
                 ``N``.
             out: Flat [numel], in any float dtype; may be ``gradient`` itself for ``N``.
             factor: Applied in fp32, with the last sum.
-            layout: The parameters that the gradient consists of, those of accumulated gradients among them; None if
-                they are the same in every call. See [Note: Identity] in flat_layout.py.
-            divided_by: What the caller has divided this gradient by, and not those of earlier micro-batches.
+            layout: Where the parameters that the gradient consists of lie in it, those of accumulated gradients among
+                them; None if they are the same in every call. See [Note: Identity] in flat_layout.py.
+            divided_by: The number that the caller has divided this gradient by, but not those of earlier micro-batches.
 
         Raises:
             ValueError: If the sizes do not fit, before any communication.

@@ -19,8 +19,8 @@ class Extent:
 
     Args:
         numel: Number of values in a chunk that is encoded.
-        starts: Where each of the chunks begins in the flat gradient.
-        layout: That of the gradient; None if it never changes.
+        starts: Where each chunk begins in the flat gradient.
+        layout: The gradient's layout; None if it never changes.
     """
 
     numel: int
@@ -38,7 +38,7 @@ class Extent:
         return self.layout is not None and self.numel == self.layout.numel
 
     def embed(self, values: Tensor) -> Tensor:
-        """Put its values in whole chunks of the layout, with zeros around them."""
+        """Return the extent's values in whole chunks of the layout, with zeros around them."""
         if self.is_whole or self.layout is None:
             return values
         flat = values.new_zeros(self.layout.numel)
@@ -48,7 +48,7 @@ class Extent:
         return flat
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Cut its values out of whole chunks of the layout, with zeros where it goes beyond."""
+        """Return the extent's values, cut out of whole chunks of the layout, with zeros where it goes beyond."""
         if self.is_whole:
             return flat
         values = flat.new_zeros(self.chunks, self.numel)
@@ -66,8 +66,9 @@ class HeldErrors:
 
     Args:
         state: fp32 [chunks * numel], or uint8 [chunks, codec.nbytes(numel)]; kernels update it in place.
-        extent: What they are errors of.
-        parked: Errors of parameters that the present layout lacks, as ``state``, by parameter; never changed in place.
+        extent: The values that they are errors of.
+        parked: Errors of parameters that the present layout lacks, in the form of ``state``, by parameter; never
+            changed in place.
         codec: Encodes them; None keeps fp32.
     """
 
@@ -101,7 +102,7 @@ class HeldErrors:
     def in_extent(self, extent: Extent) -> HeldErrors:
         """Return the errors for another gradient; those of parameters that it lacks are parked until one has them.
 
-        Where chunks cut the layout anywhere, a value that comes to another rank starts from zero there.
+        If chunks may cut the layout anywhere, a value that moves to another rank starts from zero there.
         """
         old, new = self.extent.layout, extent.layout
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
@@ -126,7 +127,7 @@ class HeldErrors:
         return replace(self, state=self.state.clone())
 
     def to(self, device: torch.device) -> HeldErrors:
-        """Return the same on ``device``."""
+        """Return the errors on ``device``."""
         if self.state.device == device:
             return self
         parked = {piece: state.to(device) for piece, state in self.parked.items()}
@@ -146,7 +147,7 @@ class HeldErrors:
     # ---- in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors on the CPU, and what they are of."""
+        """Return the errors, on the CPU, and the extent and parameters that they belong to."""
         extent = self.extent
         return {
             "state": self.state.cpu(),
@@ -158,7 +159,7 @@ class HeldErrors:
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any], codec: Int8 | None) -> HeldErrors:
-        """Make what :meth:`state_dict` was called on."""
+        """Make the errors that :meth:`state_dict` was called on."""
         layout = None if saved["layout"] is None else _loaded(*saved["layout"])
         extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
         parked = {Piece(*piece): state.clone() for *piece, state in saved["parked"]}

@@ -81,14 +81,14 @@ class Hop:
         self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
 
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
-        """Gather as :meth:`all_gather` does what several units send together and count each for itself."""
+        """Gather as :meth:`all_gather` does, uncounted: for payloads of several units, each of which counts its own."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         with labelled("all_gather", label, self.level):
             all_gather_single()(gathered, payload, group=self.group)
         return gathered
 
     def all_to_all(self, payload: Tensor, label: str) -> Tensor:
-        """Send the i-th part of ``payload`` [size * chunks, nbytes] to rank i; return what all sent, by rank."""
+        """Send part i of ``payload`` [size * chunks, nbytes] to rank i; return the parts from all ranks, by rank."""
         received = torch.empty_like(payload)
         self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
         with labelled("all_to_all", label, self.level):

@@ -36,12 +36,12 @@ _UNLABELLED = nullcontext()
 
 
 class StaleShard(NamedTuple):
-    """A secondary shard that is to be made fresh, and from what.
+    """A secondary shard that is to be made fresh, and the values to make it from.
 
     Attributes:
         shard: The secondary shard.
         codec: Encodes the values.
-        values: What it is made from.
+        values: The values that it is made from.
     """
 
     shard: SecondaryShard
@@ -53,7 +53,7 @@ class StaleShard(NamedTuple):
 def gather_inter_node(stale: Sequence[StaleShard]) -> None:
     """Make secondary shards fresh whose hops are over the same ranks, in the current stream, in one collective.
 
-    Collective; once more for each shard that a checkpoint was loaded for.
+    Collective. Each shard that was loaded from a checkpoint takes another collective.
     """
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
@@ -94,7 +94,7 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 
 def _kind(stale: StaleShard) -> Hashable:
-    """Return what shards must have in common to be encoded as one."""
+    """Return a key, equal for shards that can be encoded as one."""
     values = stale.values
     # A buffer is freed when the last of its units has another one, which a frozen unit never has.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
@@ -138,7 +138,7 @@ class Run:
         return codec.encode_delta(own.contiguous(), values)
 
     def receive(self, gathered: Tensor) -> Tensor:
-        """Make secondary shards, uint8 [rows * nodes, nbytes], of what all nodes sent, uint8 [nodes, rows, nbytes]."""
+        """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
         by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # a part of longer rows is not
         codec = self._codec
         if self._base is None or not sends_deltas(codec):

@@ -99,7 +99,7 @@ def own_rank() -> dist.ProcessGroup:
 
 
 def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> Topology:
-    """Return the layout of ``group``, without communication. Arguments and errors as :func:`process_mesh`."""
+    """Return the layout of ``group``, without communication. Arguments and errors are those of :func:`process_mesh`."""
     world = dist.get_world_size(group)
     if gpus_per_node is not None:
         return Topology(world, gpus_per_node)
@@ -201,7 +201,7 @@ def _backend_of(group: dist.ProcessGroup) -> str | None:
 
 
 def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
-    """Note ``subgroups``, to destroy them after ``parent`` is destroyed. Those of the default group, torch destroys."""
+    """Note ``subgroups``, to destroy them after ``parent`` is destroyed; torch itself destroys the default group's."""
     world = dist.group.WORLD
     if world is not None and parent is not world:
         remembered = _made_of.setdefault(world, [])

@@ -109,7 +109,7 @@ class OuterStep:
         return -(-shard.numel() // self._nodes)
 
     def _settle(self) -> None:
-        """Wait in the current stream for what is on its way, before anything else becomes of its memory."""
+        """Wait in the current stream for what is on its way, before its memory is used otherwise."""
         wait_for(self._arrival, self._device)
         self._arrival = None
 
@@ -120,16 +120,16 @@ class OuterStep:
 
     @torch.no_grad()
     def send(self, shards: Mapping[str, Tensor]) -> None:
-        """Average over nodes what ``shards`` have changed, and make the outer step. :meth:`receive` follows.
+        """Average the changes of ``shards`` over nodes, and make the outer step. :meth:`receive` follows.
 
         Collective among the ranks with this local index, unless these hold nothing of the parameters.
 
         Args:
             shards: Some of those that :meth:`start` was given, the same parameters on all nodes, changed by this node's
-                steps; may change again as soon as this returns.
+                steps. They may change again as soon as this returns.
 
         Raises:
-            ValueError: If they have other shapes than those, before any communication.
+            ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
         """
         held = {
             name: agreed for name, (agreed, shard) in zip(shards, self._beside(shards), strict=True) if shard.numel()
@@ -162,7 +162,7 @@ class OuterStep:
     def _places(
         self, change: Tensor, layout: FlatLayout, held: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, slice, Tensor]]:
-        """Yield of each parameter in ``change`` [nodes, numel] its name, places in it, and their part of ``change``."""
+        """Yield for each parameter in ``change`` [nodes, numel]: its name, a slice of it, and ``change`` there."""
         if len(held) == 1:  # in one go
             ((name, kept),) = held.items()
             yield name, slice(0, kept.numel()), change.view(-1)[: kept.numel()]
@@ -209,7 +209,7 @@ class OuterStep:
         return step.mul(-config.outer_lr)
 
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
-        """Encode this rank's update, with what earlier ones left out."""
+        """Encode this rank's update, with the errors of earlier ones."""
         if self._back is None:
             return encode(self._codec, update, 1, 1, self.label)
         self._back.begin(update.device)
@@ -245,14 +245,14 @@ class OuterStep:
         return {"agreed": agreed, "momentum": momentum, **errors}
 
     def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, Tensor]) -> None:
-        """Go on with what :meth:`state_dict` gave.
+        """Continue with what :meth:`state_dict` returned.
 
         Args:
-            state: What it gave.
+            state: What it returned.
             shards: What this rank holds of all parameters, of which only sizes and device matter.
 
         Raises:
-            ValueError: If that was of other parameters, or under another configuration of error feedback.
+            ValueError: If ``state`` is of other parameters, or of another configuration of error feedback.
         """
         saved = {name: value.numel() for name, value in state["agreed"].items()}
         held = {name: shards[name].numel() for name in saved if name in shards}

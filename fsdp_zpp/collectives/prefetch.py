@@ -3,20 +3,20 @@
 A forward after a step asks for one unit after the other, but the slow network need not wait for that: secondary shards
 are kept anyway, so all of them can be sent when the first is needed. They are made in a stream of their own, beside the
 intra-node hops and the computation of earlier units; the computation waits for a secondary shard only when it reaches
-next_codec unit.
+its unit.
 
 This starts with the first gather after a change, not with the change: what is written between a step and the forward
 (averages, clipped weights) must be in them, and a step that another one follows, of a second optimizer, must not send
 weights twice. Starting at the change would gain nothing on a GPU, whose host is already ahead of it.
 
 Ranks agree, for gathers and changes come in the same order on all of them. A unit whose secondary shard was prefetched
-and not read before next_codec weights changed again is not prefetched any more.
+and not read before its weights changed again is not prefetched any more.
 
 [Note: Chunks]
 To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
 can be used only when all that was sent with it has arrived. So what a forward needs is sent in a few chunks, the next
-one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others: a chunk of
-several units must not be larger than what is worth that. inter_node_gather.py encodes and sends the units of a chunk.
+one while units of the last one compute. The larger a chunk, the longer its first unit waits for the others, so a chunk
+of several units has a limit. inter_node_gather.py encodes and sends the units of a chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST_NBYTES = 2**20
 
 MOST_NBYTES = 2**24
 """Most that a rank sends to all others for a chunk of several units: 16 MiB take 1.3 ms at 100 Gb/s a GPU. While it is
-encoded, next_codec full-precision values take four to eight times that, divided by the number of other nodes."""
+encoded, its full-precision values take four to eight times that, divided by the number of other nodes."""
 
 
 class SecondaryShardPrefetcher:
@@ -58,11 +58,11 @@ class SecondaryShardPrefetcher:
             shard.side_stream = self._stream
 
     def refresh(self, needed: SecondaryShard, codec: Codec, values: ShardValues) -> None:
-        """Make ``needed`` fresh, and the stale ones that are to come. Collective.
+        """Make ``needed`` fresh, and the stale secondary shards that the forward needs after it. Collective.
 
         Args:
             needed: The secondary shard of the unit that is gathered now.
-            codec: Encodes next_codec values.
+            codec: Encodes its values.
             values: Its values.
         """
         stale = [shard for shard in self._shards if shard.stale and shard is not needed]

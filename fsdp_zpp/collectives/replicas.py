@@ -1,4 +1,4 @@
-"""Check that ranks which hold the same part of a model hold the same values.
+"""Check that ranks that hold the same part of a model hold the same values.
 
 Averaged gradients keep replicas equal only if they start equal. Ranks that were seeded differently would each train a
 model of their own, and nothing but the loss would show it.
@@ -40,7 +40,7 @@ def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model:
 
 
 def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) -> bool:
-    """Return on every rank whether all replicas hold the same. Arguments as of :func:`check_replicas`; collective."""
+    """Return on every rank whether all replicas hold the same; for arguments see :func:`check_replicas`. Collective."""
     if scope == "G":
         return True
     # Sums of bits, not of values: integer sums do not depend on the order in which a device adds.

@@ -1,9 +1,9 @@
 """Secondary shard of a unit's weights: what the inter-node hop leaves on a rank.
 
 Weights are encoded once, from the full-precision shard, and the inter-node hop gathers them among ranks of the same
-local index; what that leaves on a rank, uint8 [nodes, nbytes], is the *secondary shard*, which the intra-node hop
-gathers. Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks,
-the owner too, decode the same bytes, so they compute with the same weights bit for bit.
+local index; its result on a rank, uint8 [nodes, nbytes], is the *secondary shard*, which the intra-node hop gathers.
+Kept, still encoded, the secondary shard is ZeRO++'s hpZ: later gathers start at the intra-node hop. All ranks, the
+owner too, decode the same bytes, so they compute with the same weights bit for bit.
 
     empty --hold()--> fresh, at a version of the weights --mark_stale()--> stale, perhaps with a base for a delta
                         ^                                                    |
@@ -67,10 +67,10 @@ class ShardSource(Protocol):
     """Source from which a unit's weights are read before FSDP asks for their gather; FSDP's record of a unit."""
 
     def can_be_read(self) -> bool:
-        """Return whether they can be read now, and will not change before their gather."""
+        """Return whether the weights can be read now, and will not change before their gather."""
 
     def prepare_read(self) -> int:
-        """Copy what parameters were replaced by into the shard, in the stream that gathers.
+        """Copy the values of replaced parameters into the shard, in the stream that gathers.
 
         Returns:
             This rank's number of values.
@@ -86,7 +86,7 @@ class ShardSource(Protocol):
         """Return whether steps change the weights."""
 
     def layout(self, numel: int) -> FlatLayout:
-        """Return where parameters lie in what is gathered, given its number of values."""
+        """Return where parameters lie in a gathered tensor of ``numel`` values."""
 
 
 class SecondaryShard:
@@ -103,9 +103,9 @@ class SecondaryShard:
         group: The ranks of the hop.
         own_node: This rank's node, and so its row.
         base: The older secondary shard that the next delta is to be against, if there is one.
-        checkpointed: What was loaded from a checkpoint, and may hold the weights as they are now.
+        checkpointed: The shard that was loaded from a checkpoint, and may hold the weights as they are now.
         source: Where the weights can be read; None if they can't. FSDP may replace it.
-        side_stream: The stream in which it is made, if not in the one that reads it.
+        side_stream: The stream in which it is made; None if that is the one that reads it.
         find_exact: Returns the places of small values in this rank's shard, given its size and device.
         exact: These places; None if there are none, or before :meth:`sent_as` has looked for them.
         nbytes: Bytes of a row that is sent whole; 0 before :meth:`sent_as`.
@@ -139,12 +139,12 @@ class SecondaryShard:
 
     @cached_property
     def peers(self) -> int:
-        """Return the number of ranks of the hop, without this one."""
+        """Return the number of other ranks of the hop."""
         return 0 if self.hop is None else self.hop.size - 1
 
     @property
     def sends_deltas(self) -> bool:
-        """Return whether the inter-node hop may send changes of the weights alone."""
+        """Return whether the inter-node hop may send deltas."""
         return isinstance(self.codec, Int4Delta) and self.keep
 
     # ---- from stale to fresh
@@ -162,7 +162,7 @@ class SecondaryShard:
         return self._sent_as
 
     def take_base(self) -> Tensor:
-        """Give away the base, which there is, for its last use."""
+        """Return the base, which must exist, for its last use, and drop it."""
         base, self.base = self.base, None
         assert base is not None
         if base.is_cuda:
@@ -170,12 +170,12 @@ class SecondaryShard:
         return base
 
     def keep_base_apart(self) -> None:
-        """Keep the base, if there is one, for longer than those that were made with it, in memory of its own."""
+        """Move the base, if there is one, to memory of its own, since it outlives the bases that share its memory."""
         if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
             self.base = self.take_base().clone()
 
     def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
-        """Go on from what was loaded from a checkpoint, if that is of these values on all ranks. Collective.
+        """Continue from the checkpoint's shard, if it is of these values on all ranks. Collective.
 
         Args:
             values: This rank's full-precision values, flat.
@@ -183,7 +183,7 @@ class SecondaryShard:
             version: Their version.
 
         Returns:
-            True if it is fresh now, and nothing is to be sent.
+            Whether the secondary shard is fresh now, so that nothing is to be sent.
         """
         checkpointed, self.checkpointed = self.checkpointed, None
         if checkpointed is None or self.hop is None or not self.sends_deltas:
@@ -196,10 +196,10 @@ class SecondaryShard:
         return False
 
     def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: Any) -> None:
-        """Become fresh.
+        """Hold a payload, and become fresh.
 
         Args:
-            payload: What the ranks of all nodes have sent, uint8 [nodes, nbytes].
+            payload: The encoded shards from all nodes, uint8 [nodes, nbytes].
             codec: Decodes it.
             version: The version of the weights that it holds.
             ready: An event in the stream that makes ``payload``; None on a CPU.
@@ -215,7 +215,7 @@ class SecondaryShard:
     # ---- while it is fresh
 
     def read(self) -> Tensor:
-        """Return the encoded shards of all ranks with this local index to the current stream: uint8 [nodes, nbytes]."""
+        """Return the encoded shards of all nodes, for use in the current stream: uint8 [nodes, nbytes]."""
         payload, self.unread = self._payload, False
         assert payload is not None
         if self._ready is not None and self.side_stream is not None:
@@ -228,10 +228,10 @@ class SecondaryShard:
         return payload
 
     def check_version(self, version: Hashable) -> None:
-        """Raise if the weights are not in the version that was sent last. See [Note: Staleness].
+        """Raise if the weights do not have the version that was sent last. See [Note: Staleness].
 
         Raises:
-            StaleSecondaryError: If they are in another one, with no event in between.
+            StaleSecondaryError: If they have another version, with no event in between.
         """
         if not self.stale and self._version != version:
             raise StaleSecondaryError(
@@ -282,6 +282,6 @@ class SecondaryShard:
         return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` gave, be the weights loaded before or after."""
+        """Continue with what :meth:`state_dict` returned, whether the weights are loaded before or after."""
         self.reset()
         self.checkpointed = CheckpointedShard.from_state_dict(state)

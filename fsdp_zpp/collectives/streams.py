@@ -16,14 +16,14 @@ from torch import Tensor
 
 
 class SideStream:
-    """A stream for communication beside the computation, made when it is first used. On a CPU there is none."""
+    """A stream for communication beside the computation, made at its first use. On a CPU there is none."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
         self._readers: set[Any] = set()
 
     def after_current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the stream as a context, after all that the current stream and the readers were given so far."""
+        """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""
         if device.type != "cuda":
             return nullcontext()
         if device not in self._streams:

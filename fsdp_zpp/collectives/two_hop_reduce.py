@@ -39,7 +39,7 @@ from .streams import keep_until_read
 
 class _Done(PendingReduction):
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing, for nothing is left to do."""
 
 
 DONE = _Done()
@@ -51,8 +51,8 @@ class TwoHopReduce(ABC):
     Args:
         mesh: The ranks.
         hops: The intra-node and the inter-node hop; None for a level that has one rank.
-        codecs: Of both; None sends the dtype of the gradient.
-        errors: Fed back to what is encoded, if any.
+        codecs: The codecs of both hops; None sends the dtype of the gradient.
+        errors: The errors that are fed back, if any.
         label: Names the unit in profiles and errors.
         optimizer_scope: See the top of this file.
         native: Whether a single hop without a codec is torch's own reduce-scatter.
@@ -104,7 +104,7 @@ class TwoHopReduce(ABC):
         """
 
     def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
-        """Return the fp32 mean of this local index's part, flat, as far as this node's ranks contribute to it."""
+        """Return this node's share of the fp32 mean of this local index's part, flat."""
         if self._intra is None:
             return gradient.float() * self._mean
         codec, received = self._exchange_intra_node(gradient, wire_dtype)
@@ -116,7 +116,7 @@ class TwoHopReduce(ABC):
         return sums
 
     def _exchange_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None) -> tuple[Codec, Tensor]:
-        """Make the intra-node hop; return the codec, and what all its ranks sent: uint8 [gpus, chunks, nbytes]."""
+        """Make the intra-node hop; return the codec, and the ranks' payloads: uint8 [gpus, chunks, nbytes]."""
         assert self._intra is not None
         codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
         chunks, gpus = self._chunks, self._gpus
@@ -130,7 +130,7 @@ class TwoHopReduce(ABC):
 
     @abstractmethod
     def _exact(self, numel: int, device: torch.device) -> ExactPlaces | None:
-        """Return the places of small values in a gradient, of ``numel`` values a chunk."""
+        """Return the places of small values in a gradient with ``numel`` values in a chunk."""
 
     @abstractmethod
     def _exact_in_sums(self, part: int, device: torch.device) -> ExactPlaces | None:
@@ -236,7 +236,7 @@ class TwoHopAllReduce(TwoHopReduce):
         return _PendingAllReduce(self, sums, full_precision(wire_dtype), out, factor)
 
     def all_reduce_inter_node(self, sums: Tensor, wire_codec: FullPrecision, out: Tensor, factor: float) -> None:
-        """Sum over nodes what each has summed, and give every replica of ``out`` all of it."""
+        """Sum the nodes' sums, and write the whole result to ``out`` on every replica."""
         nodes, part = self._nodes, keep_until_read(sums).numel()  # made in the stream of the intra-node hop
         chunk = -(-part // nodes)  # a collective takes chunks of one size, so the last one is padded
         codec, payload = self._sum_inter_node(_padded(sums, chunk * nodes - part), part, wire_codec, factor)
@@ -260,9 +260,9 @@ class TwoHopAllReduce(TwoHopReduce):
         """Sum over nodes; return the codec, and the encoded sums of all nodes' chunks: uint8 [nodes, nbytes].
 
         Args:
-            sums: Those of this local index's part of the gradient, padded.
+            sums: The node's sums of this local index's part of the gradient, padded.
             part: Its number of values without padding.
-            wire_codec: Stands in for a codec that there is not.
+            wire_codec: Encodes if the hop has no codec.
             factor: Applied with the last sum.
         """
         start, device = self._places.part_starts(self.layout, part)[self._rank % self._gpus], sums.device

@@ -37,9 +37,9 @@ class _Settled(NamedTuple):
     """Facts that gathers into outputs of one shape, dtype and device have in common.
 
     Attributes:
-        of: These three.
+        of: The shape, the dtype and the device.
         codec: Encodes the weights.
-        sent_as: The same, with room for small values.
+        sent_as: The same codec, with room for small values.
         exact: The places of small values in an output.
     """
 
@@ -56,7 +56,7 @@ class WeightGather:
         mesh: The ranks.
         codec: Encodes the weights for both hops; None sends them in the dtype of the output. For an
             :class:`Int4Delta` see the top of delta.py.
-        keep_secondary: Keep the secondary shard from one call to the next, until it is marked stale.
+        keep_secondary: Whether to keep the secondary shard from one call to the next, until it is marked stale.
         traffic: Where bytes are counted.
         label: Names the unit in profiles and errors.
 

@@ -1,1 +1,1 @@
-"""Configuration by users: a strategy, the layout of the ranks, and what the one comes to on the other."""
+"""Configuration by users: a strategy, the layout of the ranks, and the strategy as resolved on a layout."""

@@ -55,7 +55,7 @@ class LoCo:
 
 @dataclass(frozen=True)
 class ErrorBufferSpec:
-    """Size of what a rank encodes for one hop, and so keeps errors for: ``chunks`` chunks of ``numel`` values."""
+    """Size of the values that a rank encodes for one hop and keeps errors for: ``chunks`` chunks of ``numel``."""
 
     chunks: int
     numel: int
@@ -81,7 +81,7 @@ def error_buffer_specs(
         numel: Number of values of the gradient that a rank keeps.
 
     Returns:
-        What each transfer that has errors keeps, by its name.
+        The error buffers, by the names of the transfers that have errors.
     """
     if config is None:
         return {}
@@ -106,7 +106,7 @@ def error_buffer_specs(
 def error_nbytes(
     config: LoCo | None, codecs: tuple[Codec | None, Codec | None], optimizer_scope: str, topology: Topology, numel: int
 ) -> int:
-    """Return the bytes of all errors that a rank keeps for a reduction; arguments as of :func:`error_buffer_specs`."""
+    """Return the bytes of a rank's errors for a reduction; for arguments see :func:`error_buffer_specs`."""
     if config is None:
         return 0
     specs = error_buffer_specs(config, codecs, optimizer_scope, topology, numel).values()

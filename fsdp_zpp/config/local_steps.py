@@ -1,4 +1,4 @@
-"""Local steps: nodes train on their own and exchange what has changed every few steps.
+"""Local steps: nodes train on their own, and exchange changes of weights every few steps.
 
 Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
 other, in 4 bits.
@@ -29,14 +29,14 @@ class LocalSteps:
         every: Optimizer steps between two exchanges of a fragment.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its momentum, in [0, 1).
-        nesterov: Whether its momentum is Nesterov's.
+        nesterov: Whether the momentum is Nesterov's.
         codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
-        mix: Share of the agreed weights in those with which a node goes on when an exchange arrives; the rest are its
-            own. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
+        mix: Share of the agreed weights in those with which a node continues when an exchange arrives; the rest is its
+            own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
 

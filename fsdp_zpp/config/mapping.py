@@ -42,7 +42,7 @@ def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
 
     Raises:
         ValueError: If a key or a name is unknown; the error names the key.
-        TypeError: If a value has the wrong type; likewise.
+        TypeError: If a value has the wrong type; the error names the key.
     """
     if isinstance(values, str):
         values = {"preset": values}
@@ -137,7 +137,7 @@ def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -
 
 
 def _at(key: str, read: Callable[[Any], T], value: object) -> T:
-    """Return ``read(value)``, whose errors begin with ``key``."""
+    """Return ``read(value)``; its errors begin with ``key``."""
     try:
         return read(value)
     except (TypeError, ValueError) as error:

@@ -74,7 +74,7 @@ def resolve(
     frozen: Codec | None,
     topology: Topology,
 ) -> ResolvedStrategy:
-    """Leave out what is inactive on ``topology``; see [Note: One node]. Arguments as of :class:`Strategy`.
+    """Resolve a strategy on ``topology``; see [Note: One node]. The arguments are those of :class:`Strategy`.
 
     A single rank keeps its codecs: it sends nothing, so they cost nothing.
     """

@@ -60,9 +60,9 @@ class Strategy:
             full precision.
         error_feedback: Error feedback on the gradient codecs.
         frozen: Codec of frozen parameters, which are quantized once.
-        local_steps: Has nodes train on their own and exchange changes of weights every few steps, instead of gradients
-            in every step. It has no effect on a single node. Each node needs all of the optimizer state, so the third
-            letter is ``I`` or ``N``.
+        local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
+            gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
+            the third letter is ``I`` or ``N``.
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
 
@@ -256,7 +256,7 @@ class Strategy:
 
         Raises:
             ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
-            TypeError: If a value has the wrong type; likewise.
+            TypeError: If a value has the wrong type; the error names the key.
         """
         preset, arguments = arguments_from_mapping(mapping)
         make = cls if preset is None else getattr(cls, preset)
@@ -264,7 +264,7 @@ class Strategy:
         return strategy
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the strategy as ``from_dict`` reads it, every argument, in strings, numbers, None and dicts.
+        """Return all arguments as ``from_dict`` reads them, in strings, numbers, None and dicts.
 
         Raises:
             TypeError: If a codec is not one of this library; the error names the key.
@@ -279,7 +279,8 @@ class Strategy:
             config: The configuration, or the path of one in JSON. Keys that decide no strategy may be "auto".
 
         Raises:
-            ValueError: If keys are unknown, can't be honoured or contradict each other; says of each what to do.
+            ValueError: If keys are unknown, can't be honoured or contradict each other; the error says what to do about
+                each.
             TypeError: If values have the wrong type, and nothing else is wrong.
             OSError: If the file can't be read.
         """

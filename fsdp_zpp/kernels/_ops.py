@@ -1,8 +1,8 @@
-"""Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: what they take, check and return.
+"""Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: their arguments, checks and results.
 
-Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` makes of it the
-operation that its docstring describes, which does this once for calls that differ in values and factors alone. All
-backends have the same functions; ``dispatch.py`` chooses one.
+Each function checks the arguments of a call and returns the call as a backend prepares it. ``op`` turns the function
+into the operation that its docstring describes, which prepares once for all calls that differ in values and factors
+alone. All backends have the same functions; ``dispatch.py`` chooses one.
 """
 
 from collections.abc import Callable
@@ -147,7 +147,7 @@ def quantize_with_feedback(
     beta: float,
     tail: int = 0,
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them with this one's.
+    """Quantize with error feedback, in one pass: add the errors of earlier calls, and update them by this call's.
 
     Quantizes ``h = values + errors`` and sets ``errors = beta * errors + (1 - beta) * (h - dequantized)`` (LoCo, arXiv
     2407.04480). A block in which ``h`` is not finite is encoded as such and keeps its old errors.

@@ -12,7 +12,7 @@ from .payload import PayloadLayout
 
 
 class Backend(Protocol):
-    """A module that runs ops: each function takes what was checked, and returns one that runs the op."""
+    """A module that runs ops: each function takes checked arguments, and returns a function that runs the op."""
 
     def quantize(
         self, numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype

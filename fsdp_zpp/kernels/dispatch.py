@@ -1,8 +1,8 @@
 """Dispatch of ops: which backend runs one, how its calls are prepared, and which go through torch's dispatcher.
 
-To check a call's arguments and to work out its launch takes as long as several kernel launches, and so does dispatching
-a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every step. So all that
-follows from the arguments but not from values is done once, and calls on plain tensors skip the dispatcher.
+Checking a call's arguments and working out its launch takes as long as several kernel launches, and so does dispatching
+a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every step. So all work
+that depends on the arguments but not on values is done once, and calls on plain tensors skip the dispatcher.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, C
     Its annotations are the op's schema. Whatever it reads of a tensor must be in :func:`_seen_of`.
 
     Args:
-        name: The op's.
+        name: The op's name.
         mutates_args: The arguments that the op writes to.
     """
     return lambda prepare: Op(prepare, mutates_args, name)
@@ -146,8 +146,8 @@ def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, C
 def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what checks and kernels see of a tensor besides its values.
 
-    Triton compiles for the alignment of addresses. Checks go by that of offsets, which a tensor has also while it is
-    traced.
+    Triton compiles for the alignment of addresses. Checks use the alignment of offsets, which a tensor has even while
+    it is traced.
     """
     return (
         tensor.dtype,

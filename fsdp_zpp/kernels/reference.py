@@ -1,8 +1,8 @@
 """Operations in plain PyTorch, on any device. They run on CPUs, and the Triton kernels equal them bit for bit.
 
-The functions rely on the checks of ``_ops.py`` and prepare a call: they take what all its repetitions have in common,
-and what they return takes the tensors and factors. Each has a twin of the same name and signature in
-``triton_backend`` and one without values in ``fake.py``.
+The functions rely on the checks of ``_ops.py`` and prepare a call: they take what its repetitions have in common, and
+return a function of the tensors and factors. Each has a twin of the same name and signature in ``triton_backend`` and
+one without values in ``fake.py``.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,14 @@
 """A DeepSpeed configuration, read as the arguments of a Strategy.
 
 The strategy is the one that DeepSpeed would run, not the one that the keys might suggest: DeepSpeed honours ZeRO++'s
-keys only under its stage 3 and ignores them elsewhere. Frameworks write them there, too, so a warning names them, with
-what would honour them. This module passes over no key: it translates, logs or refuses each.
+keys only under its stage 3 and ignores them elsewhere. Frameworks write them there, too, so a warning names them and
+what would honour them. This module skips no key: it translates, logs or refuses each.
 
 Differences from DeepSpeed:
 
-- Our codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale. In DeepSpeed,
-  up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its matrix has.
+- This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale. In
+  DeepSpeed, up to 16,000 values of a weight gather do, and as many values of a gradient as the shorter side of its
+  matrix has.
 - The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
   visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
 - DeepSpeed quantizes only frozen weights of more than 500,000 values, and resets LoCo's errors tensor by tensor.
@@ -66,7 +67,7 @@ def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> di
 
     Raises:
         ValueError: If keys are unknown, can't be honoured or contradict each other; the error names all of them.
-        TypeError: If values have the wrong type, and nothing else is wrong; likewise.
+        TypeError: If values have the wrong type, and nothing else is wrong; the error names all of them.
         OSError: If the file can't be read.
     """
     findings = Findings()
@@ -111,7 +112,7 @@ def _codecs(zero: Section, place: Place) -> dict[str, Any]:
 
 
 def _loco(zero: Section) -> LoCo | None:
-    """Return LoCo as DeepSpeed runs it: err_beta weighs the old error, as beta does; both hops keep 8-bit errors."""
+    """Return LoCo as DeepSpeed runs it: err_beta weighs the old error, as beta here; both hops keep 8-bit errors."""
     if zero.values.get("zeropp_loco_param") is None:
         return None
     section = zero.inner("zeropp_loco_param")

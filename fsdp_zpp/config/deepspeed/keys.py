@@ -19,7 +19,7 @@ class Refused:
     """A key that raises.
 
     Args:
-        reason: Why, and what to do instead.
+        reason: Why it raises, and what to do instead.
         neutral: Values that change nothing, besides the common ways to switch a feature off.
     """
 

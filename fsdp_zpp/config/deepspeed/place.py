@@ -22,13 +22,13 @@ class Place:
     gpus_per_node: int | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of a Strategy that say so."""
+        """Return the arguments of a Strategy for this place."""
         size = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
         return {"levels": self.levels, **size}
 
 
 def place_of(zero: Section) -> Place:
-    """Return the place that the stage or PaRO's name and the two group sizes that stage 3 takes ask for."""
+    """Return the place that the stage, or PaRO's name, and stage 3's two group sizes ask for."""
     place = _stage_or_paro(zero)
     # The defaults switch both off: a group of one rank keeps nothing, and MiCS takes -1 for no.
     secondary = zero.number("zero_hpz_partition_size", default=1, least=0)

@@ -49,7 +49,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Findings:
-    """Errors of a configuration, and what of it DeepSpeed ignores, collected as its sections are read."""
+    """Errors of a configuration, and keys of it that DeepSpeed ignores, collected as its sections are read."""
 
     errors: list[Exception] = field(default_factory=list)
     ignored: list[tuple[str, str, str]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Section:
     Args:
         prefix: The path of the section, which ends in a dot; empty for the top level.
         values: The keys and values. One that is null is not set.
-        findings: Those of the whole configuration.
+        findings: The findings of the whole configuration.
     """
 
     prefix: str
@@ -88,7 +88,7 @@ class Section:
         self.findings.errors.append(kind(f"{self._at(key)} in the DeepSpeed configuration: {reason}"))
 
     def ignored(self, keys: Sequence[str], under: str, remedy: str) -> None:
-        """Note that DeepSpeed would pass over ``keys`` without a word, ``under`` what, and what to do about it."""
+        """Note that DeepSpeed would skip ``keys`` without a word, ``under`` which setting, and the ``remedy``."""
         self.findings.ignored.append((" and ".join(map(self._at, keys)), under, remedy))
 
     def _at(self, key: str) -> str:

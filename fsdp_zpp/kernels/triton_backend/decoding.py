@@ -94,7 +94,7 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add ``sign`` (1 or -1) times what row ``row`` decodes to to ``values``, this program's tile in any shape.
+    """Decode row ``row``, and add ``sign`` (1 or -1) times its values to ``values``, this program's tile in any shape.
 
     Returns:
         fp32 [TILE // GROUP, words a group, codes a word].

@@ -24,8 +24,8 @@ class Launch:
     A kernel that makes a payload takes it as its second argument, which the launch allocates and returns.
 
     On NVIDIA GPUs, Triton compiles another kernel for another device, dtype, or alignment of an address to 16 bytes. In
-    all calls of one launch these must be the same for each tensor; ``dispatch.py`` sees to it for what ops are given,
-    and what they allocate is aligned.
+    all calls of one launch these must be the same for each tensor; ``dispatch.py`` ensures it for tensors that ops are
+    given, and tensors that they allocate are aligned.
 
     Args:
         kernel: A Triton kernel, compiled or interpreted. Each argument besides tensors and factors must be in its

@@ -1,4 +1,4 @@
-"""Tilings: values per thread, threads per program, and what kernels learn about sizes.
+"""Tilings: values per thread, threads per program, and the facts about sizes that kernels are compiled for.
 
 The figures come from measurements on an H200 (``benchmarks/kernels/run.py``). A program of one warp finds the maximum
 over a block without shared memory, and its threads never wait for another warp. More values per thread spread the cost
