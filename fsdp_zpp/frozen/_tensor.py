@@ -1,8 +1,8 @@
 """A tensor that a quantized module shows as its ``weight``: it is dequantized when something computes with it.
 
-Autograd saves the inputs of an operation for the backward. Of a frozen weight it saves this tensor, not the dequantized
-values, and the backward dequantizes again. So that this is true of one expert of a stack (``weight[3]``) and of
-``weight.transpose(1, 2)``, too, views are recorded and applied later, to the dequantized values.
+Autograd saves the inputs of an operation for the backward. For a frozen weight it saves this tensor, not the
+dequantized values, and the backward dequantizes again. So that this also holds for one expert of a stack
+(``weight[3]``) and for ``weight.transpose(1, 2)``, views are recorded and applied later, to the dequantized values.
 """
 
 from __future__ import annotations

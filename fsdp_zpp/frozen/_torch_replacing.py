@@ -1,11 +1,12 @@
 """Patches functions of ``torch.nn.utils`` that compute a weight from others: for a frozen weight they raise.
 
-In each forward they compute the weight anew. So they take the parameter out of its module, and a frozen weight is no
-parameter: torch itself raises a ``KeyError`` that names nothing but ``weight``. Called before quantizing they are
-honoured: what they make of the parameter is not the weight of a layer any more, so it is not quantized.
+These functions compute the weight anew in each forward. So they take the parameter out of its module, and a frozen
+weight is no parameter: torch itself raises a ``KeyError`` that names nothing but ``weight``. If they are called before
+quantizing, they are honoured: the parameter that they make is not the weight of a layer any more, so it is not
+quantized.
 
-What replaces a frozen weight in other ways is honoured by ``modules.py`` (PEFT's ``target_parameters``, an entry in
-``module._parameters`` or the instance's ``__dict__``), or raises there: everything that writes or sets it.
+Other ways to replace a frozen weight are honoured by ``modules.py`` (PEFT's ``target_parameters``, an entry in
+``module._parameters`` or the instance's ``__dict__``), or raise there (whatever writes to it or sets it).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MARK = "_fsdp_zpp_refuses_frozen"
 
 
 def refuse_replacing() -> None:
-    """Make these functions raise for frozen weights, from now on. See the top of this file."""
+    """Make functions of ``torch.nn.utils`` raise for frozen weights, from now on. See the top of this file."""
     for path, cls, name in _REPLACING:
         owner: Any = importlib.import_module(path)
         owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go

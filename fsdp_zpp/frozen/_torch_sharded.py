@@ -1,4 +1,4 @@
-"""Finds what FSDP has sharded of a model: weights that are not there to be quantized any more.
+"""Finds the parameters of a model that FSDP has sharded, which can't be quantized any more.
 
 ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: with
 ``use_orig_params=True`` modules keep them, in another shape; otherwise they show one flat parameter in their place.
@@ -43,7 +43,7 @@ def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 
 
 def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
-    """Return what instances below ``model`` have flattened; modules may not show it at the moment."""
+    """Return the parameters that instances below ``model`` have flattened; modules may not show them at the moment."""
     parameters: dict[nn.Module, Shown] = {}
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for instance in instances:

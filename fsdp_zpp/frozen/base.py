@@ -72,7 +72,7 @@ class FrozenBase:
 
     @staticmethod
     def below(model: nn.Module) -> list[FrozenBase]:
-        """Return the bases that have weights in ``model``; several only before they are used for the first time."""
+        """Return the bases that have weights in ``model``; there may be several before their first use."""
         bases = dict.fromkeys(weight.base for _, _, _, weight in frozen_sites(model))
         return [base for base in bases if isinstance(base, FrozenBase)]
 
@@ -99,7 +99,7 @@ class FrozenBase:
             freeze(module, name, weight)
 
     def drop(self, weights: Collection[FrozenWeight]) -> None:
-        """Drop weights that are plain parameters again. Collective, if others stay."""
+        """Drop weights that are plain parameters again. Collective if other weights stay."""
         self.weights = [weight for weight in self.weights if weight not in weights]
         if self.weights:
             self.make_units()  # anew: a payload shard that contains a dropped weight would keep its memory
@@ -109,7 +109,7 @@ class FrozenBase:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups that its weights are placed on; none where each process has all of them."""
+        """Return the groups that its weights are placed on; none if each process has all weights."""
         groups = dict.fromkeys(weight.placement.mesh.group for weight in self.weights)
         return [group for group in groups if group is not None]
 
@@ -142,7 +142,7 @@ class FrozenBase:
         """Make units, with all checks of a first use, unless there are some, and log nothing. Collective.
 
         Raises:
-            ValueError: As :meth:`make_units`.
+            ValueError: Where :meth:`make_units` raises it.
         """
         reports, self.reports = self.reports, []
         if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):

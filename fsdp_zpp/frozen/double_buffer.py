@@ -2,10 +2,9 @@
 
 Units are gathered on demand, when the first of their weights is dequantized. So forward, backward, recomputation and
 generation are one case, and no hooks are needed. One buffer holds the unit in use. The other holds the unit that was in
-use before, until the next one is prefetched into it. The order of earlier requests tells which unit is next; the last
-two units decide, since forward and backward go through the units in opposite directions. A wrong guess costs one
-gather. Ranks that run the same model request units in the same order, so they make the same guesses and enter the same
-gathers.
+use before, until the next one is prefetched into it. Earlier requests tell which unit is next, by the last two units,
+since forward and backward go through the units in opposite directions. A wrong guess costs one gather. Ranks that run
+the same model request units in the same order, so they make the same guesses and enter the same gathers.
 
 On GPUs gathers run in a side stream. A gather waits for the computation enqueued so far, which is the last to read the
 buffer it overwrites; the computation waits for the gather when it reaches that unit.
@@ -47,7 +46,7 @@ class _Buffer:
     ready: Any = None
 
     def hold(self, unit: Gathered) -> Tensor:
-        """Make room for ``unit``, and return it: uint8 of its gathered shape. The values are not there yet."""
+        """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
             self.memory = self.gathered = None  # frees the old memory before the new is allocated, not after

@@ -47,7 +47,7 @@ class FrozenOptions:
 def quantize_selected(
     model: nn.Module, selection: Selection, options: FrozenOptions, encoded: Iterable[Encoded] | None = None
 ) -> tuple[FrozenReport, FrozenBase | None]:
-    """Quantize the weights that were chosen of ``model``. The caller has checked the arguments. Collective.
+    """Quantize the selected weights of ``model``. The caller has checked the arguments. Collective.
 
     Args:
         model: The model.
@@ -56,7 +56,7 @@ def quantize_selected(
         encoded: The selected weights, already quantized. Default: quantize them from the model.
 
     Returns:
-        What was done, and the base that has the weights; None if the model has no frozen weights at all.
+        A report, and the base that has the weights; None for the base if the model has no frozen weights at all.
 
     Raises:
         ValueError: If a weight has no values.

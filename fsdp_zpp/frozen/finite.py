@@ -1,6 +1,6 @@
 """Refuses NaN and infinite values in a base: with one of them, all values of its block decode to NaN.
 
-A model trained on such a base has a loss of NaN from the first step on, for which one looks elsewhere.
+A model on such a base has a loss of NaN from the first step on, and nothing points to the base.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def finite_rows(read: ReadRows, name: str, remedy: str) -> ReadRows:
 
 
 class FiniteSlice:
-    """A slice of a file, which raises for NaN and infinite values in what is read of it.
+    """A slice of a file, which raises if values that are read from it are NaN or infinite.
 
     Args:
         of: The slice.

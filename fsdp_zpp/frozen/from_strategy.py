@@ -78,14 +78,14 @@ def prepare_frozen(root: nn.Module) -> None:
     """Make the units of the frozen base below ``root``, with all checks of a first use, and log nothing. Collective.
 
     Raises:
-        ValueError: As :meth:`FrozenBase.make_units`.
+        ValueError: Where :meth:`FrozenBase.make_units` raises it.
     """
     for base in FrozenBase.below(root):
         base.prepare()
 
 
 def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
-    """Log what was quantized for strategies; if they have a codec for frozen weights and none was, say so, and why."""
+    """Log what was quantized for strategies; if nothing was, though they have a codec for it, log that and why."""
     bases = FrozenBase.below(root)
     for base in bases:
         base.log_reports()

@@ -1,7 +1,7 @@
 """Linear layers that bitsandbytes has packed in 4 bits already: how :class:`NF4` takes over their weights.
 
-They are dequantized to fp32 and quantized again. If bitsandbytes used nf4 with blocks of the same size, codes and
-scales stay what they were.
+The weights are dequantized to fp32 and quantized again. If bitsandbytes used nf4 with blocks of the same size, codes
+and scales stay what they were.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PackedLinear:
 
 
 def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> PackedLinear | None:
-    """Return the packed weight that ``modules`` share; None if it is not bitsandbytes', or not packed yet."""
+    """Return the packed weight that ``modules`` share; None if bitsandbytes has not packed it."""
     first = modules[0]
     states = (getattr(parameter, "quant_state", None), getattr(first, "quant_state", None))
     state = next((each for each in states if each is not None), None)

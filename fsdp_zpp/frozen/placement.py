@@ -33,7 +33,7 @@ class Placement:
         by_name: Whether the user gave the node size; see the top of resharding.py.
 
     Raises:
-        ValueError: If the scope is none of these.
+        ValueError: If the scope is not one of these.
     """
 
     scope: str
@@ -59,9 +59,9 @@ class Placement:
 
     @property
     def replicas(self) -> str:
-        """Return who holds the same as this rank, for :func:`check_replicas`: ``I`` nodes, ``N`` all, ``G`` nobody.
+        """Return the scope for :func:`check_replicas`: ``I`` if nodes hold the same, ``N`` if all ranks do, else ``G``.
 
-        It may differ from the placement's: with one GPU a node, the scope ``I`` puts the same on all ranks.
+        It may differ from the placement's scope: on nodes of one GPU, scope ``I`` puts the same on all ranks.
         """
         topology = self.mesh.topology
         if self.scope == "I" and topology.gpus_per_node == 1:

@@ -44,15 +44,15 @@ def quantize_frozen_params(
     ignored_params: Collection[Tensor] = (),
     sync_module_states: bool = False,
 ) -> FrozenReport:
-    """Quantize every frozen weight that is worth it, once, shard the codes, and report what was done. Collective.
+    """Quantize every frozen weight that is worth it, once, shard the codes, and return a report. Collective.
 
-    The weights of nn.Linear and nn.Embedding are quantized, and the stacks of matrices that hold the experts of an MoE
-    layer, tied ones once; ``module.weight`` then stands for the dequantized weight. They are not parameters any more:
-    FSDP does not gather them, they are not in ``model.state_dict()`` (``save_frozen_params`` saves them), and no
-    gradient is ever allocated for them. A second call quantizes what was frozen since the first.
+    Quantizes the weights of nn.Linear and nn.Embedding, and the stacks of matrices that hold the experts of an MoE
+    layer, tied ones once; ``module.weight`` then stands for the dequantized weight. Quantized weights are not
+    parameters any more: FSDP does not gather them, they are not in ``model.state_dict()`` (``save_frozen_params`` saves
+    them), and no gradient is ever allocated for them. A second call quantizes what was frozen since the first.
 
-    Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. Of a model that is wrapped in part, it
-    quantizes the rest: pass frozen weights that FSDP has sharded in ``ignored_params``.
+    Call it before you wrap the model, or let ``Strategy(frozen=...)`` do so. If a part of the model is wrapped already,
+    it quantizes the rest: pass frozen weights that FSDP has sharded in ``ignored_params``.
 
     Args:
         model: Any model with frozen parameters, such as a PEFT model. It may be on the meta device if there is a
@@ -65,9 +65,9 @@ def quantize_frozen_params(
         process_group: The data-parallel ranks. Default: those that a part of the model is sharded over; all ranks if
             none is; this process alone if there is no process group.
         checkpoint: Where to read the weights: a safetensors file, an index of several, a folder with either, or a
-            function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. It must
-            have all frozen parameters and persistent buffers, quantized or not; trainable parameters are read, too, if
-            a file has them. Default: take the weights from the model.
+            function of the name that a parameter has without adapters. Each rank reads the rows that it keeps. The
+            checkpoint must have all frozen parameters and persistent buffers, quantized or not; trainable parameters
+            are read, too, if a file has them. Default: take the weights from the model.
         min_numel: Weights with fewer values stay as they are.
         device: The device that keeps the codes. Default: this process's accelerator if the process group communicates
             through it, otherwise the device that each weight is on.
@@ -77,7 +77,7 @@ def quantize_frozen_params(
         sync_module_states: Whether to broadcast the first rank's weights, one at a time, as FSDP's option does.
 
     Returns:
-        What was quantized, how many bytes it takes now, what stays as it is and why.
+        A report: what was quantized, how many bytes it takes now, what stays as it is and why.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
@@ -179,8 +179,8 @@ def _read(
 def dequantize_frozen_params(model: nn.Module) -> int:
     """Turn every quantized weight of ``model`` back into a plain, frozen parameter. Collective.
 
-    Merge adapters, or train a layer after all, on plain parameters. Every rank then has all of them in full size, so
-    call it before sharding, and only on the part of a large model that needs it.
+    Use it to merge adapters, or to train a layer after all: both need plain parameters. Every rank then has all of them
+    in full size, so call it before sharding, and only on the part of a large model that needs it.
 
     Args:
         model: A model or a part of one.

@@ -27,7 +27,7 @@ class FrozenReport:
         bytes_before: Bytes of all their values, in the dtype that they had.
         bytes_after: Bytes that this rank keeps of them.
         left: Names of frozen parameters that stay as they are, by the reason.
-        parameters_left: The number of values of those.
+        parameters_left: The number of values of these parameters.
     """
 
     model: str

@@ -62,7 +62,7 @@ def _weights_of(module: nn.Module) -> list[FrozenWeight]:
 
 
 def _lies_elsewhere(placement: Placement, mesh: ProcessMesh) -> bool:
-    """Return whether a base has the default placement, over the ranks of ``mesh`` but on nodes of another size."""
+    """Return whether ``placement`` is a default one, over the ranks of ``mesh`` but on nodes of another size."""
     if placement.by_name:
         return False
     alone = placement.mesh.group is None  # quantized before there was a process group: all of it is on each rank

@@ -71,7 +71,7 @@ class Selection:
 
     @property
     def left_names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of what stays as it is, by the reason."""
+        """Return the names of parameters that stay as they are, by the reason."""
         return {reason: tuple(name for name, _ in parameters) for reason, parameters in self.left.items()}
 
     def refuse_infinite(self) -> None:
@@ -107,12 +107,12 @@ class Selection:
         gpus_per_node: int | None,
         facts: dict[str, object],
     ) -> None:
-        """Raise on every rank of ``group`` unless all ranks have chosen the same, by the same arguments. Collective.
+        """Raise on every rank of ``group`` unless all ranks select the same by the same arguments. Collective.
 
         Args:
             call: The public function that was called, for the error.
             model: The model.
-            group: The ranks; None means this process alone, which has nobody to agree with.
+            group: The ranks; None means this process alone.
             gpus_per_node: The node size that the user gave.
             facts: Other arguments of the call, by name.
 

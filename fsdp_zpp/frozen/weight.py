@@ -123,8 +123,8 @@ class FrozenWeight:
         """Put this rank's chunk together from codes and scales.
 
         Args:
-            codes: All codes; only this rank's are indexed, so that it may be a slice of a file, which reads lazily.
-            scales: All scales, of which the same holds.
+            codes: All codes; only this rank's are read, so this may be a slice of a file, which reads lazily.
+            scales: All scales; this may be a slice of a file, too.
 
         Returns:
             The local payload, uint8 [local_nbytes] on the CPU.

@@ -1,4 +1,4 @@
-"""Strategies in the frameworks that people train with, a module for each.
+"""Strategies in training frameworks, a module for each.
 
 :mod:`fsdp_zpp` imports none of them, so that their frameworks need not be installed.
 """

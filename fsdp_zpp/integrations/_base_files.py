@@ -60,7 +60,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
 
 
 def _read(file: Path) -> tuple[dict[str, dict[str, object]], str]:
-    """Return the content of a file, empty if there is none, and why it can't be read."""
+    """Return the content of a file, empty if there is none, and why it can't be read, or an empty string."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""
     except (OSError, ValueError) as error:

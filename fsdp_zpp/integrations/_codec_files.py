@@ -38,7 +38,7 @@ def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
         checkpoint: The framework's file or folder, the same on all ranks.
 
     Raises:
-        OSError: On every rank, if rank 0 can't remove that of an earlier checkpoint of this name.
+        OSError: On every rank, if rank 0 can't remove the codec state of an earlier checkpoint of this name.
     """
     # All wait for it: a rank that is early would write into the folder that rank 0 is still removing.
     run_on_first_rank(lambda: remove_codec_state(checkpoint))
@@ -91,7 +91,7 @@ def remove_codec_state(checkpoint: Path) -> None:
 
 
 def _codec_state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[CodecState, State] | None:
-    """Return the codec state of ``model`` and its state dict; None if it has none, on all ranks alike."""
+    """Return the codec state of ``model`` and its state dict; None if it has none, the same on all ranks."""
     if not named_units(model):  # only torch's own strategies are in the model
         return None
     codecs = CodecState(model, list(optimizers))

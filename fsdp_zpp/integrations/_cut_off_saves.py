@@ -1,12 +1,12 @@
 """Checkpoints whose saves were cut off.
 
 Frameworks write file by file, over what is there. If a save is cut off, weights, optimizer and codec state may be of
-two saves, which nothing in them tells. So a mark lies in the checkpoint, or beside one that may be a file, from before
-the first write until after the last. A checkpoint with a mark is refused.
+two saves, and nothing in the files tells. So a mark lies in the checkpoint, or beside one that may be a file, from
+before the first write until after the last. A checkpoint with a mark is refused.
 
 Jobs that save into one checkpoint take turns (_turns.py), by locks on the mark. Where there are no locks, a later job
-replaces the mark of the earlier. The job that finds its mark replaced when it is done leaves one that says so, which
-stays until the checkpoint is saved again.
+replaces the mark of the earlier one. A job that finds its mark replaced when it is done leaves a mark that says so,
+which stays until the checkpoint is saved again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIXED = "Two jobs have saved this checkpoint at the same time. Its files may be
 
 
 class MarkedSave:
-    """A save of a checkpoint that has a mark until it is complete, a context. Collective, before anything is written.
+    """A context in which a checkpoint is saved, with a mark until that is complete. Collective, before any write.
 
     It waits until no other job is saving the checkpoint.
 

@@ -31,5 +31,5 @@ def require(distribution: str, least: str, *, purpose: str = "") -> None:
 
 
 def absent(distribution: str) -> ImportError:
-    """Return the error for a framework that is not installed; arguments as of :func:`require`."""
+    """Return the error for a framework that is not installed; for arguments see :func:`require`."""
     return ImportError(f"fsdp_zpp.integrations.{distribution} needs {distribution}: {how_to_install(distribution)}")

@@ -1,7 +1,7 @@
 """A Trainer's callbacks may write to models that they hold, as TRL's ``SyncRefModelCallback`` averages a reference.
 
-Nobody can call ``invalidate`` after them. But all ranks run the same callbacks, so what one of them holds counts as
-written to at the end of each step.
+A script can't call ``invalidate`` after them. But all ranks run the same callbacks, so the models that one of them
+holds count as written to at the end of each step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AnnouncesWrites(TrainerCallback):
             reshard(model)
 
     def on_step_begin(self, *arguments: object, **others: object) -> None:
-        """Handle what callbacks may have written at the end of the last step."""
+        """Declare the weights stale, since callbacks may have written to them at the end of the last step."""
         self.announce()
 
     def announce(self) -> None:

@@ -1,4 +1,4 @@
-"""TRL's trainers shard reference models in their constructors: with a strategy, by the strategy.
+"""TRL's trainers shard reference models in their constructors; here they do so by the strategy.
 
 ``prepare_fsdp``, which each of TRL's modules imports by name, calls torch's own ``fully_shard``.
 """

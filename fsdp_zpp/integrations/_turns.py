@@ -36,8 +36,8 @@ class Turn:
     """This job's turn to save, until it is released; making it waits for the turns of other jobs. Collective.
 
     Args:
-        file: What ranks lock, the same on all of them; it is there as long as the turn.
-        text: What the file says.
+        file: The file that ranks lock, the same on all of them; it exists as long as the turn.
+        text: The content of the file.
 
     Raises:
         OSError: On every rank, if rank 0 can't write the file.
@@ -55,13 +55,13 @@ class Turn:
             raise
 
     def release(self) -> None:
-        """Let other jobs save; for each rank when it has written, and for rank 0 when all have."""
+        """Let other jobs save; call it on each rank when that has written, and on rank 0 when all have."""
         if self._rank == 0 and self.is_alone():
             self._path.unlink(missing_ok=True)
         self.abandon()
 
     def is_alone(self) -> bool:
-        """Return whether no other job has begun since, as one may where there are no locks; for rank 0."""
+        """Return whether no other job has begun since, as one may where there are no locks; call it on rank 0."""
         assert self._file is not None
         return _is_still(self._path, self._file) and os.pread(self._file.fileno(), 4096, 0) == self._text
 
@@ -159,7 +159,7 @@ def _locks_all(file: IO[bytes]) -> bool:
 
 
 def _is_still(path: Path, file: IO[bytes]) -> bool:
-    """Return whether a file is the one at ``path``, not one that was removed."""
+    """Return whether the open ``file`` is still the one at ``path``, and was not removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError as error:

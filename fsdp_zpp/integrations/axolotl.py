@@ -1,12 +1,12 @@
-"""Axolotl: a plugin that has its trainer shard the model by a strategy.
+"""Axolotl: a plugin that makes its trainer shard the model by a strategy.
 
     plugins:
       - fsdp_zpp.integrations.axolotl.StrategyPlugin
     fsdp_zpp: {preset: zeropp, frozen: nf4}         # what Strategy.from_dict reads, or the name of a preset alone
     adapter: lora
 
-Nothing else is needed, neither ``fsdp_config`` nor a configuration of accelerate. What axolotl's ``fsdp_config`` says
-of FSDP2 (what to wrap, activation checkpointing, the kind of state dict of checkpoints) holds, too.
+Nothing else is needed, neither ``fsdp_config`` nor a configuration of accelerate. Settings for FSDP2 in axolotl's
+``fsdp_config`` (what to wrap, activation checkpointing, the kind of state dict of checkpoints) hold, too.
 integrations/transformers.py shards the model, with its adapters, when the training or the first evaluation begins;
 until then it is in the CPU's memory, on each rank.
 
@@ -104,17 +104,17 @@ class StrategyArgs(BaseModel):
 
 
 class StrategyPlugin(BasePlugin):
-    """Has axolotl's trainer shard its model by the strategy of the key ``fsdp_zpp``."""
+    """Makes axolotl's trainer shard its model by the strategy of the key ``fsdp_zpp``."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{StrategyArgs.__name__}"
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
-        """Fill in what axolotl needs to know of FSDP before it validates ``cfg``; what is given there stays.
+        """Fill in what axolotl needs to know of FSDP before it validates ``cfg``; keys that are set stay.
 
         Raises:
             ImportError: If axolotl, transformers or accelerate is too old; says what to install.
-            ValueError: If ``cfg`` has a strategy that is none; the error names the key.
+            ValueError: If ``cfg`` has an invalid strategy; the error names the key.
         """
         require("axolotl", "0.19")
         from . import transformers  # noqa: F401  (see the top of this file)
@@ -158,7 +158,7 @@ def strategy_of(value: object) -> Strategy:
     """Return the strategy that the key ``fsdp_zpp`` stands for.
 
     Raises:
-        ValueError: If it stands for none; the error names the key.
+        ValueError: If ``value`` stands for none; the error names the key.
     """
     try:
         return Strategy.from_dict(value)  # type: ignore[arg-type]  # which it checks
@@ -173,7 +173,7 @@ def check_configuration(config: Configuration) -> None:
         config: The keys of axolotl's configuration, with defaults.
 
     Raises:
-        ValueError: If it does; names the key and says what to do instead.
+        ValueError: If it does; the error names the key and says what to do instead.
     """
     if config.get("fsdp_zpp") is None:
         if f"{__name__}.{StrategyPlugin.__name__}" in (config.get("plugins") or []):

@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` and what is derived from it, like TRL's ``SFTTrainer``, with a strategy.
+"""Hugging Face's ``Trainer``, and trainers derived from it such as TRL's ``SFTTrainer``, with a strategy.
 
     trainer = use_strategy(Trainer(model, arguments, ...), Strategy.zeropp())
     trainer.train(resume_from_checkpoint=True)
@@ -65,7 +65,8 @@ def use_strategy(trainer: Any, strategy: Strategy) -> Any:
 
     It needs no other argument. With ``TrainingArguments(fsdp=True)``, Trainer leaves a model where it is until it is
     sharded, which a model that does not fit on one GPU needs, and ``fsdp_config`` says what to wrap and more; its kind
-    of state dict is full unless it says otherwise. Without, Trainer moves the whole model to the GPU first.
+    of state dict is full unless it says otherwise. Without ``fsdp=True``, Trainer moves the whole model to the GPU
+    first.
 
     Args:
         trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Those of TRL that have a
@@ -73,8 +74,8 @@ def use_strategy(trainer: Any, strategy: Strategy) -> Any:
         strategy: Where each model state lives and how each hop is encoded.
 
     Returns:
-        ``trainer``, whose class is now a subclass of what it was; of a class, a subclass, whose instances shard by
-        ``strategy`` all models that they prepare.
+        ``trainer``, whose class is now a subclass of what it was. Given a class, a subclass of it, whose instances
+        shard all models that they prepare by ``strategy``.
 
     Raises:
         ImportError: If accelerate is too old for what the trainer was configured for.

@@ -85,7 +85,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
-    """Return the arguments of the cluster that were not given, measured on the running job."""
+    """Measure the arguments of the cluster that were not given on the running job, and return them."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"

@@ -28,8 +28,9 @@ class StepTime:
         inter: Time on the network between nodes.
         intra: Time on the network inside a node.
         computation: Time of forward and backward; 0 if ``tokens`` and ``tflops`` were not given.
-        exchange: Time of the exchanges of local steps, averaged over the steps; in neither of the first two.
-        wait: Of that, the time for which training waits.
+        exchange: Time of the exchanges of local steps, averaged over the steps; not included in ``inter`` and
+            ``intra``.
+        wait: The part of ``exchange`` for which training waits.
     """
 
     inter: float
@@ -40,12 +41,12 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Time of all hops. Their sum: they use different links, but each waits for the other's result."""
+        """Return the time of all hops, their sum: they use different links, but each waits for the other's result."""
         return self.inter + self.intra + self.exchange
 
     @property
     def total(self) -> float:
-        """Time of the step: communication other than exchanges overlaps fully with computation; waits are added."""
+        """Return the step's time: communication except exchanges overlaps fully with computation; waits are added."""
         return max(self.inter + self.intra, self.computation) + self.wait
 
 
@@ -66,9 +67,9 @@ def with_exchanges(
 ) -> StepTime:
     """Return the average time of local steps and their exchanges.
 
-    Training waits for an exchange, but for the ``overlap`` steps that it has to arrive. Without an overlap, the average
-    wait is the same whether fragments are spread or exchanged at once. Training always waits for the
-    node's ranks to put their parts together afterwards.
+    Training waits for an exchange, less the ``overlap`` steps that it may take to arrive. Without an overlap, the
+    average wait is the same whether fragments are spread or exchanged at once. Training always waits for the node's
+    ranks to put their parts together afterwards.
 
     This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
     at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
@@ -146,7 +147,7 @@ class Estimate:
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Return the fastest that fits, of equally fast ones that with the least memory; None if nothing fits.
+    """Return the fastest that fits, or of equally fast ones the one with the least memory; None if nothing fits.
 
     Source of the rule: PaRO, section 3.4. Local steps change the mathematics, so they are chosen only if the fastest
     with them beats the fastest without.

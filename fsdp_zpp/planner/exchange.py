@@ -107,7 +107,7 @@ class _Exchange:
 
     @property
     def sent_between(self) -> int:
-        """Return the bytes to other nodes: a chunk of changes to each, and its chunk of the update to all."""
+        """Return the bytes to other nodes: a chunk of changes to each, and this rank's chunk of the update to all."""
         return 2 * (self._nodes - 1) * self._payload
 
     @property
@@ -133,7 +133,7 @@ class _Exchange:
 
     @property
     def buffers(self) -> int:
-        """Return the most bytes of buffers at a time, through the phases of an exchange."""
+        """Return the peak bytes of buffers over the phases of an exchange."""
         chunk = _FP32 * self._chunk
         change, payloads = self._nodes * chunk, self._nodes * self._payload
         # Without a codec, changes are sent from where they are.
@@ -155,6 +155,6 @@ class _Exchange:
 
     @property
     def _put_together(self) -> int:
-        """Return the bytes of the node's parts and this rank's own."""
+        """Return the bytes of the node's parts, put together, and of this rank's own part."""
         gpus = self.resolved.topology.gpus_per_node
         return (gpus + 1) * self._part * self.precision.storage.itemsize if self._shares_node else 0

@@ -1,9 +1,9 @@
 """A rank's memory and gathers of a frozen base that is quantized once.
 
 FSDP does not manage a quantized base. Its placement decides where it is kept, and its double buffer when it is
-gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs those very classes: under parameter
-scope G each node keeps a copy from the first gather on, and a unit that is still in one of the two buffers is not
-gathered again.
+gathered, whatever the optimizer scope and whatever FSDP reshards. So the plan runs the library's own classes for both:
+under parameter scope G each node keeps a copy from the first gather on, and a unit that is still in one of the two
+buffers is not gathered again.
 
 The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
 come before the layers (an embedding) and half after them (a head).

@@ -28,14 +28,14 @@ class Memory:
     Attributes:
         parameters: Weights kept beside the shard: on every rank (N), or in the node as the secondary shard (I over G);
             and a quantized base, of which each node keeps a copy under G, too, from the first gather on.
-        shard: The shard that the optimizer updates, and that of frozen weights that are not quantized.
+        shard: The shard that the optimizer updates, and the shard of frozen weights that are not quantized.
         optimizer: The optimizer state.
         outer: With local steps, the agreed weights and the outer optimizer's momentum.
         gradients: The accumulated gradients of micro-batches, or the shard's gradient if that is larger.
         errors: The errors that error feedback keeps.
         working: The buffers of the units in flight. With local steps, those of an exchange, too.
-        activations: As given.
-        reserve: As given.
+        activations: As in :class:`MemoryBudget`.
+        reserve: As in :class:`MemoryBudget`.
     """
 
     parameters: int = 0

@@ -152,9 +152,9 @@ def equal_units(params: float, trainable: float | None = None, units: int | None
 def module_size(model: nn.Module) -> ModelSize:
     """Return a module's units: the entries of its outermost ``nn.ModuleList``s, and the root, which has the rest.
 
-    Those are the units if one wraps each layer and then the model. A shared parameter counts once, in the first layer
-    that has it. FSDP's padding does not count here: the planner adds the padding to equal shards, and nobody that of
-    each parameter to 16 bytes under ``use_orig_params``.
+    These are the units if each layer is wrapped, then the model. A shared parameter counts once, in the first layer
+    that has it. FSDP's padding does not count here: the planner adds the padding to equal shards, but not the padding
+    of each parameter to 16 bytes under ``use_orig_params``.
 
     Raises:
         TypeError: If ``model`` is not a module.

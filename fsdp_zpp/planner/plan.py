@@ -121,7 +121,7 @@ def make_plan(
     codecs: Strategy,
     local_steps: LocalSteps | None = None,
 ) -> Plan:
-    """Plan from parts that are checked already. The letters of ``codecs`` do not matter."""
+    """Return the plan of parts that are checked already. The letters of ``codecs`` do not matter."""
     strategies = [_with_levels(codecs, levels) for levels in LEGAL_LEVELS]
     if local_steps is not None:
         local = [_with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]

@@ -28,9 +28,9 @@ class Plan:
         precision: The dtypes.
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``; then those with local steps, if they were given
             and there are several nodes.
-        choice: The best that fits, or None if nothing does.
-        reason: Why it is the choice, in a sentence.
-        notes: Sentences to know when reading the figures.
+        choice: The best strategy that fits; None if none does.
+        reason: A sentence that says why.
+        notes: Sentences that explain the figures.
         local_steps: The local steps of the strategies that have them; None if none has.
     """
 
@@ -108,7 +108,7 @@ communication includes them; a step takes what training waits for them longer th
 
 
 def format_plan(plan: Plan) -> str:
-    """Return a table, by speed after the choice, with strategies that do not fit last; the reason; and a legend."""
+    """Return a table (the choice first, then by speed, those that do not fit last), the reason, and a legend."""
     ranked = sorted(
         plan.estimates,
         # The choice is the fastest only within a tolerance, so it goes first by name.

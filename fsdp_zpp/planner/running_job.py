@@ -38,7 +38,7 @@ def choose_strategy(
         nodes: Number of nodes. None takes it from the running job.
         gpus_per_node: GPUs of each node. None takes it from the running job.
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
-        intra_gbps: Gbit/s of one GPU to the others of its node. None measures it, too.
+        intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
         **options: The other options of ``plan``: codecs, ``micro_batches``, ``activations``, ...
 
@@ -66,7 +66,7 @@ def choose_strategy(
 
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
-    """Return the size of ``model``, and the nodes and their GPUs that the arguments or the running job name."""
+    """Return the size of ``model``, and the numbers of nodes and of GPUs of each, given or from the running job."""
     size = module_size(model)
     running = _running(gpus_per_node) if nodes is None or gpus_per_node is None else None
     if running is not None:

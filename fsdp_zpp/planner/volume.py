@@ -59,7 +59,7 @@ def step_volume(size: ModelSize, resolved: ResolvedStrategy, micro_batches: int,
 
 
 def shard_numel(numel: int, scope: str, topology: Topology) -> int:
-    """Return the elements of a padded shard of a flat group: N has one shard, I one per GPU of a node, G one a rank."""
+    """Return the elements of a flat group's padded shard: N has one shard, I one per GPU of a node, G one per rank."""
     return -(-numel // topology.shard_count(scope))
 
 

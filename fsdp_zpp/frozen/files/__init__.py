@@ -6,5 +6,5 @@
 - Both: ``tensor_files.py`` reads safetensors, ``model_tensors.py`` names the tensors of a model, ``completeness.py``
   checks that files have them all.
 - Checkpoints of what is trained: ``identity.py`` tells bases apart, ``whole_state_dicts.py`` adds the base to a state
-  dict, or passes over it.
+  dict, or skips it.
 """

@@ -14,7 +14,7 @@ from .file_format import FORMAT, StoredWeight, index_text
 class BaseWriter:
     """Writes the tensors of a base, as they come.
 
-    It reports an error at the end only: until then the other ranks need this one in collectives.
+    It reports an error only at the end, since until then the other ranks need this one in collectives.
 
     Args:
         folder: The folder.

@@ -30,7 +30,7 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
         model: The model; not sharded.
         keys: The names of the tensors in the files.
         where: The files, as errors name them.
-        remedy: What to do if they lack a tensor, for errors.
+        remedy: What to do if the files lack a tensor, for errors.
 
     Raises:
         ValueError: If the model needs a tensor that the files lack, or is sharded.
@@ -50,7 +50,7 @@ def match_keys(model: nn.Module, keys: Collection[str], where: str, remedy: str)
 
 
 def refuse_unfilled(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
-    """Raise for a non-persistent buffer of the base on the meta device: it is in no state dict, so in no file.
+    """Raise if a non-persistent buffer of the base is on the meta device: no state dict has it, and so no file.
 
     Raises:
         ValueError: It names the buffer.

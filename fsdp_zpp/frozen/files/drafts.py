@@ -55,7 +55,7 @@ class Draft:
             self._file.close()  # another save was faster, and takes it for a leftover
 
     def _lock(self) -> bool:
-        """Lock the draft that was just made, and return whether it is there to stay."""
+        """Lock the draft that was just made, and return whether it still exists then."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -69,7 +69,7 @@ class Draft:
         return self._folder / f"frozen_base-{self.token}-{number:05}.safetensors"
 
     def publish(self, text: str) -> None:
-        """Make ``text`` the index. The files that it names must be on disk."""
+        """Make ``text`` the index. The files that the index names must be on disk."""
         self._file.write(text)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -140,7 +140,7 @@ def _lock_of(draft: Path) -> TextIO | None:
 
 @functools.cache
 def _machine() -> str:
-    """Return eight digits for the running kernel, in all of its containers; random ones where it has no identity."""
+    """Return eight digits for the running kernel, equal in its containers; random ones if it has no identity."""
     try:
         identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

@@ -89,7 +89,7 @@ def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
-    """Open the files of a quantized base, and check their headers by each weight's metadata, which is returned, too.
+    """Return the files of a quantized base and each weight's metadata, once headers have been checked against it.
 
     Raises:
         ValueError: If ``folder`` has no complete base.

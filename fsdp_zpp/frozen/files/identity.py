@@ -1,8 +1,9 @@
 """Checks that a model has the quantized base that a checkpoint was made on.
 
-A checkpoint that a training resumes from holds what changes, and a quantized base does not. A model on another base
-would load it without an error, and compute something else. So a few scales of each weight are saved with it. They are
-compared up to rounding, since other kernels may have divided otherwise; another base differs by far more.
+A checkpoint from which a training resumes holds what changes, and a quantized base does not change. A model on another
+base would load the checkpoint without an error, and compute something else. So a few scales of each weight are saved
+with it. They are compared up to rounding, since other kernels may have divided otherwise; another base differs by far
+more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check_base(model: nn.Module, saved: Mapping[str, Mapping[str, Any]], where: 
 
     Args:
         model: The model.
-        saved: What it returned; the same on all ranks.
+        saved: The description that it returned; the same on all ranks.
         where: What it was saved with, as the error names it.
 
     Raises:

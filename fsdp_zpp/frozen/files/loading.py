@@ -57,13 +57,14 @@ def load_frozen_params(
         model: The same architecture, its base frozen, with any values or on the meta device, with adapters or without.
             What was trainable when the base was saved is not in the files, and must be trainable here, too.
         path: The folder.
-        placement: As for ``quantize_frozen_params``. None of these four need be what the base was saved with.
+        placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from those that the
+            base was saved with.
         gpus_per_node: As for ``quantize_frozen_params``.
         process_group: As for ``quantize_frozen_params``.
         device: As for ``quantize_frozen_params``.
 
     Returns:
-        What is quantized now, and what stays as it is.
+        A report: what is quantized now, and what stays as it is.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.

@@ -43,7 +43,7 @@ class ModelTensor:
 
     @property
     def needs_a_value(self) -> bool:
-        """Return whether files of the base must have it: not if it is an adapter's, or is trainable and has a value."""
+        """Return whether files of the base must have it: unless it is an adapter's, or trainable with a value."""
         if not self.names or not self.persistent:
             return False
         return self.tensor.is_meta or not self.tensor.requires_grad

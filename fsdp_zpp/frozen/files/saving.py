@@ -48,8 +48,8 @@ def save_frozen_params(
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If nothing of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is no
-            size, on any rank; every rank raises.
+        ValueError: If no weight of ``model`` is quantized, a weight has a user-defined codec, or ``max_file_size`` is
+            not a size, on any rank; every rank raises.
         RuntimeError: If the first rank can't write; every rank raises. A base that was in the folder before is still
             there.
     """
@@ -75,7 +75,7 @@ def save_frozen_params(
 
 @dataclass(frozen=True)
 class _Task:
-    """Arguments of :func:`save_frozen_params`, checked, and what they stand for."""
+    """Arguments of :func:`save_frozen_params`, checked, and what is derived from them."""
 
     folder: Path
     limit: int

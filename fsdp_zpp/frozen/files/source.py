@@ -40,10 +40,10 @@ class WeightSource(Protocol):
         """
 
     def reader(self, tensor: ModelTensor) -> ReadRows:
-        """Return a function that reads rows of one of them."""
+        """Return a function that reads rows of ``tensor``."""
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        """Copy one of them."""
+        """Copy ``tensor``."""
 
     def summary(self) -> str:
         """Return, as text, what must be the same on all ranks."""
@@ -54,7 +54,7 @@ class Checkpoint:
 
     Args:
         path: A file, an index, or a folder with either.
-        warns: Whether to warn of tensors that a model has no place for; on one rank, or there is a warning a rank.
+        warns: Whether to warn of tensors that a model has no place for; set it on one rank only, or each rank warns.
 
     Raises:
         ValueError: If it holds no safetensors.
@@ -96,7 +96,7 @@ class Checkpoint:
         return repr(self._headers)
 
     def _check_equal(self, model: nn.Module, one: str, other: str) -> None:
-        """Raise if two tensors that the model ties differ in the files: it can have the values of one of them only."""
+        """Raise if two tensors that the model ties differ in the files: the model can have only one of their values."""
         shape = self._files.header(one).shape
         if not shape:
             same = torch.equal(self._files.read(one), self._files.read(other))

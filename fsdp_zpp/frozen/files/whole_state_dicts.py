@@ -1,7 +1,7 @@
 """State dicts that hold the quantized weights, too, while a framework makes or loads them.
 
-A quantized weight is in no state dict. A framework that writes one file of a whole model has it in no other way, and
-FullyShardedDataParallel refuses a file with names that it does not know.
+A quantized weight is in no state dict. A framework that writes a whole model to one file knows no other source of
+weights, and FullyShardedDataParallel refuses a file with names that it does not know.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def dequantized_weights(model: nn.Module, *, kept: bool = True) -> dict[str, Ten
 
     Args:
         model: The model, sharded or not.
-        kept: Whether this rank keeps the copies; without, it takes part and returns nothing.
+        kept: Whether this rank keeps the copies; if not, it only takes part, and returns an empty dict.
     """
     names: dict[FrozenWeight, list[str]] = {}
     for path, _, name, weight in frozen_sites(model):
@@ -64,7 +64,7 @@ def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
 
 @contextmanager
 def without_quantized_weights(model: nn.Module) -> Iterator[None]:
-    """Make ``model.load_state_dict`` pass over what it is given for quantized weights, in this context."""
+    """Make ``model.load_state_dict`` skip values for quantized weights, in this context."""
     quantized = quantized_names(model)
 
     def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:

@@ -7,8 +7,8 @@ that stand for frozen weights are registered as parameters of their modules.
 For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is parametrized
 on a stand-in module instead.
 
-transformers' ``save_pretrained`` would write only the part of a model that is not quantized. It raises, unless it is
-given a state dict that has all.
+transformers' ``save_pretrained`` would write only the part of a model that is not quantized. Patched, it raises unless
+it is given a state dict that has all weights.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
 
     Args:
         peft_model: A sharded model.
-        state: What :func:`adapter_state` gave for it.
+        state: The tensors that :func:`adapter_state` returned for it.
     """
     with _original_paths(peft_model), _whole_prompts(peft_model, state):
         yield
@@ -171,7 +171,7 @@ def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[
 
 @contextmanager
 def _original_paths(peft_model: PeftModel) -> Iterator[None]:
-    """Give modules their FQNs without wrappers in this context: PEFT chooses what to save by them."""
+    """Give modules their FQNs without wrappers in this context: PEFT chooses what to save by FQNs."""
 
     def named_modules(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         for path, module in nn.Module.named_modules(peft_model, *arguments, **options):

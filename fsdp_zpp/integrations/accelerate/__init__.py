@@ -3,8 +3,8 @@
     accelerator = use_strategy(Accelerator(), Strategy.zeropp())
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-All else stays as it is with accelerate's FSDP2. What a ``FullyShardedDataParallelPlugin`` or ``accelerate launch`` says
-of it (what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
+All else stays as it is with accelerate's FSDP2. What ``accelerate launch`` or a ``FullyShardedDataParallelPlugin`` sets
+(what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
 """
 
 from fsdp_zpp.frozen._torch_sharded import reshard

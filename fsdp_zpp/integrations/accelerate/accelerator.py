@@ -1,4 +1,4 @@
-"""``use_strategy``, and the accelerator that it makes of another."""
+"""``use_strategy``, and the subclass of an accelerator that it makes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     Args:
         accelerator: An accelerator that has prepared nothing yet. It needs no plugin and no environment variable.
         strategy: Where each model state lives and how each hop is encoded.
-        plugin: What else there is to say of FSDP. Default: the accelerator's own, or one for FSDP2. On CPUs an
-            accelerator drops its plugin, so there it has to be given here.
+        plugin: All other settings of FSDP. Default: the accelerator's own, or one for FSDP2. On CPUs an accelerator
+            drops its plugin, so there it has to be given here.
 
     Returns:
         ``accelerator``, whose class is now a subclass of what it was.
@@ -51,7 +51,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
         ImportError: If layers are to be compiled, and accelerate is too old for that.
         TypeError: If ``strategy`` is not a ``Strategy``.
         ValueError: If the accelerator has prepared a model, runs in one process, or was configured for what a strategy
-            can't honour; says what to do instead.
+            can't honour; the error says what to do instead.
     """
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
@@ -123,7 +123,7 @@ class ShardingAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.
 
-        Of a PEFT model, it is what the model's ``save_pretrained`` saves, and not the base.
+        For a PEFT model, these are the weights that its ``save_pretrained`` saves, without the base.
         """
         if is_peft_model(model):
             return adapter_state(model)

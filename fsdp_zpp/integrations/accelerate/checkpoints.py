@@ -27,7 +27,7 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     """Return the one of ``models`` that ``optimizer`` trains.
 
     Raises:
-        ValueError: If it has parameters of several models, or others than their shards.
+        ValueError: If it has parameters of several models, or parameters that are not their shards.
     """
     owners = {id(parameter): model for model in models for parameter in model.parameters()}
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

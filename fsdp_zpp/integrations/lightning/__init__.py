@@ -1,6 +1,6 @@
 """Lightning's FSDPStrategy and ModelParallelStrategy for models that a :class:`fsdp_zpp.Strategy` shards.
 
-They replace Lightning's own by another import:
+To replace Lightning's own, import them from:
 
 - :mod:`fsdp_zpp.integrations.lightning.pytorch` for the Trainer of ``lightning.pytorch``,
 - :mod:`fsdp_zpp.integrations.lightning.fabric` for ``lightning.fabric``.

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's two strategies for FSDP, the same in Trainer and Fabric: how they become whole."""
+"""Checkpoints of Lightning's two strategies for FSDP, in Trainer and Fabric: how they become whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CheckpointFiles(ABC):
 
     @contextmanager
     def _saving(self, path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Return a context in which Lightning saves; the identity of a base, and codec state, follow. Collective."""
+        """Return a context in which Lightning saves; its end adds a base's identity and codec state. Collective."""
         with MarkedSave(path):
             yield
             if model is not None:
@@ -52,13 +52,13 @@ class CheckpointFiles(ABC):
     def _loading(
         self, path: Path, model: nn.Module | None, keys: Collection[str], weights_only: bool | None
     ) -> Iterator[None]:
-        """Return a context in which Lightning loads what is complete and of the model's base. Collective.
+        """Return a context for Lightning to load, if the checkpoint is complete and of the model's base. Collective.
 
         Args:
             path: Lightning's file or folder, the same on all ranks.
             model: The model, if one is loaded.
             keys: Where in it the model's weights may be; empty if it is a bare state dict.
-            weights_only: As Lightning's.
+            weights_only: As in Lightning.
 
         Raises:
             ValueError: If the save was cut off, or if the model has another quantized base than it had then.

@@ -32,7 +32,7 @@ Content = Mapping[str, Any]
 def split_sharding_strategy(
     sharding_strategy: Strategy | ShardingStrategy | str, arguments: Mapping[str, object]
 ) -> _SHARDING_STRATEGY:
-    """Return the sharding strategy that Lightning's constructor is to be given, of which it reads the name.
+    """Return the sharding strategy to give to Lightning's constructor, which reads its name.
 
     Args:
         sharding_strategy: A :class:`Strategy`, or what Lightning takes.
@@ -85,7 +85,7 @@ def check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_no_codec_state(state: Iterable[object]) -> None:
-    """Raise if a user has put codec state in what Fabric is to save or load: it would save that of rank 0 alone.
+    """Raise if the state that Fabric is to save or load has codec state: Fabric would save rank 0's alone.
 
     Raises:
         TypeError: If so.
@@ -118,11 +118,11 @@ def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], read: 
         read: How Lightning reads a file.
 
     Returns:
-        Whether it was saved on the base that the model has, whose values it may have, too.
+        Whether the checkpoint was saved on the model's base; it may then hold the base's values, too.
 
     Raises:
-        ValueError: On every rank; also if it has values for quantized weights, but does not tell its base. Lightning
-            would pass over them, or say that they are unexpected.
+        ValueError: On every rank; also if the checkpoint has values for quantized weights, but does not tell its base.
+            Lightning would skip these values, or call them unexpected.
     """
     if check_base_identity(model, checkpoint):
         return True
@@ -140,7 +140,7 @@ def check_base(model: nn.Module, checkpoint: Path, keys: Collection[str], read: 
 
 
 def _names_in(checkpoint: Path, keys: Collection[str], read: Callable[[Path], Content]) -> set[str]:
-    """Return the names of weights; none if Lightning is going to say that it can't read the checkpoint."""
+    """Return the names of weights in a checkpoint; none if it can't be read, which Lightning will report."""
     try:
         if checkpoint.is_dir():
             saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

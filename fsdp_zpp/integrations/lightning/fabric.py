@@ -5,7 +5,7 @@
 
     fabric = Fabric(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
 
-What they add to Lightning's: checkpoints that hold an optimizer hold codec state, too.
+They add to Lightning's: checkpoints that hold an optimizer hold codec state, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     """
 
     def __repr__(self) -> str:
-        """Name the Fabric, for the error of one of another package, or of a Trainer."""
+        """Name the Fabric that takes it, for the error of a Trainer or of another package's Fabric."""
         return f"<{type(self).__name__} for the Fabric of lightning.fabric>"
 
     def setup_environment(self) -> None:

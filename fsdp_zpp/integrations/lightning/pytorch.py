@@ -5,9 +5,9 @@
 
     trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
 
-What they add to Lightning's: with ``accumulate_grad_batches``, gradients are synchronized once a step, not in each
-micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints have the quantized weights,
-or tell which they are, and hold codec state.
+They add to Lightning's: with ``accumulate_grad_batches``, gradients are synchronized once a step, not in each
+micro-batch; ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints have the quantized weights, or tell
+which they are, and hold codec state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WholeCheckpoints(CheckpointFiles, ParallelStrategy):
     """
 
     def __repr__(self) -> str:
-        """Name the Trainer, for the error of one of another package."""
+        """Name the Trainer that takes it, for the error of another package's Trainer."""
         return f"<{type(self).__name__} for the Trainer of lightning.pytorch>"
 
     def setup_environment(self) -> None:
@@ -182,12 +182,12 @@ class ModelParallelStrategy(FilesOfModelParallel, WholeCheckpoints, LightningMod
 
 
 class FSDPPrecision(LightningFSDPPrecision):
-    """Lightning's plugin, which has no reference to the model and so refuses to clip the norm, with one.
+    """Lightning's plugin, with a reference to the model, without which it refuses to clip the norm.
 
     It has Lightning's name, under which checkpoints hold the state of its gradient scaler.
 
     Args:
-        plugin: Lightning's.
+        plugin: Lightning's plugin.
         strategy: The strategy that it belongs to.
     """
 

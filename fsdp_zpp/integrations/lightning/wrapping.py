@@ -1,4 +1,4 @@
-"""FSDP instances around a model of Lightning's, those that it can't make included."""
+"""FSDP instances around a model of Lightning's, including those that Lightning can't make."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def wrapped_on_cpu(
     """Return a context with FSDP around ``model`` on a CPU; elsewhere with ``model`` itself, for Lightning to wrap.
 
     Args:
-        model: What is to be sharded; it is left alone if users have wrapped parts of it.
+        model: The model to shard; it is left alone if users have wrapped parts of it.
         strategy: Lightning's FSDPStrategy, of the Trainer or of Fabric.
-        arguments: Those that it passes on to FSDP; the policy is not among them while in the context, since Lightning
-            would warn that it leaves out what is done already.
+        arguments: The arguments that Lightning passes on to FSDP. In the context the policy is not among them, since
+            Lightning would warn that it skips modules that are wrapped already.
 
     Raises:
         ValueError: If checkpoints are to be full ones on a CPU.

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
     """Return a configuration for Llama 3, sharded by a strategy.
 
-    Besides, it sets what a strategy needs: ``training.disable_cuda_graphs``, ``parallelism.spmd_backend`` and the loss
-    that is in a ChunkedLossWrapper.
+    It also sets what a strategy needs: ``training.disable_cuda_graphs``, ``parallelism.spmd_backend``, and the loss
+    inside a ChunkedLossWrapper.
 
     Args:
-        config: The configuration; it is left as it is, but its sections are shared.
+        config: The configuration; it does not change, but the result shares its sections.
         strategy: The default of ``--parallelism.strategy``.
 
     Raises:

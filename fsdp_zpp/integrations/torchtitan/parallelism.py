@@ -66,17 +66,17 @@ class StrategyParallelism(ParallelismConfig):
             _check_type(self.strategy)
 
     def to_dict(self) -> dict[str, object]:
-        """Return all of the section, in types that JSON has: torchtitan logs it."""
+        """Return the whole section, in types that JSON has, since torchtitan logs it."""
         section = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return section | {"strategy": None if self.strategy is None else self.strategy.to_dict()}
 
 
 def check_combination(strategy: Strategy, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
-    """Raise for what a strategy can't be combined with.
+    """Raise if these settings can't be combined with a strategy.
 
     Raises:
         TypeError: If ``strategy`` is not a :class:`Strategy`: fields of a configuration can be set to anything.
-        ValueError: Naming the key, what it is, what is allowed, and what to do instead.
+        ValueError: The error names the key, its value, what is allowed, and what to do instead.
     """
     _check_type(strategy)
     _check_other_parallelism(parallelism)

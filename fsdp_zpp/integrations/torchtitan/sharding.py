@@ -34,8 +34,8 @@ def parallelize_llama(
 
     Args:
         model: The model.
-        parallel_dims: Has the mesh of all ranks.
-        training: Has the dtypes.
+        parallel_dims: torchtitan's dimensions, with the mesh of all ranks.
+        training: torchtitan's training section, with the dtypes.
         parallelism: A ``StrategyParallelism``. Without a strategy, torchtitan's own function is called.
         compile_config: As torchtitan's.
         ac_config: As torchtitan's.
@@ -75,7 +75,7 @@ def parallelize_llama(
 
 
 def _shard(model: Decoder, strategy: Strategy, reshard: str, arguments: dict[str, Any]) -> None:
-    """Shard by the units that torchtitan's own FSDP has."""
+    """Shard into the units of torchtitan's own FSDP."""
     # None is torch's default, which is torchtitan's, too, and which contradicts no parameter scope.
     after_forward = {"default": None, "always": True, "never": False}[reshard]
     last = [model.norm, model.lm_head]

@@ -1,4 +1,4 @@
-"""torchtitan's trainer with a strategy: gradient accumulation by its scopes, and codec state in the checkpoints."""
+"""torchtitan's trainer with a strategy: gradients accumulate by its scopes, and checkpoints have codec state."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StrategyTrainer(Trainer):
         super().train_step(data_iterator)
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
-        """Run one micro-batch; gradients wait for the last one as far as the strategy says."""
+        """Run one micro-batch; gradients before the last one are accumulated as the strategy's scopes say."""
         self._micro_batches_left -= 1
         model = self.model_parts[0]
         if self._accumulates and isinstance(model, FSDPModule):
@@ -165,7 +165,7 @@ def _check_communication(mode: str) -> None:
 
 
 def _has_codec_state(strategy: Strategy | None) -> bool:
-    """Return whether there is anything to save: checkpoints without are those of torchtitan's own FSDP."""
+    """Return whether a strategy has codec state; without, checkpoints are those of torchtitan's own FSDP."""
     if strategy is None:
         return False
     has_state = strategy.error_feedback is not None or strategy.local_steps is not None
