@@ -6,6 +6,7 @@ ranks, as far as its scopes say, and takes the second dimension for a node.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,22 +38,20 @@ def read_hsdp_mesh(
     check_shards_part(strategy, mesh)
     names = mesh.mesh_dim_names or ()
     ranks = flattened(mesh, tuple(name for name in names if name in (*replicate, *shard)))
-    if not replicate or not shard:
-        return strategy, ranks
-    size = 1
-    for name in shard:
-        size *= mesh.size(names.index(name))
-    read = f"mesh {dict(zip(names, mesh.shape, strict=True))} has nodes of {size} ranks, along {' and '.join(shard)}"
+    size = math.prod(mesh.size(names.index(name)) for name in shard)
+    shape = dict(zip(names, mesh.shape, strict=True))
     if strategy.gpus_per_node is not None and strategy.gpus_per_node != size:
         raise ValueError(
-            f"{read}, but the strategy has gpus_per_node={strategy.gpus_per_node}; leave one out: pass the 1-D mesh of "
-            "all data-parallel ranks, or no gpus_per_node"
+            f"mesh {shape} has nodes of {size} ranks, along {' and '.join(shard)}, but the strategy has "
+            f"gpus_per_node={strategy.gpus_per_node}; leave one out: pass the 1-D mesh of all data-parallel ranks, or "
+            "no gpus_per_node"
         )
     launched = launched_node_size(ranks.get_group())
     if strategy.gpus_per_node is None and isinstance(launched, int) and launched != size:
         raise ValueError(
-            f"{read}, but {launched} of its ranks run on each node; pass gpus_per_node={size} to the strategy as well "
-            "if that is meant, or the 1-D mesh of all data-parallel ranks"
+            f"mesh {shape} has nodes of {size} ranks, along {' and '.join(shard)}, but {launched} of its ranks run on "
+            f"each node; pass gpus_per_node={size} to the strategy as well if that is meant, or the 1-D mesh of all "
+            "data-parallel ranks"
         )
     return replace(strategy, gpus_per_node=size), ranks
 

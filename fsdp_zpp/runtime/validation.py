@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.config.strategy import Strategy
 
@@ -78,4 +79,19 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
         if parameter.dtype not in DTYPES:
             raise TypeError(
                 f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; {remedy}"
+            )
+
+
+def check_exchanges(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if exchanges would round parameters of which another parallelism has copies, each rank in its own way.
+
+    Raises:
+        NotImplementedError: It names a parameter that another parallelism has sharded, beside which copies lie.
+    """
+    local_steps = strategy.local_steps
+    for name, parameter in parameters:
+        if isinstance(parameter, DTensor) and local_steps is not None and local_steps.codec is not None:
+            raise NotImplementedError(
+                f"local_steps with codec={local_steps.codec} can't be combined with another parallelism, but {name} is "
+                "sharded already; use LocalSteps(codec=None)"
             )

@@ -21,6 +21,7 @@ from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
+    check_exchanges,
     check_instance,
     check_module,
     strategy_facts,
@@ -57,6 +58,7 @@ def _check_what_is_sharded(
 ) -> RankLayout:
     layout = RankLayout.of(strategy, group)
     check_dtypes(own, "pass others in ignored_states")
+    check_exchanges(strategy, own)
     _check_no_other_parallelism(strategy, own)
     _check_offload(offload)
     return layout

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
-from fsdp_zpp.adapters._torch_mesh import is_part, mesh_of_parts
+from fsdp_zpp.adapters._torch_mesh import flattened, is_part, mesh_of_parts
 from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import default_device_type
@@ -75,11 +75,13 @@ def fully_shard(
         module: The module, or several that are gathered together.
         strategy: Where each model state lives and how each hop is encoded.
         mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
-            How they split into nodes is the strategy's ``gpus_per_node``.
+            How they split into nodes is the strategy's ``gpus_per_node``, counted in ranks of this mesh. A 2-D mesh,
+            as HSDP takes it, is read as nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
         reshard_after_forward: As torch's, except that an int is refused: the strategy's first letter ``I`` keeps a
             secondary shard inside each node. ``Strategy("GGG")`` on one node is torch's ``fully_shard`` itself, except
             for modules that hold packed values, and accepts all of its arguments.
-        **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
+        **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``,
+            ``dp_mesh_dims``.
 
     Returns:
         ``module``, whose class is now torch's ``FSDPModule``.
@@ -157,15 +159,18 @@ def _data_parallel_part(strategy: Strategy, arguments: dict[str, Any]) -> tuple[
     object that is no strategy, and a strategy that may leave a mesh to torch, are returned as they are.
     """
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
-    if not isinstance(mesh, DeviceMesh) or not isinstance(strategy, Strategy) or strategy.is_plain:
+    if not isinstance(mesh, DeviceMesh) or not isinstance(strategy, Strategy):
         return strategy, mesh
     if dims is not None:
-        strategy, ranks = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
-        data_parallel = {*dims.replicate_names, *dims.shard_names}
-        names = tuple(name for name in mesh.mesh_dim_names or () if name in data_parallel)
+        names = tuple(name for name in mesh.mesh_dim_names or () if name in {*dims.replicate_names, *dims.shard_names})
+        ranks = flattened(mesh, names)
+        if RankLayout.of(strategy, ranks.get_group()).stock:
+            return strategy, mesh
         arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
+        if dims.replicate_names and dims.shard_names:
+            strategy, _ = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
         return strategy, ranks
-    if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
+    if mesh.ndim == 2 and mesh.mesh_dim_names is not None and not strategy.is_plain:
         first, second = mesh.mesh_dim_names
         strategy, arguments["mesh"] = read_hsdp_mesh(strategy, mesh, (first,), (second,))
     return strategy, arguments["mesh"]

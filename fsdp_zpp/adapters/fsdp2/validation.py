@@ -18,7 +18,7 @@ from fsdp_zpp.adapters.hsdp_mesh import check_shards_part
 from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
-from fsdp_zpp.runtime.validation import check_dtypes, check_instance
+from fsdp_zpp.runtime.validation import check_dtypes, check_exchanges, check_instance
 
 _SHARDED = "_fsdp_zpp_sharded"
 
@@ -56,6 +56,7 @@ def check_arguments(
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
     check_dtypes(own, "pass others in ignored_params")
+    check_exchanges(strategy, own)
     if (placement := arguments.get("shard_placement_fn")) is not None:
         arguments["shard_placement_fn"] = _checked_placement(placement)
     return layout

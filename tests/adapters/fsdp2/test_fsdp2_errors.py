@@ -43,9 +43,9 @@ CALLS: dict[str, Refusal] = {
         "reshard_after_forward=True contradicts 'NNG'",
     ),
     "dimensions of a mesh": (
-        lambda: fully_shard(models.make_net(), strategy=TWO, mesh=_mesh("dp", "tp"), dp_mesh_dims=object()),
-        NotImplementedError,
-        'mesh=mesh["dp"]',
+        lambda: fully_shard(models.make_net(), strategy=TWO, mesh=_mesh("dp", "tp")),
+        ValueError,
+        "use Strategy('III') for HSDP",
     ),
     "a mesh for a parameter": (
         lambda: fully_shard(models.make_net(), strategy=TWO, shard_placement_fn=lambda p: "elsewhere"),
