@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -21,16 +20,14 @@ def is_part(mesh: DeviceMesh) -> bool:
     return mesh._get_root_mesh() is not mesh
 
 
-@cache  # of which a model asks for each of its units
 def mesh_of_parts(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
-    """Return the mesh over a part of a 1-D mesh, as a dimension of the same larger mesh.
+    """Make the mesh over a part of a 1-D mesh, as a dimension of the same larger mesh.
 
-    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one
-    mesh.
+    torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one.
 
     Args:
         mesh: A 1-D mesh, which is a part of a larger one.
-        group: Consecutive ranks of ``mesh``, this rank among them; their number divides the size of ``mesh``.
+        group: Consecutive ranks of ``mesh``, among them this rank; their number divides that of the mesh.
     """
     size = dist.get_world_size(group)
     # Without the groups of its dimension, of which torch would make new ones over all ranks of the larger mesh: a stage
@@ -40,5 +37,8 @@ def mesh_of_parts(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     (name,) = mesh.mesh_dim_names or ()
     parts = bare._unflatten(0, (mesh.size() // size, size), (f"{name}_parts", f"{name}_part"))
     parts._dim_group_names = [mesh.get_group().group_name, group.group_name]
+    registry = getattr(mesh._get_root_mesh(), "_pg_registry", None)  # from torch 2.13 on, for compiled functions
+    if registry is not None:
+        registry[group.group_name] = group
     part: DeviceMesh = parts[f"{name}_part"]
     return part

@@ -44,7 +44,8 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
     numels = [math.prod(shape) for shape in shapes]
     exact = [len(shape) < 2 for shape in shapes]
     left = sum(numels) // SMALLEST
-    for index in sorted(range(len(shapes)), key=numels.__getitem__):
+    # Of equal sizes the last ones, so that the choice stays the same once those that are chosen have been put last.
+    for index in sorted(range(len(shapes)), key=lambda index: (numels[index], -index)):
         if not exact[index] and numels[index] <= left:
             exact[index] = True
             left -= numels[index]

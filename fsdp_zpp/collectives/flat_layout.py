@@ -9,11 +9,10 @@ layout lacks are kept apart, or the layout is widened to hold them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -59,27 +58,21 @@ class FlatLayout:
 
     @classmethod
     def dense(
-        cls,
-        pieces: Iterable[Piece],
-        exact: Collection[str] = (),
-        placements: Mapping[str, Hashable] = MappingProxyType({}),
+        cls, pieces: Iterable[Piece], exact: Sequence[bool] = (), placements: Sequence[Hashable] = ()
     ) -> FlatLayout:
         """Make the layout of ``pieces`` that lie one after the other.
 
         Args:
             pieces: The parts of the parameters.
-            exact: The FQNs of small parameters.
-            placements: How another parallelism has placed parameters, by FQN.
+            exact: Whether each is a part of a small parameter; by default none is.
+            placements: How another parallelism has placed each parameter; by default all alike.
         """
         pieces = tuple(pieces)
         bounds = (0, *accumulate(piece.numel for piece in pieces))
-        small = tuple(bound for piece, bound in zip(pieces, pairwise(bounds), strict=True) if piece.name in exact)
         starts = bounds[:-1]
-        boundaries = boundaries_between(
-            (start, placements.get(piece.name))
-            for piece, start in zip(pieces, starts, strict=True)
-            if piece.name not in exact
-        )
+        small = tuple(bound for is_exact, bound in zip(exact, pairwise(bounds), strict=False) if is_exact)
+        placed = zip(starts, placements, exact, strict=False)
+        boundaries = boundaries_between((start, placement) for start, placement, is_exact in placed if not is_exact)
         return cls(pieces, starts, bounds[-1], small, boundaries=boundaries)
 
     @cached_property

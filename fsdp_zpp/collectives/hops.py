@@ -134,9 +134,7 @@ class PendingHop(PendingReduction):
 
     def finish(self) -> None:
         if self.payload.is_cuda:
-            # Both were made in the stream of the intra-node hop.
-            keep_until_read(self.payload)
-            keep_until_read(self.out)
+            keep_until_read(self.payload)  # it was made in the stream of the intra-node hop
         received = self.hop.all_to_all(self.payload, self.label)
         log_launched(self.label)
         decode_sum(self.codec, received.unsqueeze(1), self.out, 1, self.factor, self.label, self.exact)

@@ -119,8 +119,7 @@ def two_steps_after_one_forward() -> tuple[str, str]:
     optimizer.step()
 
     def another_step() -> None:
-        training = model._fsdp_zpp_lifecycle
-        training.gradients_synchronized()  # as a backward of a method's own forward does
+        model._fsdp_zpp_backward_watch.on_backward_end(True)  # as a backward of a method's own forward does
         optimizer.step()
 
     return attempt((another_step, RuntimeError, ""))[:2]

@@ -67,8 +67,9 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     mesh = arguments["device_mesh"]
     if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.mesh_dim_names:
         first, second = mesh.mesh_dim_names
-        strategy, arguments["device_mesh"] = read_hsdp_mesh(strategy, mesh, (first,), (second,))
-        arguments["sharding_strategy"] = strategy
+        if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
+            strategy, arguments["device_mesh"] = read
+            arguments["sharding_strategy"] = strategy
     group = group_of(arguments)
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error

@@ -34,7 +34,9 @@ class BackwardWatch:
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-        groups = [group for state in state_of(root)._state_ctx.all_states for group in groups_of(state)]
+        # Until torch 2.12, the state of modules that were passed as a list is there once for each of them.
+        states = dict.fromkeys(state_of(root)._state_ctx.all_states)
+        groups = [group for state in states for group in groups_of(state)]
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
         self.others = [group for group in groups if not isinstance(group, StrategyGroup)]
         self.on_backward_end = on_backward_end

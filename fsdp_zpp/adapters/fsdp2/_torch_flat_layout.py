@@ -33,12 +33,13 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
         params: Parameters in the order of the flat tensor.
         places: The place of each among all parameters of the group.
     """
-    names = [param._param_fqn or "" for param in params]
-    numels = [param._sharded_param_data.numel() for param in params]
-    axes = dict(zip(names, _sharded_along(params), strict=True))
-    exact = sent_exactly([param._orig_size for param in group.fsdp_params])
-    small = {p._param_fqn or "" for p, is_exact in zip(group.fsdp_params, exact, strict=True) if is_exact}
-    return FlatLayout.dense(map(Piece, places, names, numels), small, axes)
+    pieces = [
+        Piece(place, param._param_fqn or "", param._sharded_param_data.numel())
+        for place, param in zip(places, params, strict=True)
+    ]
+    # By parameter, not by name: FQNs are not known before the first forward.
+    exact = dict(zip(group.fsdp_params, sent_exactly([p._orig_size for p in group.fsdp_params]), strict=True))
+    return FlatLayout.dense(pieces, [exact[param] for param in params], _sharded_along(params))
 
 
 def _sharded_along(params: Sequence[FSDPParam]) -> list[tuple[str, ...]]:

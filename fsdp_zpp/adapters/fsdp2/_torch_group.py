@@ -44,6 +44,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     gradients: StepGradients
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
+    _is_ordered: bool
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
@@ -52,12 +53,14 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
         self._state, self._on_lazy_init = state, on_lazy_init
-        self._known_names = MappingProxyType({})
+        self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
 
     # ---- lazy initialization
 
     def lazy_init(self) -> None:
-        order_parameters(self)
+        if not self._is_ordered:  # torch comes here more than once, and what has been gathered is in this order
+            order_parameters(self)
+            self._is_ordered = True
         super().lazy_init()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:

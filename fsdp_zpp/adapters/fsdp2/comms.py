@@ -92,9 +92,11 @@ class StrategyReduceScatter(ReduceScatter):
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.finish()
-        if self.hook is not None:
+        if gradient.is_cuda:
             # torch frees the gradient in the stream of the reduce-scatter, which is not the one that reads it now.
-            self.hook(keep_until_read(gradient))
+            keep_until_read(gradient)
+        if self.hook is not None:
+            self.hook(gradient)
 
 
 @dataclass(eq=False, repr=False)

@@ -163,16 +163,18 @@ def _data_parallel_part(strategy: Strategy, arguments: dict[str, Any]) -> tuple[
         return strategy, mesh
     if dims is not None:
         names = tuple(name for name in mesh.mesh_dim_names or () if name in {*dims.replicate_names, *dims.shard_names})
-        ranks = flattened(mesh, names)
-        if RankLayout.of(strategy, ranks.get_group()).stock:
+        if dims.replicate_names and dims.shard_names:
+            read = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
+        else:
+            read = strategy, flattened(mesh, names)
+        if read is None or RankLayout.of(read[0], read[1].get_group()).stock:
             return strategy, mesh
         arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
-        if dims.replicate_names and dims.shard_names:
-            strategy, _ = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
-        return strategy, ranks
-    if mesh.ndim == 2 and mesh.mesh_dim_names is not None and not strategy.is_plain:
+        return read
+    if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
         first, second = mesh.mesh_dim_names
-        strategy, arguments["mesh"] = read_hsdp_mesh(strategy, mesh, (first,), (second,))
+        if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
+            strategy, arguments["mesh"] = read
     return strategy, arguments["mesh"]
 
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Shard
 
-from fsdp_zpp.adapters.hsdp_mesh import check_shards_part
 from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
@@ -47,7 +46,7 @@ def check_arguments(
         return layout
     _check_reshard(strategy, arguments["reshard_after_forward"])
     if arguments.get("dp_mesh_dims") is None:
-        _check_mesh(strategy, arguments["mesh"])
+        _check_mesh(arguments["mesh"])
     elif strategy.optimizer != "G":
         raise NotImplementedError(
             f"dp_mesh_dims can't be combined with {strategy.levels!r}, which shards over a part of the data-parallel "
@@ -111,11 +110,9 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
     )
 
 
-def _check_mesh(strategy: Strategy, mesh: DeviceMesh | None) -> None:
+def _check_mesh(mesh: DeviceMesh | None) -> None:
     if mesh is None or mesh.ndim == 1:
         return
-    if mesh.ndim == 2:
-        check_shards_part(strategy, mesh)
     names: tuple[object, ...] = mesh.mesh_dim_names or tuple(mesh.shape)
     raise ValueError(
         "a Strategy takes the 1-D mesh of the ranks to shard over, or a 2-D one of nodes x ranks of a node with names, "

@@ -15,13 +15,13 @@ from harness.covering import over_each
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_zpp import Int8, Strategy, traffic
+from fsdp_zpp import Int8, Strategy, fully_shard, traffic
 from fsdp_zpp.collectives.hops import all_gather_single
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
@@ -218,3 +218,61 @@ def test_a_users_all_gather_replaces_the_strategys(pool: Callable[[int], Pool]) 
     for (weights, calls), (expected, _) in zip(pool(4).run(gathered_by_the_user), exact, strict=True):
         assert calls > 0
         assert models.distance(weights, expected) <= 1e-6
+
+
+class Heads(nn.Module):
+    """A matrix and heads of one size, of which some are small enough for codecs to leave them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(256, 256, bias=False)
+        self.heads = nn.ModuleList(nn.Linear(256, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return sum((head(x) * 10.0**place for place, head in enumerate(self.heads)), x.new_zeros(()))
+
+
+def losses_of_heads(strategy: Strategy | None) -> list[float]:
+    """In a worker: the losses of a training that unshards by hand before each forward, as torch's tutorial does."""
+    torch.manual_seed(0)
+    model: Any = Heads().to(models.device())
+    if strategy is not None:
+        fully_shard(model, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    losses = []
+    for step in range(4):
+        if strategy is not None:
+            model.unshard(async_op=True)
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 256).to(models.device())).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("levels", ["GGG", "IGG", "NNG", "III"])
+def test_parameters_keep_their_order_however_often_torch_initializes_a_group(
+    pool: Callable[[int], Pool], levels: str, nodes: int
+) -> None:
+    expected = pool(4).run(losses_of_heads, None)[0]
+    for losses in pool(4).run(losses_of_heads, Strategy(levels, gpus_per_node=4 // nodes)):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def bytes_of_a_forward(early: bool) -> int:
+    """In a worker: what a forward sends between nodes, maybe after an ``unshard()`` before FQNs are known."""
+    model: Any = fully_shard(Heads().to(models.device()), strategy=QWZ)
+    if early:
+        model.unshard()
+        model.reshard()
+    before = traffic(model)["gather"]["inter"]
+    model(torch.ones(4, 256, device=models.device()))
+    return traffic(model)["gather"]["inter"] - before
+
+
+def test_an_unshard_before_the_first_forward_leaves_bytes_as_they_are(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(bytes_of_a_forward, True) == pool(4).run(bytes_of_a_forward, False)
