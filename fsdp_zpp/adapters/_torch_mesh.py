@@ -20,15 +20,19 @@ def is_part(mesh: DeviceMesh) -> bool:
     return mesh._get_root_mesh() is not mesh
 
 
-def mesh_of_parts(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
-    """Make the mesh over a part of a 1-D mesh, as a dimension of the same larger mesh.
+def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:
+    """Make the 1-D mesh over ``group``, as a dimension of the larger mesh of which ``mesh`` is a part, if it is one.
 
     torch joins a parameter's mesh for data parallelism with that of another parallelism only if both are parts of one.
 
     Args:
-        mesh: A 1-D mesh, which is a part of a larger one.
         group: Consecutive ranks of ``mesh``, among them this rank; their number divides that of the mesh.
+        mesh: A 1-D mesh.
     """
+    return _part_of(mesh, group) if is_part(mesh) else DeviceMesh.from_group(group, mesh.device_type)
+
+
+def _part_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
     size = dist.get_world_size(group)
     # Without the groups of its dimension, of which torch would make new ones over all ranks of the larger mesh: a stage
     # of a pipeline can't have other stages take part in that.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardingStrategy,
@@ -28,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._common_utils import TrainingState, _no_dispatch_record_stream as no_dispatch_record_stream
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy, HandleTrainingState
 
-from fsdp_zpp.adapters._torch_mesh import is_part, mesh_of_parts
+from fsdp_zpp.adapters._torch_mesh import mesh_over
 
 __all__ = [
     "FlatParamHandle",
@@ -90,10 +89,7 @@ def sharding_over(
     users_mesh = module._device_mesh
     if users_mesh is not None and group is not users_group:
         # Only now: the constructor takes a mesh other than its argument for a part of a larger one.
-        if is_part(users_mesh):
-            module._device_mesh = mesh_of_parts(users_mesh, group)
-        else:
-            module._device_mesh = DeviceMesh.from_group(group, users_mesh.device_type)
+        module._device_mesh = mesh_over(group, users_mesh)
     if not sharded:
         module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
-from fsdp_zpp.adapters._torch_mesh import flattened, is_part, mesh_of_parts
+from fsdp_zpp.adapters._torch_mesh import flattened, mesh_over
 from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import default_device_type
@@ -238,11 +238,10 @@ def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any])
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
         sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert sharded_over is not None
-        if mesh is not None and is_part(mesh):
-            arguments["mesh"] = mesh_of_parts(mesh, sharded_over)
+        if mesh is None:
+            arguments["mesh"] = DeviceMesh.from_group(sharded_over, default_device_type())
         else:
-            device_type = default_device_type() if mesh is None else mesh.device_type
-            arguments["mesh"] = DeviceMesh.from_group(sharded_over, device_type)
+            arguments["mesh"] = mesh_over(sharded_over, mesh)
     return unit
 
 
