@@ -11,9 +11,6 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning_runs import Batches, Module, Outcome, Run, shard_net
 from lightning_ways import ACCELERATOR, TRAINER_FSDP2, environment, ranks
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_zpp import CodecState, Strategy
 from fsdp_zpp.integrations.lightning import fabric as our_fabric, pytorch as our_trainer
@@ -63,16 +60,6 @@ def _data_for_some_ranks_of_a_trainer() -> None:
         trainer.fit(module, Batches(1))
 
 
-def _scopes_beside_tensor_parallelism() -> None:
-    strategy = Strategy("III", gpus_per_node=1)
-
-    def parallelize(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        parallelize_module(net.blocks[0], mesh["tensor_parallel"], {"up": ColwiseParallel()})
-        return shard_net(net, strategy, mesh["data_parallel"])
-
-    _set_up(our_fabric.ModelParallelStrategy, parallelize, data_parallel_size=2, tensor_parallel_size=2)
-
-
 def _two_dimensional_mesh() -> None:
     strategy = Strategy.zeropp(gpus_per_node=2)
     _set_up(
@@ -96,8 +83,7 @@ REFUSED: dict[str, Refusal] = {
     "full state dicts on a CPU": (_full_state_dict, ValueError, 'pass state_dict_type="sharded"'),
     "data for some ranks": (_data_for_some_ranks, ValueError, "pass data_parallel_size=4, tensor_parallel_size=1"),
     "data for some ranks of a Trainer": (_data_for_some_ranks_of_a_trainer, ValueError, 'mesh=device_mesh["data_par'),
-    "III beside tensor parallelism": (_scopes_beside_tensor_parallelism, NotImplementedError, "use optimizer scope G"),
-    "both dimensions of the mesh": (_two_dimensional_mesh, ValueError, 'as in mesh["dp"]'),
+    "both dimensions of the mesh": (_two_dimensional_mesh, ValueError, 'mesh=device_mesh["data_par'),
     "codec state in Fabric's state": (_codec_state_in_state, TypeError, "leave it out"),
 }
 """Calls that are refused."""

@@ -195,9 +195,10 @@ def test_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
     assert_refused(pool(4).run(attempt, refusal), refusal)
 
 
-def test_works_beside_tensor_parallelism(pool: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("levels", ["GGG", "III"])
+def test_works_beside_tensor_parallelism(pool: Callable[[int], Pool], levels: str) -> None:
     stock = pool(4).run(train_beside_tensor_parallelism, STOCK)
-    by_strategy = pool(4).run(train_beside_tensor_parallelism, Strategy("GGG", gpus_per_node=1))
+    by_strategy = pool(4).run(train_beside_tensor_parallelism, Strategy(levels, gpus_per_node=1))
     assert by_strategy == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
 
 

@@ -46,7 +46,7 @@ def split_sharding_strategy(
     if not isinstance(sharding_strategy, Strategy):
         return cast("_SHARDING_STRATEGY", sharding_strategy)  # Lightning checks the name
     mesh = arguments.get("device_mesh")
-    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"device_mesh={mesh!r} splits the ranks as HYBRID_SHARD does; a Strategy takes gpus_per_node instead: "
             'Strategy("III", gpus_per_node=...) shards inside each node and replicates across nodes'

@@ -102,7 +102,7 @@ class FSDPStrategy(FilesOfFSDP, WholeCheckpoints, LightningFSDPStrategy):
 
     Args:
         sharding_strategy: A ``fsdp_zpp.Strategy``, or what Lightning takes.
-        **arguments: As Lightning's. With a ``fsdp_zpp.Strategy``, ``device_mesh`` must be one-dimensional.
+        **arguments: As Lightning's. With a ``fsdp_zpp.Strategy``, ``device_mesh`` must be a mesh, not a pair of sizes.
 
     Raises:
         TypeError: If ``sharding_strategy`` is the class Strategy itself.
