@@ -18,6 +18,7 @@ from .deepspeed.arguments import strategy_arguments
 from .error_feedback import LoCo, check_error_feedback
 from .local_steps import LocalSteps
 from .mapping import PRESETS, arguments_from_mapping, mapping_from_arguments
+from .overrides import checked_overrides
 from .resolve import ResolvedStrategy, intra_node_codec, resolve
 from .topology import Topology
 
@@ -65,6 +66,9 @@ class Strategy:
             the third letter is ``I`` or ``N``.
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
+        overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
+            whose class matches is sharded by that strategy, with all that it holds; the innermost module decides, and
+            the first pattern. Nodes are those of this strategy, unless the other has a ``gpus_per_node`` of its own.
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
@@ -73,6 +77,7 @@ class Strategy:
 
     Examples:
         >>> strategy = Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
+        >>> mixture = Strategy.zeropp(overrides={"*Experts": Strategy.zeropp(weights=Int4Delta())})
     """
 
     levels: str = "GGG"
@@ -84,6 +89,7 @@ class Strategy:
     frozen: Codec | None = None
     local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
+    overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
 
     def __post_init__(self) -> None:
         # Letters and types come first: the later checks rely on them.
@@ -98,6 +104,7 @@ class Strategy:
         self._check_local_steps()
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
+        object.__setattr__(self, "overrides", checked_overrides(self.overrides, Strategy))
 
     def _check_levels(self) -> None:
         if not isinstance(self.levels, str):
@@ -185,7 +192,7 @@ class Strategy:
         encodes_intra_node = self.intra_gradients not in (None, "auto")
         encoded = (self.weights, self.gradients, self.frozen)
         # Local steps refuse GGG.
-        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node
+        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node and not self.overrides
 
     @classmethod
     def zeropp(cls, **overrides: Any) -> Strategy:
@@ -258,7 +265,7 @@ class Strategy:
             ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
             TypeError: If a value has the wrong type; the error names the key.
         """
-        preset, arguments = arguments_from_mapping(mapping)
+        preset, arguments = arguments_from_mapping(mapping, cls.from_dict)
         make = cls if preset is None else getattr(cls, preset)
         strategy: Strategy = make(**arguments)
         return strategy

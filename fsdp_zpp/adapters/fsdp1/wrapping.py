@@ -30,7 +30,14 @@ from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward, _torch_replaced, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
-from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
+from .validation import (
+    check_arguments,
+    check_one_group,
+    check_overrides,
+    group_of,
+    ignored_parameters,
+    refuse_local_state_dict,
+)
 
 
 class HookedUnit:
@@ -74,12 +81,11 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error
         return
-    layout = check_arguments(strategy, group, arguments)
-    assert isinstance(strategy, Strategy)
-    unit = StrategyUnit(strategy, layout.mesh())
+    own, layout = check_arguments(strategy, group, arguments)
+    unit = StrategyUnit(own, layout.mesh())
     mixed_precision = arguments["mixed_precision"]
     unit.left_unquantized = quantize_for(
-        strategy,
+        own,
         arguments["module"],
         unit.ranks,
         ignored=ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"]),
@@ -91,8 +97,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
         # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
         done_outside = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
-        own = {name: value for name, value in arguments.items() if name != "self"}
-        return FullyShardedDataParallel(**own | done_outside | {"ignored_modules": None, "ignored_states": others})
+        given = {name: value for name, value in arguments.items() if name != "self"}
+        return FullyShardedDataParallel(**given | done_outside | {"ignored_modules": None, "ignored_states": others})
 
     shard_group = _group_of(unit)
     packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
@@ -107,6 +113,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         construct()
     if packed and packed & _torch_adoption.flattened_sites(module):
         unit.leave_weights_uncoded()
+    if strategy.overrides:
+        check_overrides(module.module, own, strategy, _torch_adoption.flattened_sites(module))
     unit.sharded = sharded = ShardedInstance(module)
     handle = _torch_adoption.adopt_handle(module, unit, sharded.layout)
     if unit.gather is not None:
