@@ -36,19 +36,23 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     gather, to reshard and to reduce, and tells the core what FSDP has sharded.
 
     Attributes:
+        unit: Its unit.
         weights: Its weights, as the strategy gathers and keeps them.
         gradients: Its gradients, as the strategy accumulates and reduces them.
     """
 
+    unit: StrategyUnit
     weights: GroupWeights
     gradients: StepGradients
+    _path: str
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
     _is_ordered: bool
     _known_names: Mapping[FSDPParam, str]
 
-    def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
+    def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
+        self.unit, self._path = unit, path
         gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
@@ -227,8 +231,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @property
     def name(self) -> str:
-        """Return the paths of the group's modules from the root."""
-        return self._module_fqn or "root"
+        """Return the paths of the group's modules from the root, and its own within them if they have several."""
+        return ".".join(filter(None, (self._module_fqn, self._path))) or "root"
 
     def numel(self) -> int:
         """Return the number of values of its parameters, on all ranks together."""
