@@ -21,7 +21,7 @@ from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_f
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
-from fsdp_zpp.runtime.model_setup import set_up_model
+from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.summary import log_reduction
@@ -133,6 +133,11 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
+    with repeated_if_failed(root, _on_lazy_init):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
     units, others = [], []
     for path, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):

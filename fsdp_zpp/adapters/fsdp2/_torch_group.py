@@ -68,8 +68,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
-            callback, self._on_lazy_init = self._on_lazy_init, None
-            callback(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init = None
 
     def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""

@@ -21,7 +21,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import weights_moved
-from fsdp_zpp.runtime.model_setup import set_up_model
+from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit, attach, unit_of
@@ -247,6 +247,11 @@ def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any])
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
+    with repeated_if_failed(root, _torch.init_groups_lazily):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
     units: dict[str, StrategyUnit] = {}
     groups: list[StrategyGroup] = []
     for module in root.modules():
