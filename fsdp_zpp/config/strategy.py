@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
@@ -19,6 +19,7 @@ from .error_feedback import LoCo, check_error_feedback
 from .local_steps import LocalSteps
 from .mapping import PRESETS, arguments_from_mapping, mapping_from_arguments
 from .resolve import ResolvedStrategy, intra_node_codec, resolve
+from .strategy_arguments import StrategyArguments
 from .topology import Topology
 
 _SCOPES = "NIG"
@@ -188,43 +189,43 @@ class Strategy:
         return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node
 
     @classmethod
-    def zeropp(cls, **overrides: Any) -> Strategy:
+    def zeropp(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
-        preset: dict[str, Any] = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
+        preset: StrategyArguments = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
         return cls(**preset | overrides)
 
     @classmethod
-    def mixzpp(cls, **overrides: Any) -> Strategy:
+    def mixzpp(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """MixZ++: ZeRO++ whose frozen weights are quantized once and stay quantized."""
-        return cls.zeropp(**{"frozen": Int8(256)} | overrides)
+        return cls.zeropp(**StrategyArguments(frozen=Int8(256)) | overrides)
 
     @classmethod
-    def loco(cls, **overrides: Any) -> Strategy:
+    def loco(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO++ with LoCo's error feedback on the gradients (arXiv 2407.04480)."""
-        return cls.zeropp(**{"error_feedback": LoCo()} | overrides)
+        return cls.zeropp(**StrategyArguments(error_feedback=LoCo()) | overrides)
 
     @classmethod
-    def zero1(cls, **overrides: Any) -> Strategy:
+    def zero1(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO-1: only the optimizer state is sharded."""
-        return cls(**{"levels": "NNG"} | overrides)
+        return cls(**StrategyArguments(levels="NNG") | overrides)
 
     @classmethod
-    def zero2(cls, **overrides: Any) -> Strategy:
+    def zero2(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO-2: gradients and optimizer state are sharded."""
-        return cls(**{"levels": "NGG"} | overrides)
+        return cls(**StrategyArguments(levels="NGG") | overrides)
 
     @classmethod
-    def zero3(cls, **overrides: Any) -> Strategy:
+    def zero3(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO-3, FSDP's FULL_SHARD: everything is sharded over all ranks."""
-        return cls(**{"levels": "GGG"} | overrides)
+        return cls(**StrategyArguments(levels="GGG") | overrides)
 
     @classmethod
-    def mics(cls, **overrides: Any) -> Strategy:
+    def mics(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
-        return cls(**{"levels": "III"} | overrides)
+        return cls(**StrategyArguments(levels="III") | overrides)
 
     @classmethod
-    def diloco(cls, every: int | None = None, **overrides: Any) -> Strategy:
+    def diloco(cls, every: int | None = None, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
 
         Args:
@@ -243,11 +244,11 @@ class Strategy:
         if every is not None and "local_steps" in overrides:
             raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
         local_steps = LocalSteps() if every is None else LocalSteps(every)
-        preset: dict[str, Any] = {"levels": "III", "local_steps": local_steps}
+        preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
         return cls(**preset | overrides)
 
     @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any] | str) -> Strategy:
+    def from_dict(cls, mapping: Mapping[str, object] | str) -> Strategy:
         """Make the strategy of a YAML or JSON configuration such as ``{"preset": "zeropp", "gpus_per_node": 8}``.
 
         Args:
@@ -272,7 +273,7 @@ class Strategy:
         return mapping_from_arguments({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
-    def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Strategy:
+    def from_deepspeed(cls, config: Mapping[str, object] | str | os.PathLike[str]) -> Strategy:
         """Make the strategy that a DeepSpeed configuration asks for; log in one line what it leaves to your script.
 
         Args:

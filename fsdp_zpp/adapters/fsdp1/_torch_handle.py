@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -239,7 +238,7 @@ class StrategyHandle(FlatParamHandle):
         shard = flat_param._local_shard
         return self._version.of((shard,), (shard, flat_param, *(flat_param._params or ())))
 
-    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+    def flat_param_to(self, *args: object, **kwargs: object) -> None:
         super().flat_param_to(*args, **kwargs)
         # While the unit is idle, a user moves it, unless FSDP offloads parameters.
         if self._training_state == HandleTrainingState.IDLE and not self._offload_params:

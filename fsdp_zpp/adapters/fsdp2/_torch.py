@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -87,7 +87,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
     original = FSDPModule._apply
 
     @functools.wraps(original)
-    def _apply(self: FSDPModule, *args: Any, **kwargs: Any) -> FSDPModule:
+    def _apply(self: FSDPModule, *args: object, **kwargs: object) -> FSDPModule:
         groups = groups_of(self._get_fsdp_state())
         before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
         moved = original(self, *args, **kwargs)
