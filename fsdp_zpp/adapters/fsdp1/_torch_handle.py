@@ -227,8 +227,11 @@ class StrategyHandle(FlatParamHandle):
         """Return where parameters lie in a gathered flat parameter of ``numel`` values."""
         return self.parameter_layout.whole(numel)
 
-    def is_trained(self) -> bool:
-        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient."""
+    def is_trained(self: FlatParamHandle) -> bool:
+        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient.
+
+        It is called on torch's own handles, too.
+        """
         flat_param = self.flat_param
         return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 

@@ -26,7 +26,7 @@ from ._torch_flat_layout import order_parameters
 from ._torch_plan import GatherPlan, show_shards
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
-from ._torch_weights import GroupWeights, is_trained
+from ._torch_weights import GroupWeights
 
 
 class StrategyGroup(FSDPParamGroup, Sharded):
@@ -245,7 +245,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def is_trained(self) -> bool:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""
-        return any(map(is_trained, self.fsdp_params))
+        return self.weights.is_trained()
 
     def trained_names(self) -> list[str]:
         """Return the names of the parameters that require a gradient, as modules show them now, or have one."""
