@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
-from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
+from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -65,11 +65,9 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         construct()
         return
     mesh = arguments["device_mesh"]
-    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.mesh_dim_names:
-        first, second = mesh.mesh_dim_names
-        if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
-            strategy, arguments["device_mesh"] = read
-            arguments["sharding_strategy"] = strategy
+    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and (read := read_2d_mesh(strategy, mesh)):
+        strategy, arguments["device_mesh"] = read
+        arguments["sharding_strategy"] = strategy
     group = group_of(arguments)
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error

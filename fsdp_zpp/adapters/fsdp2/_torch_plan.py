@@ -24,7 +24,7 @@ class GatherResult(TypedDict):
 
 
 class GatherPlan:
-    """The part of a group's gathers that is the same each time, until parameters are moved, cast or replaced.
+    """Holds what all gathers of a group have in common, until parameters are moved, cast or replaced.
 
     Args:
         group: The group, initialized lazily.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 
 from fsdp_zpp.adapters._torch_mesh import flattened, mesh_over
-from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
+from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh, read_hsdp_mesh
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
@@ -171,10 +171,8 @@ def _data_parallel_part(strategy: Strategy, arguments: dict[str, Any]) -> tuple[
             return strategy, mesh
         arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
         return read
-    if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
-        first, second = mesh.mesh_dim_names
-        if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
-            strategy, arguments["mesh"] = read
+    if (read := read_2d_mesh(strategy, mesh)) is not None:
+        strategy, arguments["mesh"] = read
     return strategy, arguments["mesh"]
 
 
