@@ -139,13 +139,14 @@ class Strategy:
             )
         if self.gradients is not None:
             raise ValueError(
-                f"gradients={self.gradients!r} encodes gradients between nodes, which local_steps does not send; "
-                "encode the exchanges with LocalSteps(codec=...), and gradients inside a node with intra_gradients=..."
+                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which local_steps does not "
+                "make; encode the exchanges with LocalSteps(codec=...), and the intra-node hop with "
+                "intra_gradients=..."
             )
         if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
-                "error_feedback corrects gradients between nodes, which local_steps does not send; pass "
-                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for gradients inside a node"
+                "error_feedback corrects gradients on the inter-node hop, which local_steps does not make; pass "
+                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for the intra-node hop"
             )
 
     @property

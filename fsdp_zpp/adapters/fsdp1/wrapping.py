@@ -33,7 +33,7 @@ from ._torch_sharded import ShardedInstance
 from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
 
 
-class HookedUnit:
+class CommHookUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
     def __init__(self, state: QuantizedReduceState, sharded: ShardedInstance) -> None:
@@ -199,11 +199,11 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
     states: dict[FullyShardedDataParallel, object] = {}
-    hooked: list[HookedUnit] = []
+    hooked: list[CommHookUnit] = []
     error_nbytes = 0
     for instance, each in zip(instances.values(), sharded, strict=True):
         own = states[instance] = state.of_unit(each.name, each.layout.trained)
-        hooked.append(unit := HookedUnit(own, each))
+        hooked.append(unit := CommHookUnit(own, each))
         if unit_of(instance) is None:
             attach(instance, unit)
             instance.register_load_state_dict_post_hook(lambda module, keys, unit=unit: unit.weights_loaded())
