@@ -31,6 +31,7 @@ PRESETS = ("zeropp", "mixzpp", "loco", "zero1", "zero2", "zero3", "mics", "diloc
 _CODECS = ("weights", "gradients", "intra_gradients", "frozen")
 _KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_per_node", "overrides")
 
+S = TypeVar("S")
 T = TypeVar("T")
 C = TypeVar("C", LoCo, LocalSteps)
 
@@ -134,7 +135,7 @@ def _arguments_of(kind: type[C], key: str, value: object, codec: str) -> dict[st
     return arguments
 
 
-def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -> None:
+def _check_known(prefix: str, values: Iterable[object], known: Iterable[str]) -> None:
     allowed = list(known)
     for key in values:
         if key not in allowed:
@@ -143,7 +144,7 @@ def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -
             raise ValueError(f"{prefix}{key}: unknown key; {hint}")
 
 
-def _at(key: str, read: Callable[[Any], T], value: object) -> T:
+def _at(key: str, read: Callable[[S], T], value: S) -> T:
     """Return ``read(value)``; its errors begin with ``key``."""
     try:
         return read(value)

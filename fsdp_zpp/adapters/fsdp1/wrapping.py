@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
-from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
+from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -21,7 +21,7 @@ from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_f
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
-from fsdp_zpp.runtime.model_setup import set_up_model
+from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.summary import log_reduction
@@ -40,7 +40,7 @@ from .validation import (
 )
 
 
-class HookedUnit:
+class CommHookUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
     def __init__(self, state: QuantizedReduceState, sharded: ShardedInstance) -> None:
@@ -72,11 +72,9 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         construct()
         return
     mesh = arguments["device_mesh"]
-    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.mesh_dim_names:
-        first, second = mesh.mesh_dim_names
-        if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
-            strategy, arguments["device_mesh"] = read
-            arguments["sharding_strategy"] = strategy
+    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and (read := read_2d_mesh(strategy, mesh)):
+        strategy, arguments["device_mesh"] = read
+        arguments["sharding_strategy"] = strategy
     group = group_of(arguments)
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error
@@ -141,6 +139,11 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
+    with repeated_if_failed(root, _on_lazy_init):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
     units, others = [], []
     for path, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -204,11 +207,11 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
     states: dict[FullyShardedDataParallel, object] = {}
-    hooked: list[HookedUnit] = []
+    hooked: list[CommHookUnit] = []
     error_nbytes = 0
     for instance, each in zip(instances.values(), sharded, strict=True):
         own = states[instance] = state.of_unit(each.name, each.layout.trained)
-        hooked.append(unit := HookedUnit(own, each))
+        hooked.append(unit := CommHookUnit(own, each))
         if unit_of(instance) is None:
             attach(instance, unit)
             instance.register_load_state_dict_post_hook(lambda module, keys, unit=unit: unit.weights_loaded())

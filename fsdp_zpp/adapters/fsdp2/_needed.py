@@ -33,7 +33,9 @@ NEEDED = (
     # ---- meshes of single parameters
     Needed(_GROUP, "mesh_info", "telling the groups of a module apart"),
     Needed(f"{_COMMON}.FSDPMeshInfo", "mesh shard_process_group", "the mesh of a parameter"),
-    Needed(f"{_COMMON}.FSDPMeshInfo", "is_spmd_mesh spmd_mesh dp_mesh_dims", "an SPMD mesh of a parameter", since=(2, 12)),
+    Needed(
+        f"{_COMMON}.FSDPMeshInfo", "is_spmd_mesh spmd_mesh dp_mesh_dims", "an SPMD mesh of a parameter", since=(2, 12)
+    ),
     Needed(_COMMON, "ShardPlacementResult", "a mesh for a parameter", since=(2, 12)),
     Needed(f"{_FSDP}._fsdp_init", "_get_mesh_info _init_default_mesh", "making the mesh of a parameter"),
     # ---- parameters and their shards

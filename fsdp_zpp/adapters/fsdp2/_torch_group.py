@@ -26,7 +26,7 @@ from ._torch_flat_layout import order_parameters
 from ._torch_plan import GatherPlan, show_shards
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
-from ._torch_weights import GroupWeights, is_trained
+from ._torch_weights import GroupWeights
 
 
 class StrategyGroup(FSDPParamGroup, Sharded):
@@ -72,8 +72,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
-            callback, self._on_lazy_init = self._on_lazy_init, None
-            callback(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init = None
 
     def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
@@ -249,7 +249,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def is_trained(self) -> bool:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""
-        return any(map(is_trained, self.fsdp_params))
+        return self.weights.is_trained()
 
     def trained_names(self) -> list[str]:
         """Return the names of the parameters that require a gradient, as modules show them now, or have one."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_zpp.adapters._torch_mesh import flattened
-from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
+from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh, read_hsdp_mesh
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
 
@@ -41,11 +41,9 @@ def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh
     if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):
         if dims is not None:
             strategy, mesh = _read_spmd_mesh(strategy, mesh, dims, arguments)
-        elif mesh.ndim == 2 and mesh.mesh_dim_names is not None:
-            first, second = mesh.mesh_dim_names
-            if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
-                strategy, mesh = read
-                arguments["mesh"] = mesh
+        elif (read := read_2d_mesh(strategy, mesh)) is not None:
+            strategy, mesh = read
+            arguments["mesh"] = mesh
     if mesh is None and not dist.is_initialized():
         dist.init_process_group()  # as torch would have done
     has_one_dimension = mesh is None or getattr(mesh, "ndim", None) == 1

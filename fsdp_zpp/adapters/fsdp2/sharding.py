@@ -14,7 +14,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import weights_moved
-from fsdp_zpp.runtime.model_setup import set_up_model
+from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.overrides import strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.unit import attach
@@ -171,6 +171,11 @@ def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``."""
+    with repeated_if_failed(root, _torch.init_groups_lazily):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
     groups = _torch_adoption.strategy_groups_below(root)
     for group in groups:
         group.weights.check_gather()
