@@ -80,7 +80,7 @@ def _add_axes(group: argparse._ArgumentGroup) -> None:
         ("tp", "ranks of tensor parallelism, which share --tokens"),
         ("pp", "stages of a pipeline"),
         ("cp", "ranks of context parallelism, which are data-parallel ranks to a strategy"),
-        ("ep", "ranks of expert parallelism; experts are sharded over the other ranks of a stage"),
+        ("ep", "ranks of expert parallelism; experts are sharded over the ranks of a stage that have the same ones"),
     ):
         group.add_argument(f"--{name}", type=float, default=1, metavar="N", help=f"{what} (default: 1)")
     group.add_argument(

@@ -88,7 +88,8 @@ def plan(
         tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
         pp: Stages of a pipeline, which are neighbouring ranks each.
         cp: Ranks of context parallelism. They are data-parallel ranks to a strategy.
-        ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the other ranks of a stage.
+        ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the ranks of a stage that
+            have the same ones.
         experts_strategy: The strategy of experts, or its letters, to go with the codecs given here. By default, experts
             have the same letters as dense parameters.
 
