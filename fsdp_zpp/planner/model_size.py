@@ -50,14 +50,8 @@ class Unit:
     expert_frozen: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("trainable", 0),
-            ("frozen", 0),
-            ("count", 1),
-            ("expert_trainable", 0),
-            ("expert_frozen", 0),
-        ):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        for name in ("trainable", "frozen", "count", "expert_trainable", "expert_frozen"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least=int(name == "count")))
         _check_at_most("expert_trainable", self.expert_trainable, self.trainable)
         _check_at_most("expert_frozen", self.expert_frozen, self.frozen)
 

@@ -9,8 +9,10 @@ from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
+from .axes import Axes
 from .config import Cluster, MemoryBudget, StepConfig
 from .letters import with_levels, with_local_steps
+from .model_config import Routing
 from .model_size import ModelSize
 
 
@@ -64,6 +66,17 @@ def notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalS
         return []
     unencoded = ", unencoded unless intra_gradients names a codec" * (kept.gradient_codecs[0] is None)
     return [f"Local steps ignore {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
+
+
+def notes_on_experts(routing: Routing | None, axes: Axes, topology: Topology) -> list[str]:
+    """Return a note if ``fully_shard`` would pad experts that are sharded over the ranks of ``topology``."""
+    if routing is None or topology.world <= (held := routing.experts // axes.ep):
+        return []
+    padded = (
+        f"Experts are sharded over {topology.world} ranks, and a layer has {held} for them: fully_shard pads a stack "
+        "of fewer experts than ranks, which is left out here. Have shard_placement_fn cut another dimension."
+    )
+    return [padded]
 
 
 def _idle_codecs(size: ModelSize, topologies: Sequence[Topology], codecs: Strategy) -> list[str]:

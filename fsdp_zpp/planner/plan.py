@@ -19,7 +19,7 @@ from .estimate import choose, reason
 from .figures import estimate_of
 from .letters import with_levels, with_local_steps
 from .model_size import ModelSize, equal_units
-from .notes import notes_on, notes_on_local_steps
+from .notes import notes_on, notes_on_experts, notes_on_local_steps
 from .parts import parts_of
 from .report import Plan
 
@@ -175,6 +175,7 @@ def make_plan(
     choice = choose(estimates)
     topologies = [part.topology for part in parts if part.strategy is None]
     notes = notes_on(size, cluster, work, budget, codecs, topologies)
+    notes += [note for part in parts[1:] for note in notes_on_experts(size.routing, axes, part.topology)]
     return Plan(
         size,
         cluster,

@@ -1,24 +1,20 @@
-"""Plans beside tensor, pipeline, context and expert parallelism: where ranks lie, what a rank has, and the report."""
+"""Plans beside tensor, pipeline, context and expert parallelism: what a rank has and sends, and the report."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.strategies import PARO
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from fsdp_zpp import Int4, Int8, LocalSteps, Strategy, choose_strategy, plan
 from fsdp_zpp.__main__ import main
 from fsdp_zpp.config.strategy import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
-from fsdp_zpp.planner.axes import Axes
-from fsdp_zpp.planner.config import Cluster
 from fsdp_zpp.planner.memory import Memory
 from fsdp_zpp.planner.model_config import LayerShape, Routing
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
@@ -34,52 +30,6 @@ MOE = ModelSize(
     layer=LayerShape(16, 8),
 )
 """96 elements in the root, and four layers of 128 dense elements and 512 in experts."""
-
-
-def groups_of(axes: Axes, world: int) -> dict[str, list[list[int]]]:
-    """All groups of ranks along each axis, by going through the ranks."""
-    stage, found = world // axes.pp, defaultdict(lambda: defaultdict(list))
-    data = stage // (axes.tp * axes.cp)
-    for rank, (pp, dp, cp, tp) in enumerate(product(*map(range, (axes.pp, data, axes.cp, axes.tp)))):
-        ep, shard = (dp * axes.cp * axes.tp + cp * axes.tp + tp) % axes.ep, rank % stage // axes.ep
-        found["dense"][pp, tp].append(rank)
-        found["experts"][(pp, tp) if axes.ep == 1 else (pp, ep)].append(rank)
-        found["tp"][pp, dp, cp].append(rank)
-        found["cp"][pp, dp, tp].append(rank)
-        found["ep"][pp, shard].append(rank)
-        found["pp"][dp, cp, tp].append(rank)
-    return {axis: list(groups.values()) for axis, groups in found.items()}
-
-
-degree = st.sampled_from([1, 2, 3, 4, 6, 8])
-
-
-@settings(deadline=None, max_examples=300)
-@given(nodes=st.integers(1, 6), gpus=st.sampled_from([1, 2, 3, 4, 6, 8]), tp=degree, pp=degree, cp=degree, ep=degree)
-@example(nodes=4, gpus=8, tp=2, pp=2, cp=2, ep=8)
-@example(nodes=6, gpus=8, tp=8, pp=3, cp=1, ep=4)
-def test_ranks_lie_where_going_through_them_finds_them(
-    nodes: int, gpus: int, tp: int, pp: int, cp: int, ep: int
-) -> None:
-    axes, cluster = Axes(tp, pp, cp, ep), Cluster(nodes, gpus, **GBPS)
-    world = nodes * gpus
-    if world % (tp * pp * cp) or (world // pp) % ep:
-        with pytest.raises(ValueError, match="does not divide the"):
-            axes.check(cluster)
-        return
-    shares = {
-        axis: {count for group in groups for count in Counter(rank // gpus for rank in group).values()}
-        for axis, groups in groups_of(axes, world).items()
-    }
-    if any(len(counts) > 1 for counts in shares.values()):
-        with pytest.raises(ValueError, match="do not lie on nodes of"):
-            axes.check(cluster)
-        return
-    axes.check(cluster)
-    found = {"dense": axes.dense_ranks(cluster), "experts": axes.expert_ranks(cluster), **axes.others(cluster)}
-    for axis, ranks in found.items():
-        (share,) = shares[axis]
-        assert ranks.topology(cluster) == Topology(len(groups_of(axes, world)[axis][0]), share), axis
 
 
 def _without_fixed(memory: Memory) -> list[int]:
@@ -240,6 +190,15 @@ def test_codecs_of_stages_that_share_a_node_have_no_effect() -> None:
     assert "Each strategy's ranks share a node" in notes
     assert "weights=int8(64) has no effect" in notes
     assert "has no effect" not in " ".join(plan(MOE, **PARO, pp=2, **CODECS).notes)
+
+
+def test_a_note_says_that_stacks_of_fewer_experts_than_ranks_are_padded() -> None:
+    """FSDP cuts the first dimension of a parameter, which is that of the experts, if nobody tells it another one."""
+    padded = plan(MOE, **PARO, ep=2).notes[-1]
+    assert padded.startswith("Experts are sharded over 16 ranks, and a layer has 4 for them: fully_shard pads")
+    enough = plan(MOE, **PARO | {"nodes": 1}, ep=4)
+    assert enough["GGG"].experts.topology.world == MOE.routing.experts // 4
+    assert "Experts are sharded" not in " ".join(enough.notes)
 
 
 def test_the_report_says_where_ranks_lie_and_what_each_axis_sends() -> None:
