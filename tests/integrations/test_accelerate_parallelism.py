@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,11 +139,18 @@ def trained(sizes: Sizes, strategy: Strategy | None) -> list[float]:
 
 @pytest.mark.parametrize(
     ("sizes", "levels"),
-    [(HSDP, "III"), (HSDP, "IIG"), (CONTEXT, "GGG"), (CONTEXT, "III"), (CONTEXT | {"dp_shard_size": 1}, "GGG")],
+    [
+        ({"dp_shard_size": 4}, "III"),
+        (HSDP, "III"),
+        (HSDP, "IIG"),
+        (CONTEXT, "GGG"),
+        (CONTEXT, "III"),
+        ({"cp_size": 2}, "GGG"),
+    ],
     ids=lambda each: each if isinstance(each, str) else " ".join(each),
 )
 def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool], sizes: Sizes, levels: str) -> None:
-    workers = pool(2 if sizes.get("dp_shard_size") == 1 else 4)
+    workers = pool(math.prod(sizes.values()))
     node = {"gpus_per_node": workers.world // 2}
     own, plain, zeropp = (
         workers.run(trained, sizes, each)[0] for each in (None, Strategy(levels, **node), Strategy.zeropp(**node))
