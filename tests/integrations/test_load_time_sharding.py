@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from harness import models
 from harness.pool import Pool
 from hugging_face import new_job
-from test_transformers import TOKENS, logged, make_trainer
 from torch import Tensor
+from torch.torch_version import TorchVersion
+from trainer_training import STEPS, TOKENS, logged, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import gather_full_state_dict
@@ -22,7 +24,8 @@ from fsdp_zpp import NF4, Int4Delta, Strategy
 from fsdp_zpp.integrations.transformers import use_strategy, with_strategy
 from fsdp_zpp.runtime.unit import unit_of
 
-STEPS = 4
+pytestmark = pytest.mark.skipif(TorchVersion(version("transformers")) < "5.24", reason="refused")
+
 Sizes = dict[str, int]
 EXPERTS: Sizes = {"fsdp_size": 4, "ep_size": 2}
 ON_TENSOR_RANKS: Sizes = {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}
