@@ -79,10 +79,13 @@ IN_TURN = {
     "two nodes of 1": "lora-6.7B-2x1-in-turn",
 }
 MIXTURES = {
-    "2 x 1, sockets": "moe-2.6B-2x1",
-    "2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p",
-    "2 x 1, NVLink": "moe-2.6B-2x1-fast",
-    "2 x 2, sockets": "moe-2.6B-2x2",
+    "24 layers, 2 x 1, sockets": "moe-2.6B-2x1",
+    "24 layers, 2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p",
+    "24 layers, 2 x 1, NVLink": "moe-2.6B-2x1-fast",
+    "24 layers, 2 x 2, sockets": "moe-2.6B-2x2",
+    "12 layers, 2 x 1, sockets": "moe-2.7B-2x1",
+    "12 layers, 2 x 1, no peer-to-peer": "moe-2.7B-2x1-no-p2p",
+    "12 layers, 2 x 1, NVLink": "moe-2.7B-2x1-fast",
 }
 """Of mixtures of experts, below each other: a further run is a further line."""
 FOUR = "1.35B-2x2-four-micro-batches"
@@ -95,7 +98,7 @@ STEP_TIME = {
     "mixtures": Comparison(
         MIXTURES,
         (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
-        below="nodes x GPUs, link",
+        below="layers, nodes x GPUs, link",
     ),
     "four-micro-batches": Comparison({"eager": f"{FOUR}-eager", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)),
     "four-micro-batches-delta": one(
