@@ -61,6 +61,7 @@ class Feature(Enum):
     SEVERAL_STRATEGIES = "several strategies", ALL
     SHARD_1 = "Shard(1)", FSDP2
     OFFLOAD = "offload", FSDP2
+    TWO_AXES = "mesh of two axes", ALL
 
     def __init__(self, title: str, adapters: tuple[str, ...]) -> None:
         self.title = title
@@ -99,6 +100,7 @@ NOT_WITH_LOCAL_STEPS = {
     Feature.ROOTLESS,  # nor when roots exchange that a micro-batch leaves out
     Feature.DIRECT_CALL,
     Feature.SEVERAL_STRATEGIES,
+    Feature.TWO_AXES,
 }
 """What the simulation does not know."""
 
@@ -119,7 +121,7 @@ TOGETHER = (
 
 def choices(adapter: str, local_steps: bool, hook: bool) -> list[Feature]:
     """Features that a program of an adapter may have beside its kind."""
-    out = NOT_WITH_LOCAL_STEPS if local_steps else {Feature.SEVERAL_STRATEGIES} if hook else set()
+    out = NOT_WITH_LOCAL_STEPS if local_steps else {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES} if hook else set()
     out = out | set(KINDS_OF_PROGRAM)
     return [
         f

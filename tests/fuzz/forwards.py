@@ -66,7 +66,7 @@ class Forwards(Trained):
     def _backward(self, loss: Tensor, op: ops.MicroBatch, last: bool, **arguments: Any) -> None:
         if op.backwards == "pipelined":
             self._last_of_pipeline(op, last)
-        if op.overflows == dist.get_rank():
+        if op.overflows == dist.get_rank() % self.program.data_ranks:
             loss = loss * float("inf")
         (self.scaler.scale(loss) if self.scaler else loss).backward(**arguments)
 
@@ -114,7 +114,7 @@ class Forwards(Trained):
         direct: tuple[int, int] | None = None,
         without_adapters: bool = False,
     ) -> Tensor:
-        rank = dist.get_rank()
+        rank = dist.get_rank() % self.program.data_ranks
         generator = torch.Generator().manual_seed(1000 * self.number + 100000 * at + rank)
         x = torch.randn(ROWS, self.program.models[0].width, generator=generator).to(harness_models.device())
         for i, (model, part) in enumerate(zip(self.models, passes, strict=True)):

@@ -273,6 +273,8 @@ class Program:
         prefetch: FSDP1's ``forward_prefetch`` and ``BACKWARD_POST``.
         columns: fully_shard's ``Shard(1)`` wherever it divides.
         offload: Whether parameters are offloaded.
+        axes: Of a mesh, if any: ``nodes`` x ranks of a node, which ours shards over, or ``copies`` x ranks that both
+            shard over, with the same batches for all copies.
         features: Titles of the features that it was drawn with.
     """
 
@@ -294,7 +296,13 @@ class Program:
     prefetch: bool = False
     columns: bool = False
     offload: bool = False
+    axes: str | None = None
     features: tuple[str, ...] = ()
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that have batches of their own."""
+        return self.world // 2 if self.axes == "copies" else self.world
 
     @property
     def has_codecs(self) -> bool:

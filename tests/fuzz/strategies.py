@@ -102,6 +102,9 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     plain = flavour == "plain"
     local = chosen.local_steps is not None
     features = draw(_features(adapter, local, flavour == "hook"))
+    axes = draw(_axes(chosen, world)) if Feature.TWO_AXES in features else None
+    if axes == "copies":
+        chosen = replace(chosen, gpus_per_node=draw(st.sampled_from(NODES[world // 2])))
     if local and chosen.local_steps is not None and chosen.local_steps.outer_momentum:
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
@@ -156,8 +159,17 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         prefetch=adapter != "fsdp2" and draft.has(Feature.PREFETCH),
         columns=draft.has(Feature.SHARD_1),
         offload=draft.has(Feature.OFFLOAD),
+        axes=axes,
     )
-    return replace(program, features=tuple(sorted({f.title for f in (*own, *draft.marked)})))
+    marked = {*own, *draft.marked, *({Feature.TWO_AXES} if axes else ())}
+    return replace(program, features=tuple(sorted({f.title for f in marked})))
+
+
+@st.composite
+def _axes(draw: st.DrawFn, strategy: Strategy, world: int) -> str | None:
+    """Axes of a mesh that a strategy takes."""
+    takes_nodes = not strategy.is_plain and strategy.gpus_per_node not in (1, world)
+    return draw(st.sampled_from([*(["nodes"] * takes_nodes), *(["copies"] * (world // 2 in NODES)), None]))
 
 
 FREEZING = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from harness import models as harness_models
 from harness.adapter import STOCK, Adapter
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
+from harness.pool import device_type
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -110,6 +113,13 @@ class Trained:
             arguments["shard_placement_fn"] = _columns
         if self.program.offload:
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        if self.program.axes == "copies":
+            ranks = _mesh(("copies", "ranks"), 2, self.program.data_ranks)["ranks"]
+            arguments |= {"process_group": ranks.get_group()} if self.is_fsdp1 else {"mesh": ranks}
+        elif self.program.axes == "nodes" and self.strategy is not STOCK:
+            gpus = self.program.strategy.gpus_per_node or self.program.world
+            mesh = _mesh(("replicate", "shard"), self.program.world // gpus, gpus)
+            arguments |= {self.adapter.mesh_argument: mesh}
         return arguments
 
     def net(self, i: int) -> Net:
@@ -148,6 +158,11 @@ class Trained:
             owned = [every[at :: len(owned)] for at in range(len(owned))]
         kind, coarse = self.program.optimizer, self.program.rounds_coarsely
         return [optimizers.make(kind, parameters, decays, coarse) for parameters in owned]
+
+
+@functools.cache  # DTensors remember meshes of these ranks, so that their groups must stay
+def _mesh(names: tuple[str, str], *shape: int) -> DeviceMesh:
+    return init_device_mesh(device_type(), shape, mesh_dim_names=names)
 
 
 def _columns(parameter: nn.Parameter) -> Shard | None:
