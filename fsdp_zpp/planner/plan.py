@@ -10,8 +10,9 @@ import torch
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.strategy import LEGAL_LEVELS, Strategy
+from fsdp_zpp.config.strategy import Strategy
 
 from .config import Cluster, MemoryBudget, Precision, StepConfig
 from .estimate import Estimate, choose, reason, step_time, with_exchanges

@@ -38,6 +38,8 @@ def clip_grad_norm_(
     What ``torch.nn.utils.clip_grad_norm_`` does, also where parameters are sharded over different meshes, which torch
     refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for some of
     the parameters. Ranks must pass the same parameters in the same order, whether or not each has a gradient for all.
+    Ranks that are not in the mesh of a parameter count as holding copies: experts must be DTensors over the axis along
+    which ranks hold different ones.
 
     Args:
         parameters: Parameters of ``fully_shard``, with a strategy or torch's own, and plain ones, whose gradients count

@@ -133,6 +133,30 @@ def test_copies_beside_tensor_parallelism_count_once(
     assert max(pool(8).run(beside_tensor_parallelism, levels, norm_type)) <= 1e-5  # through sums of split products
 
 
+def beside_experts(levels: str) -> tuple[float, float]:
+    """In a worker: the norm of a mixture whose experts are on a mesh of their own, and what it is by definition."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(0)
+    block = Block().to(models.device())
+    experts = distribute_tensor(torch.randn(4, 6, 6, device=models.device()), mesh["ep"], [Shard(0)])
+    block.experts = nn.ParameterList([nn.Parameter(experts)])
+    fully_shard(block.experts, mesh=mesh["efsdp"], strategy=Strategy(levels, gpus_per_node=1))
+    fully_shard(block, mesh=mesh["efsdp", "ep"]._flatten(), strategy=Strategy("GGG", gpus_per_node=2))
+    torch.manual_seed(dist.get_rank())
+    output = block(torch.randn(4, 6, device=models.device()))
+    block.experts.unshard()  # which has no forward of its own
+    (output.square().mean() + block.experts[0].to_local().sin().sum()).backward()
+    whole = [parameter.grad.full_tensor() for parameter in block.parameters() if parameter.grad is not None]
+    assert len(whole) == 7
+    return float(clip_grad_norm_(block.parameters(), 1.0)), math.sqrt(sum(float(g.square().sum()) for g in whole))
+
+
+@pytest.mark.parametrize("levels", ["GGG", "III"])
+def test_experts_of_all_ranks_count_once(pool: Callable[[int], Pool], levels: str) -> None:
+    for norm, expected in pool(4).run(beside_experts, levels):
+        assert norm == pytest.approx(expected, rel=TOLERANCE)
+
+
 def over_stages(norm_type: float) -> float:
     """In a worker: the same, if a rank has one of two stages of the net."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
