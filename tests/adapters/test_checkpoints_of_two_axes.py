@@ -124,7 +124,6 @@ def loaded(adapter: Adapter, strategy: Strategy, shape: Shape, path: str) -> tup
 
 
 @over_each(
-    times=2,
     adapter=ADAPTERS,
     levels=[("III", "III"), ("IGG", "IGG"), ("III", "IGG"), ("IGG", "III")],
     shapes=[((4, 2), (2, 2)), ((4, 2), (4, 1)), ((4, 1), (4, 2)), ((4, 2), (2, 4))],
