@@ -7,7 +7,7 @@ as its ``sharding_strategy``; models with torch's own strategies are not affecte
 
 from fsdp_zpp.adapters import fsdp1 as _fsdp1  # noqa: F401  (teaches FullyShardedDataParallel)
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState, quantized_reduce_hook
-from fsdp_zpp.adapters.fsdp2 import fully_shard
+from fsdp_zpp.adapters.fsdp2 import clip_grad_norm_, fully_shard
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
@@ -37,6 +37,7 @@ __all__ = [
     "Strategy",
     "agreed_weights",
     "choose_strategy",
+    "clip_grad_norm_",
     "dequantize_frozen_params",
     "exchange_weights",
     "fully_shard",

@@ -15,6 +15,7 @@ from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
 from harness.launch import launch
 from harness.pool import Pool
 from harness.training import largest_distance, mean_loss, train
@@ -35,6 +36,7 @@ from fsdp_zpp import (
     Strategy,
     agreed_weights,
     choose_strategy,
+    clip_grad_norm_,
     dequantize_frozen_params,
     exchange_weights,
     invalidate,
@@ -98,6 +100,21 @@ def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
 def test_codecs(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
     for mean, stock in pool(4).run(losses, adapter, CODECS[name]):
         assert mean == pytest.approx(stock, rel=0.02)
+
+
+def clipped() -> float:
+    """In a worker: the norm that is left of the gradients of parts on different meshes."""
+    net = models.make_net()
+    for block in net.blocks:
+        Fsdp2().apply(block, CODECS["int8"])
+    Fsdp2().apply(net, Strategy("III", gpus_per_node=2))
+    models.loss_of(net, models.batch(0, 0)).backward()
+    clip_grad_norm_(net.parameters(), 0.5)
+    return float(clip_grad_norm_(net.parameters(), 1.0))
+
+
+def test_clipping(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(clipped) == [pytest.approx(0.5, rel=1e-5)] * 4  # torch divides by the norm plus 1e-6
 
 
 def exchanged(adapter: Adapter) -> tuple[list[Any], list[Any]]:

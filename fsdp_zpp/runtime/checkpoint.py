@@ -183,7 +183,8 @@ class CodecState:
         meshes = dict.fromkeys(unit.ranks for unit in units_by_part.values())
         # Of all that FSDP has sharded: a root whose parameters are all in other units has no unit, but is called first.
         modules = [each for each in model.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
-        warns = any(unit.ranks.rank == 0 for unit in names)
+        axes = {axis for unit in names for axis in unit.sharded.other_axes()}
+        warns = any(unit.ranks.rank == 0 for unit in names) and all(dist.get_rank(axis) == 0 for axis in axes)
         parts |= _optimizer_states(model, optimizers, parts)
         self._state = RankState(parts, meshes, units_by_part, modules, warns=warns)
 

@@ -4,7 +4,8 @@
 A save that is cut off between weights and codec state, over an older one, leaves both of different steps. So codec
 state carries checksums of the weights that it was saved with. Weights may be loaded before codec state or after it. So
 codec state is used if they match when it is loaded and none are loaded afterwards, or if they match at the next
-forward. If they do not match on all ranks, it is dropped on all of them.
+forward. If they do not match on all ranks, it is dropped on all of them, those of other parallelisms too: copies of a
+parameter would drift apart if one of them were sent with errors and another one without.
 
 If nodes train on their own, a checkpoint has each piece of a weight from an arbitrary node, or the agreed weights.
 Codec state has the weights of each node, so pieces are compared with these.
@@ -72,11 +73,14 @@ class LoadedState:
         """Drop the state unless it belongs to the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
-        # A dict, not a set: ranks must go through them in the same order, and a set's order differs by process.
-        for mesh in dict.fromkeys(unit.ranks for unit in self.saved_with):
+        # Dicts, not sets: ranks must go through them in the same order, and a set's order differs by process.
+        meshes = dict.fromkeys(unit.ranks for unit in self.saved_with)
+        for mesh in meshes:
             local = [unit for unit in self.saved_with if unit.ranks == mesh and _fragment_of(unit) is not None]
             differs |= bool(local) and not self._nodes_hold(local, mesh)
-            differs = on_any_rank(differs, mesh.group)
+        other_axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.other_axes())
+        for group in (*(mesh.group for mesh in meshes), *other_axes):
+            differs = on_any_rank(differs, group)
         if differs:
             self._drop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -31,6 +32,13 @@ class Sharded:
         """Return, for each parameter, the modules on which it is registered.
 
         It is empty for adapters whose modules show the parameters at any time.
+        """
+        return ()
+
+    def other_axes(self) -> Sequence[dist.ProcessGroup]:
+        """Return the ranks along the axes over which another parallelism shards parameters.
+
+        Units of these ranks hold copies of the parameters that it leaves whole.
         """
         return ()
 

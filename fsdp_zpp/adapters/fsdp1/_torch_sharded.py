@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -52,6 +53,12 @@ class ShardedInstance(Sharded):
         """Return the parameters as an optimizer may hold them by now: original, or flat."""
         flat_param = self._flat_param
         return [] if flat_param is None else list(flat_param._params or (flat_param,))
+
+    def other_axes(self) -> list[dist.ProcessGroup]:
+        """Return the ranks over which another parallelism has sharded parameters, one group an axis."""
+        flat_param = self._flat_param
+        specs = [] if flat_param is None else flat_param._param_extensions
+        return [group for spec in specs if spec is not None for group in spec.mesh.get_all_groups()]
 
     def is_trained(self) -> bool:
         """Return whether the flat parameter or an original one requires a gradient by now."""

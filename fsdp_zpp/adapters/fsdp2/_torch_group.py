@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
@@ -246,6 +247,12 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Return, for each parameter, the modules on which it is registered."""
         infos = [param._module_info for param in self.fsdp_params]
         return [(info.module, *info.shared_modules) for info in infos]
+
+    def other_axes(self) -> list[dist.ProcessGroup]:
+        """Return the ranks along the axes of meshes that another parallelism has a part in, our own axis too."""
+        sharded: list[Any] = self.parameters()
+        meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
+        return [group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups()]
 
     def is_trained(self) -> bool:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""

@@ -1,4 +1,4 @@
-"""Clipping the gradients of units that are sharded over different ranks, which DTensor can't add up."""
+"""What torch's ``clip_grad_norm_`` says of units that are sharded over different ranks; gradient_norm.py clips them."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def explain_clipping_errors() -> None:
 
 
 def _cause(parameters: Iterable[Tensor]) -> str:
-    """Return why ``parameters`` can't be clipped together; nothing if all are sharded over the same ranks."""
+    """Return why ``parameters`` can't be clipped together; nothing if all are sharded over one mesh."""
     strategies = {
-        tuple(parameter.device_mesh.mesh.flatten().tolist()): sharded_by(parameter) or "torch's own fully_shard"
+        parameter.device_mesh: sharded_by(parameter) or "torch's own fully_shard"
         for parameter in parameters
         if isinstance(parameter, DTensor) and parameter.grad is not None
     }
     if len(strategies) < 2:
         return ""
-    named = " and by ".join(strategies.values())
+    named = " and by ".join(dict.fromkeys(strategies.values()))
     return (
-        f"gradients can't be clipped together that are sharded over different ranks, by {named}; "
-        "give all parts of a model the same third letter and gpus_per_node, or clip each part on its own"
+        f"torch can't clip gradients together that are sharded over different meshes, by {named}; call "
+        "fsdp_zpp.clip_grad_norm_(parameters, max_norm), which can"
     )

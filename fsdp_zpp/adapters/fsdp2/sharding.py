@@ -62,8 +62,8 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Apply torch's ``fully_shard`` to ``module``, in place, and shard it by ``strategy``.
 
-    Call it bottom-up, like torch's. Different calls in one model may use different strategies, or torch's own. Clipping
-    the gradients of all of them together needs one mesh, so give them the same third letter.
+    Call it bottom-up, like torch's. Different calls in one model may use different strategies, or torch's own. To clip
+    the gradients of parts with different third letters together, use :func:`clip_grad_norm_`.
 
     Args:
         module: The module, or several that are gathered together.

@@ -12,7 +12,7 @@ from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, device_type
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard as torch_fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_zpp import Strategy, traffic
 from fsdp_zpp.adapters.fsdp2 import fully_shard
@@ -70,36 +70,6 @@ def attempt(name: str) -> Reply:
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_input_to_fully_shard_is_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
     assert_refused(pool(4).run(attempt, name), CALLS[name])
-
-
-def clipped_together(inner: str, outer: str | None, as_generator: bool) -> str:
-    """In a worker: what clipping says of a block and the rest of a net with other scopes, or with torch's own."""
-    net = models.make_net()
-    fully_shard(net.blocks[0], strategy=Strategy(inner, gpus_per_node=2))
-    torch_fully_shard(net) if outer is None else fully_shard(net, strategy=Strategy(outer, gpus_per_node=2))
-    models.loss_of(net, models.batch(0, 0)).backward()
-    try:
-        torch.nn.utils.clip_grad_norm_(net.parameters() if as_generator else list(net.parameters()), 1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("inner", "outer", "named"),
-    [
-        ("III", "NNN", ["Strategy(levels='III', gpus_per_node=2)", "Strategy(levels='NNN', gpus_per_node=2)"]),
-        ("III", None, ["Strategy(levels='III', gpus_per_node=2)", "torch's own fully_shard"]),
-        ("IGG", "NGG", []),
-    ],
-)
-@pytest.mark.parametrize("as_generator", [True, False])
-def test_clipping_over_different_ranks_names_the_strategies(
-    pool: Callable[[int], Pool], inner: str, outer: str | None, named: list[str], as_generator: bool
-) -> None:
-    for said in pool(4).run(clipped_together, inner, outer, as_generator):
-        assert bool(said) == bool(named)
-        assert all(name in said for name in named), said
 
 
 def pinned_offload() -> None:

@@ -1,0 +1,153 @@
+"""Muon, which orthogonalizes whole matrices: torch's, and the one of the guide, on shards of every scope."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import STOCK, Case
+from harness.fsdp2 import Fsdp2
+from harness.launch import ROOT
+from harness.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_zpp import Strategy
+
+STEPS = 3
+ROWS = {"even": 32, "uneven": 37, "few": 3}
+"""Rows of the matrices: a multiple of the four ranks, not a multiple, and fewer than ranks."""
+
+
+def whole_muon(matrices: Any, **arguments: Any) -> torch.optim.Optimizer:
+    """Make the optimizer of the guide."""
+    before, start, after = (ROOT / "docs/concepts/scopes.md").read_text().partition("class WholeMuon")
+    code = before.rpartition("```python\n")[2] + start + after.partition("\nstrategy = ")[0]
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    optimizer: torch.optim.Optimizer = names["WholeMuon"](matrices, **arguments)
+    return optimizer
+
+
+@contextmanager
+def in_fp32(on: bool = True) -> Iterator[None]:
+    """Have Muon iterate in fp32, not in bf16, where a rounding error of a gradient becomes one of 2^-8."""
+    if not on:
+        yield
+        return
+    with patch.object(Tensor, "bfloat16", lambda self: self.clone()):
+        yield
+
+
+def step_all(net: nn.Module, rows: int, muon: Callable[..., torch.optim.Optimizer]) -> Callable[[], None]:
+    """Return the step of two optimizers, Muon for the matrices of blocks."""
+    matrices = [p for name, p in net.named_parameters() if "blocks" in name and p.ndim == 2]
+    assert {p.shape[0] for p in matrices} == {rows, 22}
+    others = [p for name, p in net.named_parameters() if "blocks" not in name or p.ndim != 2]
+    optimizers = muon(matrices, lr=0.02), torch.optim.SGD(others, lr=0.1)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def trained(strategy: Any, rows: int, muon: Callable[..., torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """In a worker: the weights after some steps."""
+    net = Fsdp2().make(Case(model=(("hidden", rows),)), strategy)
+    step = step_all(net, rows, muon)
+    for index in range(STEPS):
+        models.loss_of(net, models.batch(index, 0)).backward()
+        step()
+    return Fsdp2().full_weights(net)
+
+
+def trained_alone(rows: int) -> dict[str, Tensor]:
+    """Train with torch's Muon on this rank alone, on the batches of all ranks."""
+    net, world = models.make_net(hidden=rows), dist.get_world_size()
+    step = step_all(net, rows, torch.optim.Muon)
+    for index in range(STEPS):
+        for rank in range(world):
+            (models.loss_of(net, models.batch(index, 0, rank)) / world).backward()
+        step()
+    return {name: parameter.detach().cpu() for name, parameter in net.named_parameters()}
+
+
+def distance_to_one_rank(levels: str, rows: int, muon: Callable[..., torch.optim.Optimizer]) -> float:
+    """In a worker: how far training in a scope is from that on one rank."""
+    with in_fp32():
+        return models.distance(trained(Strategy(levels, gpus_per_node=2), rows, muon), trained_alone(rows))
+
+
+@pytest.mark.parametrize(("levels", "rows"), [("GGG", "even"), ("IGG", "uneven"), ("III", "uneven"), ("NNN", "few")])
+def test_torchs_muon_trains_as_on_one_rank(pool: Callable[[int], Pool], levels: str, rows: str) -> None:
+    assert max(pool(4).run(distance_to_one_rank, levels, ROWS[rows], torch.optim.Muon)) <= 1e-5
+
+
+@pytest.mark.parametrize(("levels", "rows"), [("GGG", "few"), ("IGG", "uneven"), ("III", "few"), ("NNN", "even")])
+def test_the_muon_of_the_guide_trains_as_torchs_on_one_rank(
+    pool: Callable[[int], Pool], levels: str, rows: str
+) -> None:
+    assert max(pool(4).run(distance_to_one_rank, levels, ROWS[rows], whole_muon)) <= 1e-5
+
+
+def distance_to_stock() -> float:
+    """In a worker: how far training in bf16 is from that with torch's own sharding."""
+    stock = trained(STOCK, ROWS["uneven"], torch.optim.Muon)
+    return models.distance(trained(Strategy("IGG", gpus_per_node=2), ROWS["uneven"], torch.optim.Muon), stock)
+
+
+def test_torchs_muon_rounds_as_with_torchs_sharding(pool: Callable[[int], Pool]) -> None:
+    assert max(pool(4).run(distance_to_stock)) <= 1e-6
+
+
+def test_torchs_muon_refuses_fewer_rows_than_ranks(pool: Callable[[int], Pool]) -> None:
+    with pytest.raises(Exception, match="in-place operations that require placement changes are not supported"):
+        pool(4).run(distance_to_one_rank, "GGG", ROWS["few"], torch.optim.Muon)
+
+
+class SentByDTensors(TorchDispatchMode):
+    """Counts the collectives of DTensors that stay inside a node, and those that do not."""
+
+    def __init__(self, gpus_per_node: int) -> None:
+        super().__init__()
+        self.gpus_per_node = gpus_per_node
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # until torch has taken it apart
+        if func.namespace in ("c10d_functional", "_c10d_functional") and isinstance(args[-1], str):
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]
+            nodes = {rank // self.gpus_per_node for rank in dist.get_process_group_ranks(group)}
+            self.calls["inter" if len(nodes) > 1 else "intra"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_step(levels: str, muon: Callable[..., torch.optim.Optimizer]) -> dict[str, int]:
+    """In a worker: the collectives of the optimizers in a step, for six matrices."""
+    net = Fsdp2().make(Case(model=(("hidden", 32),)), Strategy(levels, gpus_per_node=2))
+    step = step_all(net, 32, muon)
+    models.loss_of(net, models.batch(0, 0)).backward()
+    with SentByDTensors(2) as sent:
+        step()
+    return dict(sent.calls)
+
+
+def test_optimizer_scope_i_keeps_muon_inside_a_node(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(calls_of_a_step, "III", whole_muon) == [{"intra": 6}] * 4
+    assert pool(4).run(calls_of_a_step, "GGG", whole_muon) == [{"inter": 6}] * 4
+    assert pool(4).run(calls_of_a_step, "NNN", whole_muon) == [{}] * 4
+    for levels, hop in {"III": "intra", "IGG": "inter"}.items():
+        assert all(set(calls) == {hop} for calls in pool(4).run(calls_of_a_step, levels, torch.optim.Muon))
+    assert pool(4).run(calls_of_a_step, "NNN", torch.optim.Muon) == [{}] * 4

@@ -1,0 +1,206 @@
+"""Checkpoints of data parallelism beside tensor parallelism: on the same mesh, on another one, or on one axis alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import Adapter
+from harness.covering import ADAPTERS, over_each
+from harness.fsdp1 import Fsdp1
+from harness.messages import collected
+from harness.pool import Pool, device_type
+from harness.training import load, save
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_zpp import CodecState, Int4, Int4Delta, LoCo, Strategy
+
+WIDTH, HIDDEN, STEPS, ROWS = 40, 80, 2, 8
+TWO: dict[str, Any] = {"gpus_per_node": 2}
+Shape = tuple[int, int]
+"""Ranks of data parallelism and of tensor parallelism."""
+
+
+class Block(nn.Module):
+    """Two linears that tensor parallelism splits, and beside them a norm and a matrix of which each rank has a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.mixer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.down(torch.relu(self.up(x))) + self.mixer(x)
+
+
+class Training:
+    """In a worker: a net on a mesh of two axes, and its optimizer; what it learns depends on no mesh.
+
+    Args:
+        adapter: How it is sharded.
+        strategy: By which strategy.
+        shape: Of the mesh.
+        seed: Of its weights.
+    """
+
+    def __init__(self, adapter: Adapter, strategy: Strategy, shape: Shape, seed: int) -> None:
+        self.mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(seed)
+        net: Any = nn.Sequential(Block(), Block()).to(models.device())
+        where = {adapter.mesh_argument: self.mesh["dp"]}
+        for place, block in enumerate(net):
+            if shape[1] > 1:
+                parallelize_module(block, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            net[place] = adapter.wrap(block, strategy, **where)
+        self.model: Any = adapter.wrap(net, strategy, **where)
+        if isinstance(adapter, Fsdp1):  # torch loses moments of split parameters, under FULL_SHARD, too
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4, foreach=False)
+
+    def losses(self, first_step: int) -> list[float]:
+        """Make steps; return the mean loss of each over all rows of its batch."""
+        found = []
+        group, ranks = self.mesh["dp"].get_group(), self.mesh["dp"].size()
+        for step in range(first_step, first_step + STEPS):
+            torch.manual_seed(step)
+            rows = torch.randn(ROWS, WIDTH).to(models.device()).chunk(ranks)[self.mesh["dp"].get_local_rank()]
+            loss = self.model(rows).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            dist.all_reduce(loss.detach_(), group=group)
+            found.append(loss.item() / ranks)
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Return whole weights, and moments if there are any, on the CPU, by name. Collective."""
+        weights, states = get_state_dict(self.model, self.optimizer)
+        moments: Any = states["state"]
+        found = {name: _whole(value) for name, value in weights.items()}
+        for name, kinds in moments.items():
+            found |= {f"{name} {kind}": _whole(value) for kind, value in kinds.items()}
+        return found
+
+
+def _whole(value: Any) -> Tensor:
+    """Gather a tensor that may be sharded along one dimension of a mesh, and what it shards along another one."""
+    while isinstance(value, DTensor):
+        value = value.full_tensor()
+    whole: Tensor = value.detach().cpu().clone()
+    return whole
+
+
+def saved(adapter: Adapter, strategy: Strategy, shape: Shape, path: str) -> list[float]:
+    """In a worker: train, save, and train on; return the losses after that."""
+    training = Training(adapter, strategy, shape, seed=0)
+    training.losses(0)
+    save(training.model, training.optimizer, CodecState(training.model), path)
+    state = training.state()
+    if dist.get_rank() == 0:
+        torch.save(state, f"{path}/whole.pt")
+    return training.losses(STEPS)
+
+
+def loaded(adapter: Adapter, strategy: Strategy, shape: Shape, path: str) -> tuple[list[str], list[float]]:
+    """In a worker: what of a loaded checkpoint differs from what was saved; losses of the steps after that."""
+    training = Training(adapter, strategy, shape, seed=1)
+    load(training.model, training.optimizer, None, path)
+    expected, found = torch.load(f"{path}/whole.pt"), training.state()
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)], training.losses(STEPS)
+
+
+@over_each(
+    adapter=ADAPTERS,
+    levels=[("III", "III"), ("IGG", "IGG"), ("III", "IGG"), ("IGG", "III")],
+    shapes=[((4, 2), (2, 2)), ((4, 2), (4, 1)), ((4, 1), (4, 2)), ((4, 2), (2, 4))],
+)
+def test_a_checkpoint_is_loaded_on_another_mesh(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, levels: tuple[str, str], shapes: tuple[Shape, Shape]
+) -> None:
+    path, (before, after) = str(tmp_path / "checkpoint"), shapes
+    went_on = pool(before[0] * before[1]).run(saved, adapter, Strategy(levels[0], **TWO), before, path)
+    for differing, losses in pool(after[0] * after[1]).run(loaded, adapter, Strategy(levels[1], **TWO), after, path):
+        assert differing == []
+        assert losses == pytest.approx(went_on[0], rel=1e-5)
+
+
+CODED = {
+    "delta and loco": Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), **TWO),
+    "loco within nodes": Strategy("III", gradients=Int4(32), error_feedback=LoCo(hops="both"), **TWO),
+}
+
+
+def resumed(adapter: Adapter, strategy: Strategy, path: str) -> tuple[list[float], list[float], list[str]]:
+    """In a worker: losses of a training after a save, of one that resumes there, and weights that then differ."""
+    first = Training(adapter, strategy, (4, 2), seed=0)
+    first.losses(0)
+    save(first.model, first.optimizer, CodecState(first.model), path)
+    expected = first.losses(STEPS)
+    second = Training(adapter, strategy, (4, 2), seed=1)
+    load(second.model, second.optimizer, CodecState(second.model), path)
+    found, whole = second.losses(STEPS), first.state()
+    return expected, found, [name for name, value in second.state().items() if not torch.equal(value, whole[name])]
+
+
+@over_each(adapter=ADAPTERS, strategy=CODED)
+def test_codec_state_resumes_bit_for_bit(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: Strategy
+) -> None:
+    for expected, found, differing in pool(8).run(resumed, adapter, strategy, str(tmp_path / "checkpoint")):
+        assert found == expected
+        assert differing == []
+
+
+def copies_that_differ(adapter: Adapter, strategy: Strategy, path: str) -> tuple[list[str], int]:
+    """In a worker: load codec state of other weights on half of the ranks of tensor parallelism, and train.
+
+    Returns:
+        The names of copies that differ then, and the number of warnings on this rank.
+    """
+    first = Training(adapter, strategy, (4, 2), seed=0)
+    first.losses(0)
+    older = CodecState(first.model).state_dict()
+    first.losses(STEPS)
+    newer = CodecState(first.model).state_dict()
+    save(first.model, first.optimizer, CodecState(first.model), path)
+    training = Training(adapter, strategy, (4, 2), seed=1)
+    load(training.model, training.optimizer, None, path)
+    with collected() as records:
+        CodecState(training.model).load_state_dict(older if training.mesh["tp"].get_local_rank() else newer)
+        training.losses(2 * STEPS)
+    warnings = [text for level, text in records if level == "WARNING" and "was not saved with the weights" in text]
+    differing = []
+    for name, value in training.model.state_dict().items():
+        if "norm" not in name and "mixer" not in name:
+            continue
+        own = value
+        while isinstance(own, DTensor):
+            own = own.to_local()
+        pair = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(pair, own.contiguous(), group=training.mesh["tp"].get_group())
+        if not torch.equal(*pair):
+            differing.append(name)
+    return differing, len(warnings)
+
+
+@over_each(adapter=ADAPTERS, strategy=CODED)
+def test_codec_state_of_other_weights_on_some_ranks_leaves_copies_equal(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, strategy: Strategy
+) -> None:
+    differing, warnings = zip(*pool(8).run(copies_that_differ, adapter, strategy, str(tmp_path / "c")), strict=True)
+    assert list(differing) == [[]] * 8
+    assert sum(warnings) == 1
