@@ -79,12 +79,12 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
         ValueError: The error names the key, its value, what is allowed, and what to do instead.
     """
     _check_type(strategy)
-    _check_other_parallelism(parallelism)
     alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
-    if parallelism.spmd_backend != "partial_dtensor":
+    if parallelism.spmd_backend != "partial_dtensor" and strategy.optimizer != "G":
         raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend} annotates parameters for other parallelisms, which a "
-            "strategy can't be combined with; set --parallelism.spmd_backend partial_dtensor"
+            f"parallelism.spmd_backend={parallelism.spmd_backend} can't be combined with {strategy.levels!r}, which "
+            "shards over a part of the data-parallel ranks: parameters then have no one mesh with the other "
+            "parallelisms; set --parallelism.spmd_backend partial_dtensor, or choose optimizer scope G, such as IGG"
         )
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError(
@@ -116,19 +116,3 @@ def _check_type(strategy: object) -> None:
             f"parallelism.strategy must be a Strategy or None, got {strategy!r}; for a preset's name or a mapping, "
             "pass Strategy.from_dict(...)"
         )
-
-
-def _check_other_parallelism(parallelism: ParallelismConfig) -> None:
-    if (replicas := parallelism.data_parallel_replicate_degree) > 1:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree={replicas} is torchtitan's HSDP, which a strategy replaces; "
-            "set it to 1 and choose the strategy that replicates across nodes, --parallelism.strategy mics, or pass "
-            "--parallelism.strategy None for torchtitan's own HSDP"
-        )
-    for other in ("tensor", "pipeline", "context", "expert"):
-        degree = getattr(parallelism, f"{other}_parallel_degree")
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.{other}_parallel_degree={degree} can't be combined with a strategy, which shards over "
-                "all ranks; set it to 1, or pass --parallelism.strategy None for torchtitan's own FSDP"
-            )
