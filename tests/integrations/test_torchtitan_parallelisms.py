@@ -61,6 +61,14 @@ def test_zeropp_trains_as_torchtitan_does_but_for_rounding(
     assert run.losses != own.losses
 
 
+def test_traffic_is_that_of_all_stages_of_a_rank(torchtitan: Callable[..., list[Any]], tmp_path: Path) -> None:
+    options = ["--training.steps", "1", *flag(levels="IIG", gpus_per_node=1)]
+    one, two = (torchtitan("train", "two_layers", tmp_path, *options, *stages) for stages in (PP, INTERLEAVED))
+    # Of either, a rank has one layer of two, and the embedding or the head, which is as large.
+    assert [run.traffic for run in one] == [run.traffic for run in two]
+    assert all(run.traffic[0]["reduce"]["inter"] > 0 for run in one)
+
+
 @pytest.mark.skipif(major_minor(torch.__version__) < (2, 14), reason="torchtitan's default backend needs torch 2.14")
 @pytest.mark.parametrize("options", [[], TP, PP])
 def test_the_default_backend_trains_as_torchtitan_does(
