@@ -77,8 +77,9 @@ def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
     """Return a context in which whoever has imported torch's ``fully_shard``, or does it there, has another one."""
     holders = [
         module
-        for name, module in sys.modules.items()
-        if vars(module).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
+        for name, module in list(sys.modules.items())
+        # What some packages put there is no module.
+        if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
     ]
     for module in holders:
         vars(module)["fully_shard"] = replacement
