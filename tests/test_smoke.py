@@ -47,7 +47,7 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.planner.model_size import module_size
 
 pytestmark = pytest.mark.smoke

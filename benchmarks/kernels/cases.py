@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from timing import Case, Prepared, tensors_nbytes
@@ -49,100 +50,76 @@ def copy_case(numel: int) -> Case:
     return Case("device copy", prepare)
 
 
-def quantize_case(numel: int, bits: int, block: int) -> Case:
-    """Quantize."""
-
-    def prepare() -> Prepared:
-        x = _values(numel)
-        return lambda: quantize(x, *GRID, bits, block), tensors_nbytes(x, quantize(x, *GRID, bits, block))
-
-    return Case(f"quantize int{bits}", prepare)
+def _quantize(numel: int, bits: int, block: int) -> Prepared:
+    x = _values(numel)
+    return lambda: quantize(x, *GRID, bits, block), tensors_nbytes(x, quantize(x, *GRID, bits, block))
 
 
-def feedback_case(numel: int, bits: int, block: int, errors_in: str) -> Case:
-    """Quantize with error feedback, whose errors are read and written, too."""
-    error_block = ERRORS[errors_in]
-
-    def prepare() -> Prepared:
-        x, errors = _values(numel), _zero_errors(numel, CHUNKS, error_block)
-        payload = quantize(x, *GRID, bits, block)
-        return (
-            lambda: quantize_with_feedback(x, errors, *GRID, bits, block, error_block, BETA),
-            tensors_nbytes(x, payload, errors, errors),
-        )
-
-    return Case(f"quantize int{bits} with {errors_in} errors", prepare)
+def _quantize_with_feedback(numel: int, bits: int, block: int, error_block: int) -> Prepared:
+    x, errors = _values(numel), _zero_errors(numel, CHUNKS, error_block)
+    call = lambda: quantize_with_feedback(x, errors, *GRID, bits, block, error_block, BETA)  # noqa: E731
+    # Errors are read and written, too.
+    return call, tensors_nbytes(x, quantize(x, *GRID, bits, block), errors, errors)
 
 
-def dequantize_case(numel: int, bits: int, block: int) -> Case:
-    """Dequantize."""
-
-    def prepare() -> Prepared:
-        x = _values(numel)
-        payload = quantize(x, *GRID, bits, block)
-        return lambda: dequantize(payload, x, *GRID[::-1], bits, block), tensors_nbytes(x, payload)
-
-    return Case(f"dequantize int{bits}", prepare)
+def _dequantize(numel: int, bits: int, block: int) -> Prepared:
+    x = _values(numel)
+    payload = quantize(x, *GRID, bits, block)
+    return lambda: dequantize(payload, x, *GRID[::-1], bits, block), tensors_nbytes(x, payload)
 
 
-def sum_case(numel: int, bits: int, block: int, peers: int) -> Case:
-    """Sum to bf16, the last step of a reduction."""
-
-    def prepare() -> Prepared:
-        payload = _payload_of_peers(numel, bits, block, peers)
-        out = torch.empty(numel // peers, device="cuda", dtype=torch.bfloat16)
-        layouts = (1, CHUNKS // peers, bits, block, 1 / peers)
-        return lambda: dequantize_sum(payload, out, *layouts), tensors_nbytes(payload, out)
-
-    return Case(f"dequantize + sum int{bits} over {peers}", prepare)
+def _sum(numel: int, bits: int, block: int, peers: int) -> Prepared:
+    """Prepare to sum to bf16, the last step of a reduction."""
+    payload = _payload_of_peers(numel, bits, block, peers)
+    out = torch.empty(numel // peers, device="cuda", dtype=torch.bfloat16)
+    layouts = (1, CHUNKS // peers, bits, block, 1 / peers)
+    return lambda: dequantize_sum(payload, out, *layouts), tensors_nbytes(payload, out)
 
 
-def requantize_case(numel: int, bits: int, block: int, peers: int, out_bits: int, errors_in: str = "") -> Case:
-    """Sum and quantize again, the step of a reduction between its hops, with error feedback or without."""
-
-    def prepare() -> Prepared:
-        chunks, chunk_numel = CHUNKS // peers, numel // CHUNKS
-        payload = _payload_of_peers(numel, bits, block, peers)
-        if errors_in:
-            error_block = ERRORS[errors_in]
-            errors = _zero_errors(numel // peers, chunks, error_block)
-            layouts = (chunk_numel, bits, block, out_bits, block, 1 / peers, error_block, BETA)
-            call = lambda: dequantize_sum_quantize_with_feedback(payload, errors, *layouts)  # noqa: E731
-            return call, tensors_nbytes(payload, call(), errors, errors)
-        layouts = (chunk_numel, 1, chunks, bits, block, out_bits, block, 1 / peers)
-        call = lambda: dequantize_sum_quantize(payload, *layouts)  # noqa: E731
-        return call, tensors_nbytes(payload, call())
-
-    feedback = f" with {errors_in} errors" if errors_in else ""
-    return Case(f"dequantize + sum int{bits} over {peers} + quantize int{out_bits}{feedback}", prepare)
+def _requantize(numel: int, bits: int, block: int, peers: int, out_bits: int) -> Prepared:
+    """Prepare to sum and quantize again, the step of a reduction between its hops."""
+    payload = _payload_of_peers(numel, bits, block, peers)
+    layouts = (numel // CHUNKS, 1, CHUNKS // peers, bits, block, out_bits, block, 1 / peers)
+    call = lambda: dequantize_sum_quantize(payload, *layouts)  # noqa: E731
+    return call, tensors_nbytes(payload, call())
 
 
-def delta_cases(numel: int, block: int) -> Iterator[Case]:
-    """Encode weights as changes, and add them: int4 against int8."""
-    layouts = (8, block, 4, block)
+def _requantize_with_feedback(numel: int, bits: int, block: int, error_block: int) -> Prepared:
+    """Prepare to do so with error feedback, over 4 peers, to 4 bits."""
+    payload = _payload_of_peers(numel, bits, block, 4)
+    errors = _zero_errors(numel // 4, CHUNKS // 4, error_block)
+    layouts = (numel // CHUNKS, bits, block, 4, block, 1 / 4, error_block, BETA)
+    call = lambda: dequantize_sum_quantize_with_feedback(payload, errors, *layouts)  # noqa: E731
+    return call, tensors_nbytes(payload, call(), errors, errors)
 
-    def prepare(add: bool) -> Prepared:
-        x, rows = _values(numel), (1, CHUNKS)
-        base, delta = quantize(x, *rows, 8, block), quantize(x, *rows, 4, block)
-        if add:
-            return lambda: add_delta(base, delta, numel // CHUNKS, *layouts), tensors_nbytes(base, delta, base)
-        return lambda: quantize_delta(x, base, *layouts), tensors_nbytes(x, base, delta)
 
-    yield Case("quantize int4 difference from int8", lambda: prepare(False))
-    yield Case("add int4 difference to int8", lambda: prepare(True))
+def _delta(numel: int, block: int, add: bool) -> Prepared:
+    """Prepare to encode weights as changes, or to add them: int4 against int8."""
+    x, rows, layouts = _values(numel), (1, CHUNKS), (8, block, 4, block)
+    base, delta = quantize(x, *rows, 8, block), quantize(x, *rows, 4, block)
+    if add:
+        return lambda: add_delta(base, delta, numel // CHUNKS, *layouts), tensors_nbytes(base, delta, base)
+    return lambda: quantize_delta(x, base, *layouts), tensors_nbytes(x, base, delta)
 
 
 def own_cases(numel: int, block: int) -> Iterator[Case]:
     """Yield all of this project's kernels."""
+
+    def case(name: str, prepare: Callable[..., Prepared], *arguments: int) -> Case:
+        return Case(name, partial(prepare, numel, *arguments))
+
     for bits in (8, 4):
-        yield quantize_case(numel, bits, block)
-        yield dequantize_case(numel, bits, block)
+        yield case(f"quantize int{bits}", _quantize, bits, block)
+        yield case(f"dequantize int{bits}", _dequantize, bits, block)
+        summed = f"dequantize + sum int{bits} over"
         for peers in (4, 8):
-            yield sum_case(numel, bits, block, peers)
+            yield case(f"{summed} {peers}", _sum, bits, block, peers)
         for out_bits in (8, 4)[bits == 4 :]:
             for peers in (4, 8):
-                yield requantize_case(numel, bits, block, peers, out_bits)
-        for errors_in in ERRORS:
-            yield feedback_case(numel, bits, block, errors_in)
-            yield requantize_case(numel, bits, block, 4, 4, errors_in)
-    yield from delta_cases(numel, block)
+                yield case(f"{summed} {peers} + quantize int{out_bits}", _requantize, bits, block, peers, out_bits)
+        for kind, error_block in ERRORS.items():
+            yield case(f"quantize int{bits} with {kind} errors", _quantize_with_feedback, bits, block, error_block)
+            name = f"{summed} 4 + quantize int4 with {kind} errors"
+            yield case(name, _requantize_with_feedback, bits, block, error_block)
+    yield case("quantize int4 difference from int8", _delta, block, False)
+    yield case("add int4 difference to int8", _delta, block, True)

@@ -71,17 +71,17 @@ def figures_of(rows: list[Row], key: str, strategy: str = "") -> list[float]:
     return [row[key] for row in rows if row.get(key) and strategy in ("", row["strategy"])]
 
 
-def times_as_fast(than: str, heading: str) -> Column:
-    """Make a column with the speedup over ``than``: from the lowest ratio of measurements to the highest."""
+def times_as_fast(than: str, heading: str, form: str = "{:.2f}", to: str = "-") -> Column:
+    """Make a column with the speedup over ``than``: from the lowest ratio of measurements ``to`` the highest."""
 
     def cell(own: list[Row], rows: list[Row]) -> str:
         references, times = figures_of(rows, "step_ms", than), figures_of(own, "step_ms")
         if not references or not times:
             return ""
         if own[0]["strategy"] == than:
-            return "1.00x"
-        ends = (f"{min(references) / max(times):.2f}", f"{max(references) / min(times):.2f}")
-        return f"{'-'.join(dict.fromkeys(ends))}x"
+            return f"{form.format(1)}x"
+        ends = (form.format(min(references) / max(times)), form.format(max(references) / min(times)))
+        return f"{to.join(dict.fromkeys(ends))}x"
 
     return Column(heading, cell)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from charts import FAINT, MEMORY, OURS, PEER, Figure, drawn
-from headline import LABELS, Entry
+from headline import LABELS, times_text
 from labels import label
 from matplotlib.axes import Axes
 from result_files import Row
@@ -15,19 +15,20 @@ _WIDTH = 4.4
 
 
 @drawn
-def step_time(entries: list[Entry]) -> Figure:
+def step_time(entries: Mapping[str, list[Row]]) -> Figure:
     """Draw a bar for each strategy's step, a thin line from the fastest to the slowest, and a bar for peak memory."""
     figure = Figure(figsize=(_WIDTH, 0.6 + 0.46 * len(entries)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.75, 1))
-    for place, entry in enumerate(entries):
-        _name(times, place, LABELS[entry.name].replace("`", "").replace("Strategy.", "").replace(" 0.19.8", ""))
-        _bar(times, place, entry.times[0], entry.times_text, _color(entry.name))
-        fastest, slowest = min(row["fastest_ms"] for row in entry.rows), max(row["slowest_ms"] for row in entry.rows)
+    for place, (name, rows) in enumerate(entries.items()):
+        _name(times, place, LABELS[name].replace("`", "").replace("Strategy.", "").replace(" 0.19.8", ""))
+        _bar(times, place, rows[0]["step_ms"], times_text(rows), _color(name))
+        fastest, slowest = min(row["fastest_ms"] for row in rows), max(row["slowest_ms"] for row in rows)
         times.plot([fastest, slowest], [place + 0.35] * 2, color=FAINT, lw=1)
-        _bar(memory, place, entry.peak_gib, f"{entry.peak_gib:.1f}", MEMORY)
+        peak = max(row["peak_gib"] for row in rows)
+        _bar(memory, place, peak, f"{peak:.1f}", MEMORY)
     _frame(times, "step, ms", len(entries))
     _frame(memory, "peak memory, GiB", len(entries))
-    times.set_xlim(0, 1.5 * max(max(entry.times) for entry in entries))
+    times.set_xlim(0, 1.5 * max(row["step_ms"] for rows in entries.values() for row in rows))
     return figure
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from columns import PEAK, times_as_fast
 from markdown_tables import markdown
 from result_files import Row
 
@@ -22,50 +21,21 @@ LABELS = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A strategy's measurements in the run; most were measured once.
-
-    Attributes:
-        name: Name in run.py.
-        rows: Its rows, in the order in which they were measured.
-    """
-
-    name: str
-    rows: list[Row]
-
-    @property
-    def times(self) -> list[float]:
-        """Return the median step times, ms."""
-        return [row["step_ms"] for row in self.rows]
-
-    @property
-    def peak_gib(self) -> float:
-        """Return the highest of the peaks."""
-        return max(row["peak_gib"] for row in self.rows)
-
-    @property
-    def times_text(self) -> str:
-        """Return the step times as text."""
-        return ", again ".join(f"{time:.0f}" for time in self.times)
+def entries(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return the measurements of each strategy that is shown, in the order of LABELS; most were measured once."""
+    return {name: [row for row in rows if row["strategy"] == name] for name in LABELS}
 
 
-def entries(rows: list[Row]) -> list[Entry]:
-    """Return the strategies that are shown, in the order of LABELS."""
-    return [Entry(name, [row for row in rows if row["strategy"] == name]) for name in LABELS]
-
-
-def speedup(entry: Entry, reference: Entry) -> str:
-    """Return the lowest and the highest ratio of the reference's times to an entry's."""
-    if entry is reference:
-        return "1.0x"
-    lowest = min(reference.times) / max(entry.times)
-    highest = max(reference.times) / min(entry.times)
-    return f"{lowest:.1f}x to {highest:.1f}x"
+def times_text(own: list[Row]) -> str:
+    """Return the median step times of a strategy as text, in ms."""
+    return ", again ".join(f"{row['step_ms']:.0f}" for row in own)
 
 
 def table(rows: list[Row]) -> str:
     """Return the table in README.md."""
-    full_shard, *_ = shown = entries(rows)
-    lines = [[LABELS[each.name], each.times_text, speedup(each, full_shard), f"{each.peak_gib:.1f}"] for each in shown]
-    return markdown(["strategy", "step, ms", "against FULL_SHARD", "peak memory, GiB"], lines)
+    speedup = times_as_fast("full_shard", "against FULL_SHARD", "{:.1f}", "x to ")
+    lines = (
+        [LABELS[name], times_text(own), speedup.cell(own, rows), PEAK.cell(own, rows)]
+        for name, own in entries(rows).items()
+    )
+    return markdown(["strategy", "step, ms", speedup.heading, "peak memory, GiB"], lines)

@@ -1,4 +1,4 @@
-"""Models that benchmarks train: Llamas with random weights, made without ever holding more than one layer.
+"""Models that benchmarks train: Llamas and mixtures of experts with random weights, made layer by layer.
 
 With ``lora`` the base is frozen and in bf16, beside trainable adapters on q, k, v and o.
 """
@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY = 32000
 SIZES: dict[str, dict[str, int]] = {
@@ -26,7 +25,28 @@ SIZES: dict[str, dict[str, int]] = {
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
+    "tiny-moe": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3-moe-2.6B": {
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
 }
+"""Arguments of the configurations: of Llama, and of Qwen3-MoE if they have experts."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -96,37 +116,38 @@ def network(task: Task, one_dtype: bool = False) -> nn.Module:
         one_dtype: Whether LoRA's adapters are in bf16 as the base is, not in fp32.
 
     Returns:
-        A LlamaForCausalLM in fp32, or a PEFT model around one in bf16.
+        The transformers model in fp32, or a PEFT model around one in bf16.
     """
-    config = LlamaConfig(
-        **SIZES[task.size], vocab_size=VOCABULARY, max_position_embeddings=task.sequence + task.generate
-    )
-    config.use_cache = False
+    size = SIZES[task.size] | {"vocab_size": VOCABULARY, "max_position_embeddings": task.sequence + task.generate}
     with torch.device("meta"):
-        llama = LlamaForCausalLM(config)
-        model: nn.Module = adapted(llama.to(torch.bfloat16), task.lora) if task.lora else llama
+        base: PreTrainedModel
+        if "num_experts" in size:
+            base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, use_cache=False))
+        else:
+            base = LlamaForCausalLM(LlamaConfig(**size, use_cache=False))
+        model: nn.Module = adapted(base.to(torch.bfloat16), task.lora) if task.lora else base
         if task.lora and one_dtype:
             model.to(torch.bfloat16)
     return model
 
 
-def adapted(llama: nn.Module, rank: int) -> nn.Module:
-    """Freeze ``llama`` and add adapters of ``rank`` on the projections of attention."""
+def adapted(base: nn.Module, rank: int) -> nn.Module:
+    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    return get_peft_model(llama, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
 
 
-def llama_of(model: nn.Module) -> LlamaForCausalLM:
-    """Return the Llama inside of ``model``, which may be PEFT's."""
-    return model if isinstance(model, LlamaForCausalLM) else model.get_base_model()
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside of ``model``, which may be PEFT's."""
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
 def materialize(module: nn.Module, device: torch.device) -> nn.Module:
     """Give values to the parameters that have none, the same on every rank that has the same seed."""
     for inner in module.modules():
-        if isinstance(inner, LlamaRotaryEmbedding) and inner.inv_freq.is_meta:
+        if "inv_freq" in inner._buffers and inner.inv_freq.is_meta:
             # Its buffers are computed from the configuration, which the meta device has skipped.
             inner.__init__(inner.config)
             inner.to(device)
@@ -134,7 +155,7 @@ def materialize(module: nn.Module, device: torch.device) -> nn.Module:
             if parameter is None or not parameter.is_meta:
                 continue
             values = torch.empty_like(parameter, device=device)
-            nn.init.ones_(values) if isinstance(inner, LlamaRMSNorm) else nn.init.normal_(values, std=0.02)
+            nn.init.ones_(values) if parameter.ndim == 1 else nn.init.normal_(values, std=0.02)
             inner._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     return module
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,48 +28,36 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Return the intersection of two unions, as a union."""
-    common, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            common.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def length(intervals: list[Interval]) -> float:
-    """Return the length of a union, in the unit of its intervals."""
-    return sum(end - start for start, end in intervals)
-
-
-def split(events: Iterable[dict[str, Any]]) -> tuple[list[Interval], list[Interval]]:
-    """Split a trace into NCCL's kernels and all others.
-
-    Args:
-        events: ``traceEvents`` of a trace, times in microseconds. Only kernels on the GPU count: annotations, too, may
-            be called nccl and have a time on the GPU.
-
-    Returns:
-        The intervals of NCCL's kernels, then those of all other kernels.
-    """
-    communication, computation = [], []
-    for event in events:
-        if event.get("cat") != "kernel":
-            continue
-        interval = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        (communication if event["name"].startswith("nccl") else computation).append(interval)
-    return communication, computation
+def length(*intervals: Interval) -> float:
+    """Return the time that intervals cover, in their unit."""
+    return sum(end - start for start, end in union(intervals))
 
 
 def exposed(communication: Iterable[Interval], computation: Iterable[Interval]) -> tuple[float, float]:
     """Return the time with communication, and the part of it without computation, in the unit of the intervals."""
-    busy = union(communication)
-    return length(busy), length(busy) - length(intersection(busy, union(computation)))
+    busy, others = union(communication), union(computation)
+    return length(*busy), length(*busy, *others) - length(*others)
+
+
+def events_of(trace: Path) -> list[dict[str, Any]]:
+    """Read the events of a gzipped trace, with times in microseconds."""
+    with gzip.open(trace, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+        return events
+
+
+def kernels(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool, Interval]]:
+    """Yield the kernels of a trace, each with whether it is NCCL's, and its interval.
+
+    Annotations, too, may be called nccl and have a time on the GPU.
+    """
+    for event in events:
+        if event.get("cat") == "kernel":
+            yield (
+                event,
+                event["name"].startswith("nccl"),
+                (float(event["ts"]), float(event["ts"]) + float(event["dur"])),
+            )
 
 
 def overlap(trace: Path, steps: int) -> dict[str, float | None]:
@@ -77,8 +65,10 @@ def overlap(trace: Path, steps: int) -> dict[str, float | None]:
 
     The share of exposed communication is None without NCCL.
     """
-    with gzip.open(trace, "rt") as file:
-        total, alone = exposed(*split(json.load(file)["traceEvents"]))
+    by_kind: dict[bool, list[Interval]] = {True: [], False: []}
+    for _, is_nccls, interval in kernels(events_of(trace)):
+        by_kind[is_nccls].append(interval)
+    total, alone = exposed(by_kind[True], by_kind[False])
     return {
         "communication_ms": total / 1e3 / steps,
         "exposed_ms": alone / 1e3 / steps,

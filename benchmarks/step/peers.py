@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task, llama_of, prepare, whole
+from models import Task, base_of, prepare, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import Training
@@ -83,9 +83,9 @@ class DeepSpeed(Training):
             # Other kinds of checkpoints compare shapes, which ZeRO-3 changes when it frees a parameter.
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
             model.enable_input_require_grads()
-        for layer in llama_of(model).model.layers if task.compile else ():
+        for layer in base_of(model).model.layers if task.compile else ():
             layer.compile()
-        unit = sum(p.numel() for p in llama_of(model).model.layers[0].parameters())
+        unit = sum(p.numel() for p in base_of(model).model.layers[0].parameters())
         optimizer = torch.optim.AdamW(trainable(model), lr=1e-4, fused=task.device == "cuda")
         self._engine: Any = None
         try:
@@ -121,7 +121,7 @@ class MegatronHFSDP(Training):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
-        for index in range(len(layers := llama_of(model).model.layers)):
+        for index in range(len(layers := base_of(model).model.layers)):
             prepare(task, layers, index)
         self._model = fully_shard_model(
             model,

@@ -29,7 +29,7 @@ from models import Task, add_model, network
 from timing import rates, timed_steps
 from torch_fsdp import TorchFSDP
 
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.planner.bandwidth import measure_bandwidth
 from fsdp_zpp.planner.model_size import ModelSize, module_size
 from fsdp_zpp.planner.plan import plan

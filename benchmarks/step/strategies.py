@@ -8,7 +8,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 STRATEGIES: dict[str, Any] = {
     "full_shard": ShardingStrategy.FULL_SHARD,

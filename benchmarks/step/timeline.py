@@ -10,24 +10,15 @@ other ranks within itself ([Note: Time of communication] in overlap.py).
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from overlap import Interval, intersection, length, union
+from overlap import Interval, events_of, kernels, length, union
 
 BETWEEN, INSIDE, COMPUTATION = "between nodes", "inside the node", "computation"
 COLORS = {BETWEEN: "tab:red", INSIDE: "tab:blue", COMPUTATION: "tab:gray"}
-
-
-def lane(event: dict[str, Any], gpus_per_node: int) -> str:
-    """Return the lane of a kernel."""
-    if not event["name"].startswith("nccl"):
-        return COMPUTATION
-    ranks = json.loads(event["args"].get("Process Group Ranks") or "[]")
-    return BETWEEN if len({rank // gpus_per_node for rank in ranks}) > 1 else INSIDE
 
 
 def lanes(events: Iterable[dict[str, Any]], gpus_per_node: int) -> dict[str, list[tuple[str, Interval]]]:
@@ -35,13 +26,14 @@ def lanes(events: Iterable[dict[str, Any]], gpus_per_node: int) -> dict[str, lis
 
     The kind of a collective tells its purpose: weights are gathered, gradients go all-to-all.
     """
-    kernels: dict[str, list[tuple[str, Interval]]] = {name: [] for name in COLORS}
-    for event in events:
-        if event.get("cat") == "kernel":
-            kind = "gather" if "AllGather" in event["name"] else "reduce"
-            start = float(event["ts"])
-            kernels[lane(event, gpus_per_node)].append((kind, (start, start + float(event["dur"]))))
-    return kernels
+    by_lane: dict[str, list[tuple[str, Interval]]] = {name: [] for name in COLORS}
+    for event, is_nccls, interval in kernels(events):
+        lane = COMPUTATION
+        if is_nccls:
+            ranks = json.loads(event["args"].get("Process Group Ranks") or "[]")
+            lane = BETWEEN if len({rank // gpus_per_node for rank in ranks}) > 1 else INSIDE
+        by_lane[lane].append(("gather" if "AllGather" in event["name"] else "reduce", interval))
+    return by_lane
 
 
 def last_step(events: list[dict[str, Any]]) -> Interval:
@@ -62,13 +54,19 @@ def last_step(events: list[dict[str, Any]]) -> Interval:
 
 def summary(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval) -> list[str]:
     """Return lines with the time of each lane in a step, and how much of it another lane is busy, too."""
-    busy = {name: intersection(union(interval for _, interval in kernels), [step]) for name, kernels in by_lane.items()}
+    busy = {name: within(step, (interval for _, interval in own)) for name, own in by_lane.items()}
     lines = [f"a step of {(step[1] - step[0]) / 1e3:.0f} ms"]
     for name, own in busy.items():
-        others = union(interval for other, intervals in busy.items() if other != name for interval in intervals)
-        beside = length(intersection(own, others))
-        lines.append(f"{name}: {length(own) / 1e3:.1f} ms, of which {beside / 1e3:.1f} ms beside others")
+        others = [interval for other, intervals in busy.items() if other != name for interval in intervals]
+        beside = length(*own) + length(*others) - length(*own, *others)
+        lines.append(f"{name}: {length(*own) / 1e3:.1f} ms, of which {beside / 1e3:.1f} ms beside others")
     return lines
+
+
+def within(step: Interval, intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the parts of intervals in a step."""
+    clipped = ((max(start, step[0]), min(end, step[1])) for start, end in intervals)
+    return [(start, end) for start, end in clipped if start < end]
 
 
 def draw(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval, title: str, out: Path) -> None:
@@ -78,10 +76,10 @@ def draw(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval, title: 
 
     figure = Figure(figsize=(13, 2.6), layout="constrained")
     axes = figure.subplots()
-    for place, (name, kernels) in enumerate(by_lane.items()):
+    for place, (name, intervals) in enumerate(by_lane.items()):
         for kind, alpha in (("gather", 0.55), ("reduce", 1.0)):
-            of_kind = union(interval for own, interval in kernels if own == kind)
-            bars = [((start - step[0]) / 1e3, (end - start) / 1e3) for start, end in intersection(of_kind, [step])]
+            of_kind = union(interval for own, interval in intervals if own == kind)
+            bars = [((start - step[0]) / 1e3, (end - start) / 1e3) for start, end in within(step, of_kind)]
             axes.broken_barh(bars, (place - 0.4, 0.8), color=COLORS[name], alpha=alpha)
     axes.set(yticks=range(len(by_lane)), yticklabels=list(by_lane), xlabel="ms since the optimizer's last step ended")
     axes.set_xlim(0, (step[1] - step[0]) / 1e3)
@@ -100,8 +98,7 @@ def main() -> None:
     parser.add_argument("--title", default="")
     parser.add_argument("--out", type=Path, help="default: beside the trace")
     arguments = parser.parse_args()
-    with gzip.open(arguments.trace, "rt") as file:
-        events = json.load(file)["traceEvents"]
+    events = events_of(arguments.trace)
     by_lane, step = lanes(events, arguments.gpus_per_node), last_step(events)
     lines = summary(by_lane, step)
     print("\n".join(lines))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task, llama_of, materialize, network, prepare
+from models import Task, base_of, materialize, network, prepare
 from strategies import STRATEGIES, base_codec
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -62,7 +62,7 @@ class TorchFSDP(Training):
         """Build the model, layer by layer."""
         is_torchs_fsdp1 = not self._fsdp2 and not isinstance(self._strategy, Strategy)
         model = network(self._task, one_dtype=is_torchs_fsdp1)
-        layers = llama_of(model).model.layers
+        layers = base_of(model).model.layers
         for index, layer in enumerate(layers):
             self._materialize(layer)
             prepare(self._task, layers, index)

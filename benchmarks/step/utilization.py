@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models import SIZES, Task, llama_of, network
+from models import SIZES, Task, base_of, network
 
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
@@ -20,13 +20,14 @@ def flops_a_token(task: Task) -> float:
 
     A parameter takes 6 if it is trained and 4 if it is frozen, as it has no weight gradient then; attention takes
     12 * layers * hidden * sequence over the whole square, which PaLM (arXiv 2204.02311, appendix B) does not halve for
-    causal attention. Recomputation does not count, nor does the input embedding, which multiplies nothing (PaLM's is
-    shared with the output's, which counts).
+    causal attention. Of experts, those that a token reaches count. Recomputation does not, nor does the input
+    embedding, which multiplies nothing (PaLM's is shared with the output's, which counts).
     """
     model, size = network(task), SIZES[task.size]
-    embedding = llama_of(model).get_input_embeddings().weight
+    embedding = base_of(model).get_input_embeddings().weight
     parameters = [p for p in model.parameters() if p is not embedding]
-    arithmetic = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
+    reached = size.get("num_experts_per_tok", 1) / size.get("num_experts", 1)
+    arithmetic = sum(p.numel() * (6 if p.requires_grad else 4) * (reached if p.ndim == 3 else 1) for p in parameters)
     return arithmetic + 12 * size["num_hidden_layers"] * size["hidden_size"] * task.sequence
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
@@ -18,6 +20,13 @@ def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
 def is_part(mesh: DeviceMesh) -> bool:
     """Return whether ``mesh`` is a part of a larger one, along which other parallelisms may have sharded parameters."""
     return mesh._get_root_mesh() is not mesh
+
+
+def sharded_along(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[str, ...]:
+    """Return the dimensions of ``mesh``, by name, along which a tensor with these placements is sharded."""
+    names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+    pairs = zip(names, placements, strict=True)
+    return tuple([name for name, placement in pairs if not placement.is_replicate()])
 
 
 def mesh_over(group: dist.ProcessGroup, mesh: DeviceMesh) -> DeviceMesh:

@@ -20,6 +20,14 @@ from fsdp_zpp.runtime.rank_layout import RankLayout, launched_node_size
 from ._torch_mesh import flattened, is_part
 
 
+def read_2d_mesh(strategy: Strategy, mesh: DeviceMesh) -> tuple[Strategy, DeviceMesh] | None:
+    """Read a mesh of two named dimensions by :func:`read_hsdp_mesh`, as nodes x ranks; None if ``mesh`` is another."""
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        return None
+    nodes, ranks = mesh.mesh_dim_names
+    return read_hsdp_mesh(strategy, mesh, (nodes,), (ranks,))
+
+
 def read_hsdp_mesh(
     strategy: Strategy, mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]
 ) -> tuple[Strategy, DeviceMesh] | None:

@@ -44,7 +44,7 @@ def codec_from_name(value: object) -> Codec | None:
     return cls(int(block)) if colon else cls()
 
 
-def name_of_codec(codec: Codec) -> str | dict[str, Any]:
+def name_of_codec(codec: Codec) -> str | dict[str, object]:
     """Return what :func:`codec_from_name` reads as ``codec``.
 
     Raises:
@@ -53,7 +53,7 @@ def name_of_codec(codec: Codec) -> str | dict[str, Any]:
     name = next((name for name, cls in CODECS.items() if cls is type(codec)), None)
     if name is None:
         raise TypeError(f"{codec!r} has no name; those with names are {', '.join(CODECS)}")
-    arguments = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}  # type: ignore[arg-type]
+    arguments = {field.name: getattr(codec, field.name) for field in dataclasses.fields(CODECS[name])}
     others = {key: value for key, value in arguments.items() if key != "block"}
     brief = f"{name}:{arguments['block']}"
     if codec_from_name(brief) == codec:

@@ -11,13 +11,21 @@ weights are sent whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from .fingerprint import fingerprint
 from .hops import Hop
+
+
+class CheckpointedShardState(TypedDict):
+    """A :class:`CheckpointedShard` as a dict; the row is None if there was nothing to be saved."""
+
+    row: Tensor | None
+    fresh: bool
+    fingerprint: str | None
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,12 @@ class CheckpointedShard:
         """Return the record to save for a ``row``; ``weights`` are None if they can't be read. Waits for the device."""
         return cls(row.cpu().clone(), fresh, None if weights is None else fingerprint(weights))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CheckpointedShardState:
         """Return the record as a dict, which :meth:`from_state_dict` reads."""
         return {"row": self.row.clone(), "fresh": self.fresh, "fingerprint": self.fingerprint}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> CheckpointedShard | None:
+    def from_state_dict(cls, state: CheckpointedShardState) -> CheckpointedShard | None:
         """Return the record that :meth:`state_dict` was called on; None if there was none."""
         row = state["row"]
         return None if row is None else cls(row.cpu(), state["fresh"], state.get("fingerprint"))
@@ -69,5 +77,5 @@ class CheckpointedShard:
         return rows[:, :-1].contiguous() if rows[:, -1].all() else None
 
 
-NOTHING: dict[str, Any] = {"row": None, "fresh": False, "fingerprint": None}
+NOTHING: CheckpointedShardState = {"row": None, "fresh": False, "fingerprint": None}
 """State dict where there is nothing to be saved."""

@@ -10,8 +10,6 @@ is. A block of ``h`` that is not finite is sent as it is and leaves its errors a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,13 @@ from fsdp_zpp.codecs.blockwise import Blockwise, Int8
 from fsdp_zpp.codecs.exact_tail import without_tail
 from fsdp_zpp.kernels import dequantize_sum_quantize_with_feedback, quantize_with_feedback
 
-from .held_errors import Extent, HeldErrors
+from .held_errors import Extent, HeldErrors, HeldErrorsState
+
+
+class ErrorBufferState(HeldErrorsState):
+    """An :class:`ErrorBuffer` in a checkpoint: its errors, and how many of them share a scale."""
+
+    block: int
 
 
 class ErrorBuffer:
@@ -111,7 +115,7 @@ class ErrorBuffer:
 
     # ---- in checkpoints
 
-    def state_dict(self, scale: Tensor | None) -> dict[str, Any] | None:
+    def state_dict(self, scale: Tensor | None) -> ErrorBufferState | None:
         """Return the errors divided by ``scale``, on the CPU, and how they are kept; None if there are none."""
         if self._held is None:
             return None
@@ -120,7 +124,7 @@ class ErrorBuffer:
             held = held.rescaled(1 / scale)
         return {"block": self.block, **held.state_dict()}
 
-    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+    def load_state_dict(self, saved: ErrorBufferState | None) -> None:
         """Continue with what :meth:`state_dict` returned.
 
         Raises:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -25,7 +25,21 @@ from torch.amp import GradScaler
 
 from fsdp_zpp.config.error_feedback import LoCo
 
-from .error_buffer import ErrorBuffer
+from .error_buffer import ErrorBuffer, ErrorBufferState
+
+
+class SavedErrors(TypedDict):
+    """An :class:`ErrorFeedbackState` in a checkpoint.
+
+    Attributes:
+        steps: Steps since the errors were reset last.
+        hears_of_steps: Whether optimizers have told of their steps.
+        errors: The errors of each hop; None where there are none.
+    """
+
+    steps: int
+    hears_of_steps: bool
+    errors: dict[str, ErrorBufferState | None]
 
 
 class ErrorFeedbackState:
@@ -139,7 +153,7 @@ class ErrorFeedbackState:
             buffer.reset()
         self._steps, self.has_uncommitted, self._scale, self._next_scale = 0, False, None, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SavedErrors:
         """Return the errors, in units of an unscaled loss, and the count of steps, with tensors on the CPU."""
         scale = self._next_scale if self.has_uncommitted else self._scale
         return {
@@ -148,7 +162,7 @@ class ErrorFeedbackState:
             "errors": {hop: buffer.state_dict(scale) for hop, buffer in self._buffers.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SavedErrors) -> None:
         """Continue with what :meth:`state_dict` returned.
 
         Raises:

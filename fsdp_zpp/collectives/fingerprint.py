@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ def _checksum(shard: Tensor) -> Tensor:
     return total
 
 
-def plain_parts(tensor: Any) -> Iterator[Tensor]:
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors with values of their own in a tensor subclass; a plain tensor is its only part."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -11,6 +11,20 @@ from torch import Tensor
 from fsdp_zpp.codecs.blockwise import Int8
 
 from .flat_layout import FlatLayout, Piece
+
+
+class HeldErrorsState(TypedDict):
+    """:class:`HeldErrors` in a checkpoint; ``parked`` has the fields of each piece, and then its errors."""
+
+    state: Tensor
+    numel: int
+    starts: list[int]
+    layout: SavedLayout | None
+    parked: list[tuple[int, str, int, Tensor]]
+
+
+SavedLayout = tuple[list[tuple[int, str, int]], list[int], int]
+"""The pieces, starts and number of values of a :class:`FlatLayout`."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ class HeldErrors:
 
     # ---- in checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> HeldErrorsState:
         """Return the errors, on the CPU, and the extent and parameters that they belong to."""
         extent = self.extent
         return {
@@ -158,15 +172,15 @@ class HeldErrors:
         }
 
     @classmethod
-    def from_state_dict(cls, saved: dict[str, Any], codec: Int8 | None) -> HeldErrors:
+    def from_state_dict(cls, saved: HeldErrorsState, codec: Int8 | None) -> HeldErrors:
         """Make the errors that :meth:`state_dict` was called on."""
         layout = None if saved["layout"] is None else _loaded(*saved["layout"])
         extent = Extent(saved["numel"], tuple(saved["starts"]), layout)
-        parked = {Piece(*piece): state.clone() for *piece, state in saved["parked"]}
+        parked = {Piece(order, name, numel): state.clone() for order, name, numel, state in saved["parked"]}
         return cls(saved["state"].clone(), extent, parked, codec)
 
 
-def _saved(layout: FlatLayout) -> tuple[list[tuple[int, str, int]], list[int], int]:
+def _saved(layout: FlatLayout) -> SavedLayout:
     return [(*piece,) for piece in layout.pieces], list(layout.starts), layout.numel
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -151,14 +151,14 @@ def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic:
     return None if group is None else Hop(group, kind, level, traffic)
 
 
-def all_gather_single() -> Callable[..., Any]:
+def all_gather_single() -> Callable[..., object]:
     """Return torch's all-gather into one tensor, ``f(out, in, group=...)``."""
     # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. Looked up at each call, so that
     # tools that wrap torch.distributed's functions see ours too.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _reduce_scatter_single() -> Callable[..., Any]:
+def _reduce_scatter_single() -> Callable[..., object]:
     """Return torch's reduce-scatter of one tensor, ``f(out, in, group=...)``."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -259,7 +259,7 @@ def decode_sum_encode(
         return payload
 
 
-def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[Any]:
+def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[object]:
     """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording.
 
     Without one, ``record_function`` still takes microseconds, and a unit would enter a dozen of them a step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary, ref
@@ -53,6 +54,7 @@ class _Whole:
 _Subgroup = dist.ProcessGroup | _Whole | None
 # A group's subgroups are made once, however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
 # By default group, the subgroups that were made of other groups: torch keeps a group until it is destroyed explicitly.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
@@ -120,7 +122,13 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
         )
     topologies = _layouts.setdefault(group, {})
     if local_world not in topologies:
-        topologies[local_world] = Topology(world, _ranks_on_each_node(group, local_world))
+        size = ranks_on_each_node([rank // local_world for rank in dist.get_process_group_ranks(group)])
+        if size is None:
+            raise ValueError(
+                f"the ranks {dist.get_process_group_ranks(group)} are not spread over nodes of "
+                f"{local_world} (LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node"
+            )
+        topologies[local_world] = Topology(world, size)
     return topologies[local_world]
 
 
@@ -141,20 +149,20 @@ def _from_launcher(name: str) -> int:
     return int(value)
 
 
-def _ranks_on_each_node(group: dist.ProcessGroup, local_world: int) -> int:
-    """Return how many ranks of ``group`` are on each node, where the launcher started ``local_world`` on each.
-
-    Raises:
-        ValueError: If they do not lie on nodes in equal, consecutive shares.
-    """
-    nodes = [rank // local_world for rank in dist.get_process_group_ranks(group)]
+def ranks_on_each_node(nodes: Sequence[int]) -> int | None:
+    """Return how many of the ranks that lie on ``nodes``, in their order, share one; None if not equally many do."""
     sizes = set(Counter(nodes).values())
-    if nodes != sorted(nodes) or len(sizes) != 1:
-        raise ValueError(
-            f"the ranks {dist.get_process_group_ranks(group)} are not spread over nodes of "
-            f"{local_world} (LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node"
-        )
-    return sizes.pop()
+    return sizes.pop() if len(sizes) == 1 and list(nodes) == sorted(nodes) else None
+
+
+def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another group of the same ranks, for what torch tells apart by groups. Collective at the first call."""
+    if group not in _twins:
+        _destroy_orphans()
+        with named_by(next_number(group)):
+            _twins[group] = _made_by_members(group, [list(range(dist.get_world_size(group)))])
+        _remember(group, _twins[group])
+    return _twins[group]
 
 
 def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:

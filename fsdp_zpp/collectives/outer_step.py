@@ -21,7 +21,7 @@ has the same owner whatever else is exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -30,13 +30,22 @@ from fsdp_zpp.codecs.base import full_precision
 from fsdp_zpp.config.local_steps import LocalSteps
 
 from .devices import for_collectives
-from .error_state import ErrorFeedbackState
+from .error_state import ErrorFeedbackState, SavedErrors
 from .flat_layout import FlatLayout, Piece
 from .gradient_reduce import GradientReduce
 from .held_errors import Extent
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
 from .streams import SideStream, keep_until_read, record_event, wait_for
+
+
+class OuterStepState(TypedDict):
+    """An :class:`OuterStep` in a checkpoint: weights and momentum by FQN, and errors; None without error feedback."""
+
+    agreed: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+    errors: SavedErrors | None
+    errors_back: SavedErrors | None
 
 
 class OuterStep:
@@ -67,7 +76,7 @@ class OuterStep:
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
         self._agreed: dict[str, Tensor] = {}
         self._momentum: dict[str, Tensor] = {}
-        self._arrival: Any = None
+        self._arrival: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
 
     @property
@@ -234,17 +243,17 @@ class OuterStep:
 
     # ---- in checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> OuterStepState:
         """Return the agreed weights, this rank's momentum and its errors, on the CPU."""
         self._settle()
-        errors = {name: None if state is None else state.state_dict() for name, state in self._errors.items()}
+        errors, back = (None if each is None else each.state_dict() for each in self._errors)
         # Copies: on a CPU, those that are kept change in place with the next exchange.
         agreed, momentum = (
             {name: value.to("cpu", copy=True) for name, value in kept.items()} for kept in (self.agreed, self._momentum)
         )
-        return {"agreed": agreed, "momentum": momentum, **errors}
+        return {"agreed": agreed, "momentum": momentum, "errors": errors, "errors_back": back}
 
-    def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
         """Continue with what :meth:`state_dict` returned.
 
         Args:
@@ -265,9 +274,9 @@ class OuterStep:
                 f"{strategy_side}; use the same LocalSteps(error_feedback=...)"
             )
         self.reset()
-        for name, errors in self._errors.items():  # first, since it may fail
-            if errors is not None:
-                errors.load_state_dict(state[name])
+        for errors, of_hop in zip(self._errors, (state["errors"], state["errors_back"]), strict=True):
+            if errors is not None and of_hop is not None:
+                errors.load_state_dict(of_hop)  # first, since it may fail
         self.start({name: shards[name] for name in saved})
         for name in saved:
             self._agreed[name].copy_(state["agreed"][name])
@@ -277,10 +286,10 @@ class OuterStep:
         """Forget the agreed weights and errors; :meth:`start` comes next."""
         self._settle()
         self._agreed, self._momentum = {}, {}
-        for errors in self._errors.values():
+        for errors in self._errors:
             if errors is not None:
                 errors.reset()
 
     @property
-    def _errors(self) -> dict[str, ErrorFeedbackState | None]:
-        return {"errors": self._reduce.errors, "errors_back": self._back}
+    def _errors(self) -> tuple[ErrorFeedbackState | None, ErrorFeedbackState | None]:
+        return self._reduce.errors, self._back

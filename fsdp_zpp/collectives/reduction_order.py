@@ -15,15 +15,15 @@ from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 
-class OrderedUnit(Protocol):
-    """A unit whose gradients are reduced in its turn."""
+class OrderedGradients(Protocol):
+    """Gradients of a unit, which are reduced in their turn."""
 
     @property
     def takes_part(self) -> bool:
         """Return whether ranks gathered it for the micro-batch whose backward runs; the same on all ranks."""
 
 
-U = TypeVar("U", bound=OrderedUnit)
+U = TypeVar("U", bound=OrderedGradients)
 
 
 class ReductionOrder(Generic[U]):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from fsdp_zpp.codecs.base import Codec, FullPrecision
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.codecs.exact_tail import exact_tail
 
-from .checkpointed_shard import NOTHING, CheckpointedShard
+from .checkpointed_shard import NOTHING, CheckpointedShard, CheckpointedShardState
 from .exact_places import ExactPlaces
 from .flat_layout import FlatLayout
 from .hops import Hop
@@ -135,7 +135,7 @@ class SecondaryShard:
         self.next_codec = codec
         self.encoded_by: Codec | None = None
         self._version: Hashable = None
-        self._ready: Any = None
+        self._ready: torch.cuda.Event | None = None
 
     @cached_property
     def peers(self) -> int:
@@ -195,7 +195,7 @@ class SecondaryShard:
         self.base = base
         return False
 
-    def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: Any) -> None:
+    def hold(self, payload: Tensor, codec: Codec, version: Hashable, ready: torch.cuda.Event | None) -> None:
         """Hold a payload, and become fresh.
 
         Args:
@@ -266,13 +266,13 @@ class SecondaryShard:
         self.checkpointed = None
         self.mark_stale()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CheckpointedShardState:
         """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
         if self.checkpointed is not None:
             return self.checkpointed.state_dict()
         held = self._payload if self._payload is not None else self.base
         if held is None:
-            return dict(NOTHING)
+            return NOTHING.copy()
         if self._ready is not None:
             self._ready.synchronize()
         # Only now: before the first forward there is no shard to be read.
@@ -281,7 +281,7 @@ class SecondaryShard:
         row = held[self.own_node : self.own_node + 1]
         return CheckpointedShard.from_payload(row, self._payload is not None, weights).state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CheckpointedShardState) -> None:
         """Continue with what :meth:`state_dict` returned, whether the weights are loaded before or after."""
         self.reset()
         self.checkpointed = CheckpointedShard.from_state_dict(state)

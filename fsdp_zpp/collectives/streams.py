@@ -9,7 +9,6 @@ the reader's (:meth:`SideStream.after_current`). Neither makes the host wait.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ class SideStream:
     """A stream for communication beside the computation, made at its first use. On a CPU there is none."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._readers: set[Any] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._readers: set[torch.cuda.Stream] = set()
 
-    def after_current(self, device: torch.device) -> AbstractContextManager[Any]:
+    def after_current(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""
         if device.type != "cuda":
             return nullcontext()
@@ -40,12 +39,12 @@ class SideStream:
             self._readers.add(torch.cuda.current_stream(device))
 
 
-def record_event(made: Tensor) -> Any:
+def record_event(made: Tensor) -> torch.cuda.Event | None:
     """Record an event in the current stream, after ``made`` has its values; None on a CPU."""
     return torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
 
 
-def wait_for(event: Any, device: torch.device) -> None:
+def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
     """Wait in the current stream for an event of :func:`record_event`."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

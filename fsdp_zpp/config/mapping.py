@@ -10,6 +10,7 @@ strategy:                           or a preset and what is different, or no pre
   frozen: nf4
   local_steps: {every: 64, codec: int4:128}
   gpus_per_node: 8
+  overrides: {"*Experts": {preset: zeropp, weights: int4delta}}
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ PRESETS = ("zeropp", "mixzpp", "loco", "zero1", "zero2", "zero3", "mics", "diloc
 """The names of the class methods of Strategy that make one."""
 
 _CODECS = ("weights", "gradients", "intra_gradients", "frozen")
-_KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_per_node")
+_KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_per_node", "overrides")
 
+S = TypeVar("S")
 T = TypeVar("T")
 C = TypeVar("C", LoCo, LocalSteps)
 
 
-def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
+def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object]) -> tuple[str | None, dict[str, Any]]:
     """Return the preset and the keyword arguments of the Strategy that a mapping stands for.
 
     Args:
         values: A mapping, or the name of a preset.
+        read_strategy: Makes a strategy of such a mapping, for the overrides.
 
     Raises:
         ValueError: If a key or a name is unknown; the error names the key.
@@ -60,6 +63,10 @@ def arguments_from_mapping(values: object) -> tuple[str | None, dict[str, Any]]:
         arguments["error_feedback"] = _error_feedback("error_feedback", arguments["error_feedback"])
     if "local_steps" in arguments:
         arguments["local_steps"] = _local_steps(arguments["local_steps"])
+    if isinstance(overrides := arguments.get("overrides"), Mapping):
+        arguments["overrides"] = {
+            pattern: _at(f"overrides.{pattern}", read_strategy, value) for pattern, value in overrides.items()
+        }
     return preset, arguments
 
 
@@ -78,6 +85,7 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         mapping["local_steps"] = _fields_of(local_steps, "local_steps", codec="codec")
         feedback = _fields_of(local_steps.error_feedback, "local_steps.error_feedback", codec="dtype")
         mapping["local_steps"]["error_feedback"] = feedback
+    mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in mapping["overrides"]}
     return mapping
 
 
@@ -127,7 +135,7 @@ def _arguments_of(kind: type[C], key: str, value: object, codec: str) -> dict[st
     return arguments
 
 
-def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -> None:
+def _check_known(prefix: str, values: Iterable[object], known: Iterable[str]) -> None:
     allowed = list(known)
     for key in values:
         if key not in allowed:
@@ -136,7 +144,7 @@ def _check_known(prefix: str, values: Mapping[Any, Any], known: Iterable[str]) -
             raise ValueError(f"{prefix}{key}: unknown key; {hint}")
 
 
-def _at(key: str, read: Callable[[Any], T], value: object) -> T:
+def _at(key: str, read: Callable[[S], T], value: S) -> T:
     """Return ``read(value)``; its errors begin with ``key``."""
     try:
         return read(value)

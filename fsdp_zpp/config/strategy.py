@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
@@ -16,27 +14,13 @@ from fsdp_zpp.codecs.delta import Int4Delta
 
 from .deepspeed.arguments import strategy_arguments
 from .error_feedback import LoCo, check_error_feedback
+from .levels import check_levels
 from .local_steps import LocalSteps
-from .mapping import PRESETS, arguments_from_mapping, mapping_from_arguments
+from .mapping import arguments_from_mapping, mapping_from_arguments
+from .overrides import checked_overrides
 from .resolve import ResolvedStrategy, intra_node_codec, resolve
+from .strategy_arguments import StrategyArguments
 from .topology import Topology
-
-_SCOPES = "NIG"
-
-
-def _legal_levels() -> tuple[str, ...]:
-    """Return all (parameter, gradient, optimizer) scopes of which the optimizer's is at least as fine as the others.
-
-    A coarser optimizer state costs memory and saves no communication (PaRO, arXiv 2310.06003, section 3).
-    """
-    fineness = _SCOPES.index
-    return tuple(
-        p + g + o for o, g, p in product(_SCOPES, repeat=3) if fineness(o) >= fineness(g) and fineness(o) >= fineness(p)
-    )
-
-
-LEGAL_LEVELS: tuple[str, ...] = _legal_levels()
-"""The 14 legal combinations of letters."""
 
 
 @dataclass(frozen=True)  # hashable, too: FSDP1 looks up its sharding strategy in a dict
@@ -65,6 +49,9 @@ class Strategy:
             the third letter is ``I`` or ``N``.
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
+        overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
+            whose class matches is sharded by that strategy, with all that it holds; the innermost module decides, and
+            the first pattern. Nodes are those of this strategy, unless the other has a ``gpus_per_node`` of its own.
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
@@ -73,6 +60,7 @@ class Strategy:
 
     Examples:
         >>> strategy = Strategy("IGG", weights=Int8(256), gradients=Int4(128), gpus_per_node=8)
+        >>> mixture = Strategy.zeropp(overrides={"*Experts": Strategy.zeropp(weights=Int4Delta())})
     """
 
     levels: str = "GGG"
@@ -84,10 +72,11 @@ class Strategy:
     frozen: Codec | None = None
     local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
+    overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
 
     def __post_init__(self) -> None:
         # Letters and types come first: the later checks rely on them.
-        self._check_levels()
+        check_levels(self.levels)
         for name in ("weights", "gradients", "frozen"):
             check_codec(name, getattr(self, name))
         self._check_deltas()
@@ -98,19 +87,7 @@ class Strategy:
         self._check_local_steps()
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
-
-    def _check_levels(self) -> None:
-        if not isinstance(self.levels, str):
-            raise TypeError(f"levels must be three letters such as 'GGG', got {self.levels!r}")
-        if self.levels in LEGAL_LEVELS:
-            return
-        reason = "levels are three of the letters N, I, G"
-        if near := difflib.get_close_matches(self.levels.lower(), PRESETS, n=1, cutoff=0.75):
-            reason += f" (did you mean Strategy.{near[0]}()?)"
-        # Three valid letters can break only the rule about the optimizer.
-        if len(self.levels) == 3 and set(self.levels) <= set(_SCOPES):
-            reason = "the optimizer scope must be at least as fine (N < I < G) as the other two"
-        raise ValueError(f"levels {self.levels!r} is not legal: {reason}; legal are {', '.join(LEGAL_LEVELS)}")
+        object.__setattr__(self, "overrides", checked_overrides(self.overrides, Strategy))
 
     def _check_deltas(self) -> None:
         for name in ("gradients", "intra_gradients", "frozen"):
@@ -138,13 +115,14 @@ class Strategy:
             )
         if self.gradients is not None:
             raise ValueError(
-                f"gradients={self.gradients!r} encodes gradients between nodes, which local_steps does not send; "
-                "encode the exchanges with LocalSteps(codec=...), and gradients inside a node with intra_gradients=..."
+                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which local_steps does not "
+                "make; encode the exchanges with LocalSteps(codec=...), and the intra-node hop with "
+                "intra_gradients=..."
             )
         if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
-                "error_feedback corrects gradients between nodes, which local_steps does not send; pass "
-                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for gradients inside a node"
+                "error_feedback corrects gradients on the inter-node hop, which local_steps does not make; pass "
+                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for the intra-node hop"
             )
 
     @property
@@ -185,46 +163,46 @@ class Strategy:
         encodes_intra_node = self.intra_gradients not in (None, "auto")
         encoded = (self.weights, self.gradients, self.frozen)
         # Local steps refuse GGG.
-        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node
+        return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node and not self.overrides
 
     @classmethod
-    def zeropp(cls, **overrides: Any) -> Strategy:
+    def zeropp(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
-        preset: dict[str, Any] = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
+        preset: StrategyArguments = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
         return cls(**preset | overrides)
 
     @classmethod
-    def mixzpp(cls, **overrides: Any) -> Strategy:
+    def mixzpp(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """MixZ++: ZeRO++ whose frozen weights are quantized once and stay quantized."""
-        return cls.zeropp(**{"frozen": Int8(256)} | overrides)
+        return cls.zeropp(**StrategyArguments(frozen=Int8(256)) | overrides)
 
     @classmethod
-    def loco(cls, **overrides: Any) -> Strategy:
+    def loco(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO++ with LoCo's error feedback on the gradients (arXiv 2407.04480)."""
-        return cls.zeropp(**{"error_feedback": LoCo()} | overrides)
+        return cls.zeropp(**StrategyArguments(error_feedback=LoCo()) | overrides)
 
     @classmethod
-    def zero1(cls, **overrides: Any) -> Strategy:
+    def zero1(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO-1: only the optimizer state is sharded."""
-        return cls(**{"levels": "NNG"} | overrides)
+        return cls(**StrategyArguments(levels="NNG") | overrides)
 
     @classmethod
-    def zero2(cls, **overrides: Any) -> Strategy:
+    def zero2(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO-2: gradients and optimizer state are sharded."""
-        return cls(**{"levels": "NGG"} | overrides)
+        return cls(**StrategyArguments(levels="NGG") | overrides)
 
     @classmethod
-    def zero3(cls, **overrides: Any) -> Strategy:
+    def zero3(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """ZeRO-3, FSDP's FULL_SHARD: everything is sharded over all ranks."""
-        return cls(**{"levels": "GGG"} | overrides)
+        return cls(**StrategyArguments(levels="GGG") | overrides)
 
     @classmethod
-    def mics(cls, **overrides: Any) -> Strategy:
+    def mics(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
-        return cls(**{"levels": "III"} | overrides)
+        return cls(**StrategyArguments(levels="III") | overrides)
 
     @classmethod
-    def diloco(cls, every: int | None = None, **overrides: Any) -> Strategy:
+    def diloco(cls, every: int | None = None, **overrides: Unpack[StrategyArguments]) -> Strategy:
         """DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
 
         Args:
@@ -243,11 +221,11 @@ class Strategy:
         if every is not None and "local_steps" in overrides:
             raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
         local_steps = LocalSteps() if every is None else LocalSteps(every)
-        preset: dict[str, Any] = {"levels": "III", "local_steps": local_steps}
+        preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
         return cls(**preset | overrides)
 
     @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any] | str) -> Strategy:
+    def from_dict(cls, mapping: Mapping[str, object] | str) -> Strategy:
         """Make the strategy of a YAML or JSON configuration such as ``{"preset": "zeropp", "gpus_per_node": 8}``.
 
         Args:
@@ -258,7 +236,7 @@ class Strategy:
             ValueError: If a key, a preset or a codec is unknown, or a value is out of range; the error names the key.
             TypeError: If a value has the wrong type; the error names the key.
         """
-        preset, arguments = arguments_from_mapping(mapping)
+        preset, arguments = arguments_from_mapping(mapping, cls.from_dict)
         make = cls if preset is None else getattr(cls, preset)
         strategy: Strategy = make(**arguments)
         return strategy
@@ -272,7 +250,7 @@ class Strategy:
         return mapping_from_arguments({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
-    def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Strategy:
+    def from_deepspeed(cls, config: Mapping[str, object] | str | os.PathLike[str]) -> Strategy:
         """Make the strategy that a DeepSpeed configuration asks for; log in one line what it leaves to your script.
 
         Args:

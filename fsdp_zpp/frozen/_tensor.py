@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from .functional import frozen_embedding, frozen_linear
@@ -52,7 +53,7 @@ class FrozenTensor(Tensor):
     def __init__(self, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"FrozenTensor({self.frozen.name}, {tuple(self.shape)}, {self.dtype}, {self.frozen.codec})"
 
     @torch.compiler.disable
@@ -100,8 +101,12 @@ class FrozenTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         # Caught here, where a layer is still one call: below, it is a transpose and a matmul, for which the weight
         # would be dequantized in its own dtype rather than the input's.
@@ -115,8 +120,12 @@ class FrozenTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates a builtin
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if isinstance(args[0], FrozenTensor) and (view := _view(func, args[0], args[1:], kwargs)) is not None:
             return view
@@ -134,9 +143,9 @@ class FrozenTensor(Tensor):
 class View:
     """A recorded operation that makes a view of its argument."""
 
-    func: Any
+    func: OpOverload
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return self.func(tensor, *self.args, **self.kwargs)
@@ -164,7 +173,9 @@ _VIEWS = (
 """The views that modules of experts make. Any other view dequantizes first."""
 
 
-def _view(func: Any, tensor: FrozenTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrozenTensor | None:
+def _view(
+    func: OpOverload, tensor: FrozenTensor, args: tuple[object, ...], kwargs: dict[str, object]
+) -> FrozenTensor | None:
     """Return the view that ``func`` makes of ``tensor``; None if it is not among :data:`_VIEWS`."""
     if func not in _VIEWS:
         return None
@@ -188,7 +199,7 @@ def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
     return tensor
 
 
-def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argument(position: int, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 

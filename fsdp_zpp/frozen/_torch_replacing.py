@@ -34,7 +34,7 @@ _MARK = "_fsdp_zpp_refuses_frozen"
 def refuse_replacing() -> None:
     """Make functions of ``torch.nn.utils`` raise for frozen weights, from now on. See the top of this file."""
     for path, cls, name in _REPLACING:
-        owner: Any = importlib.import_module(path)
+        owner: object = importlib.import_module(path)
         owner = owner if cls is None else getattr(owner, cls, None)  # the old norms are deprecated, and may go
         original = None if owner is None else vars(owner).get(name)
         if original is not None and not hasattr(original, _MARK):
@@ -44,11 +44,11 @@ def refuse_replacing() -> None:
 def _wrap(original: Any, what: str) -> Any:
     """Wrap a function, or a static or class method, so that it raises if it is given a frozen weight."""
     kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
-    function: Callable[..., Any] = original if kind is None else original.__func__
+    function: Callable[..., object] = original if kind is None else original.__func__
     first = 1 if kind is classmethod else 0
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         module = args[first] if len(args) > first else kwargs.get("module")
         name = args[first + 1] if len(args) > first + 1 else kwargs.get("tensor_name", kwargs.get("name"))
         if isinstance(module, nn.Module) and name in (frozen := frozen_weights_of(module)):

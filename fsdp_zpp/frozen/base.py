@@ -132,10 +132,10 @@ class FrozenBase:
         groups = self._group(root)
         # Before the first gather: ranks with different units would gather payloads of different sizes.
         _check_agreement(model, groups)
+        self._check_replicas(model, groups)  # before there are units, or a second use would not check
         buffers = DoubleBuffer()  # one for all units, since they take turns in its memory
         for (name, _), weights in groups.items():
             FrozenUnit(f"frozen {name}", weights, self.traffic, buffers)
-        self._check_replicas(model)
         self.log_reports()
 
     def prepare(self) -> None:
@@ -145,10 +145,12 @@ class FrozenBase:
             ValueError: Where :meth:`make_units` raises it.
         """
         reports, self.reports = self.reports, []
-        if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
-            with out_of_inference_mode():  # the first use may be in inference mode, and payload shards outlive it
-                self.make_units()
-        self.reports = reports
+        try:
+            if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
+                with out_of_inference_mode():  # the first use may be in inference mode, and payload shards outlive it
+                    self.make_units()
+        finally:
+            self.reports = reports
 
     def log_reports(self) -> None:
         """Log what was quantized since the last log line, as one line."""
@@ -169,10 +171,12 @@ class FrozenBase:
                 groups[weight.name, weight.placement] = [weight]
         return groups
 
-    def _check_replicas(self, model: str) -> None:
+    def _check_replicas(self, model: str, groups: Groups) -> None:
+        device = self.weights[0].device  # a model may have been moved in part
         # In the order of the units: all ranks must compare placements in one order, and a set's order differs by rank.
-        for placement in dict.fromkeys(unit.placement for unit in self.units):
-            rows = [weight.holder.local_payload(weight) for weight in self.weights if weight.placement == placement]
+        for placement in dict.fromkeys(placement for _, placement in groups):
+            placed = (weight for weight in self.weights if weight.placement == placement)
+            rows = [weight.holder.local_payload(weight).to(device) for weight in placed]
             check_replicas(rows, placement.mesh, placement.replicas, f"the frozen base of {model}")
 
 

@@ -13,7 +13,7 @@ buffer it overwrites; the computation waits for the gather when it reaches that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class _Buffer:
     memory: Tensor | None = None
     unit: Gathered | None = None
     gathered: Tensor | None = None
-    ready: Any = None
+    ready: torch.cuda.Event | None = None
 
     def hold(self, unit: Gathered) -> Tensor:
         """Return memory for ``unit``, uint8 of its gathered shape, without its values."""

@@ -5,12 +5,10 @@ A model on such a base has a loss of NaN from the first step on, and nothing poi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .weight import ReadRows
+from .weight import ReadRows, Sliceable
 
 
 def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
@@ -46,10 +44,10 @@ class FiniteSlice:
         remedy: What to do.
     """
 
-    def __init__(self, of: Any, name: str, remedy: str) -> None:
+    def __init__(self, of: Sliceable, name: str, remedy: str) -> None:
         self._of, self._name, self._remedy = of, name, remedy
 
     def __getitem__(self, index: slice) -> Tensor:
-        values: Tensor = self._of[index]
+        values = self._of[index]
         refuse_infinite_values(values, self._name, self._remedy)
         return values

@@ -48,7 +48,7 @@ def _instances(model: nn.Module) -> list[FullyShardedDataParallel]:
     return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
-def _unsharded(model: nn.Module) -> AbstractContextManager[Any]:
+def _unsharded(model: nn.Module) -> AbstractContextManager[object]:
     """Give the first rank all parameters in full, on the CPU, in this context; not those that are quantized."""
     on_accelerator = any(parameter.device.type != "cpu" for parameter in model.parameters())
     # What is not sharded needs no gathering, and torch refuses to offload it.

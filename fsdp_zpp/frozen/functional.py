@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,16 +53,26 @@ def _linear(x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) 
     return F.linear(x.to(dtype), weight.dense(dtype, x.device), None if bias is None else bias.to(dtype))
 
 
+class _Context(Protocol):
+    """What the forward leaves for the backward."""
+
+    weight: Frozen
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    needs_input_grad: tuple[bool, ...]
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, bias: Tensor | None, weight: Frozen, dtype: torch.dtype) -> Tensor:
         # The weight itself, not its dequantized values, which would stay in memory until the backward.
         ctx.weight, ctx.dtype, ctx.input_dtype = weight, dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, bias, weight, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         for_x = for_bias = None
         if ctx.needs_input_grad[0]:

@@ -35,7 +35,7 @@ class FrozenModule(nn.Module):
         """Return the bases of its weights, for ``traffic(model)``; see ``PARTS`` in runtime/unit.py."""
         return [weight.base for weight in frozen_weights_of(self).values()]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         """Return the tensor that stands for a frozen weight; it is dequantized when something computes with it."""
         # Python calls this for names that are not in the instance's __dict__, where a frozen weight never is.
         frozen = frozen_weights_of(self).get(name)
@@ -48,7 +48,7 @@ class FrozenModule(nn.Module):
         tensor = vars(self)[_SHOWN][name] = frozen_tensor(frozen)
         return tensor
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         frozen = frozen_weights_of(self)
         if name not in frozen:
             super().__setattr__(name, value)
@@ -68,7 +68,7 @@ class FrozenModule(nn.Module):
             refuse_training(next(iter(frozen_weights_of(self).values())))
         return super().requires_grad_(requires_grad)
 
-    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> _Self:
+    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         for frozen in frozen_weights_of(self).values():
             # An empty tensor tells what fn changes. The codes must not be cast; a cast changes what they decode to.
             sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
@@ -78,7 +78,7 @@ class FrozenModule(nn.Module):
         # While PEFT sees frozen weights as parameters (hugging_face/patches.py), torch's _apply would dequantize them.
         shown = {name: self._parameters.pop(name) for name in frozen_weights_of(self) if name in self._parameters}
         try:
-            return super()._apply(fn, *args, **kwargs)
+            return super()._apply(fn, recurse)
         finally:
             self._parameters.update(shown)
 
@@ -170,7 +170,7 @@ def plain_class(module: nn.Module) -> type:
 
 @functools.cache  # modules that had one class must still have one
 def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
-    members: dict[str, Any] = {"__module__": cls.__module__}
+    members: dict[str, object] = {"__module__": cls.__module__}
     if cls.forward is nn.Linear.forward:  # a subclass with a forward of its own computes with the stand-in tensor
         members["forward"] = _linear_forward
     elif not issubclass(cls, (nn.Linear, nn.Embedding)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,12 @@ class Base(Communicator, Protocol):
     """A base that a weight is part of: all frozen weights of a model."""
 
     def make_units(self) -> None: ...
+
+
+class Sliceable(Protocol):
+    """A flat tensor, or the slice of a file, which reads what it is indexed with."""
+
+    def __getitem__(self, index: slice, /) -> Tensor: ...
 
 
 class FrozenWeight:
@@ -119,7 +125,7 @@ class FrozenWeight:
         blocks = layout.blocks(self.shape.numel())
         return codes[: layout.codes_nbytes(blocks * layout.block)], scales[:blocks]
 
-    def local_payload_from_slices(self, codes: Any, scales: Any) -> Tensor:
+    def local_payload_from_slices(self, codes: Sliceable, scales: Sliceable) -> Tensor:
         """Put this rank's chunk together from codes and scales.
 
         Args:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import from_first_rank, run_on_first_rank
-from fsdp_zpp.frozen.files.identity import check_base, describe_base
+from fsdp_zpp.frozen.files.identity import WeightIdentity, check_base, describe_base
 
 from ._companions import companion, companions
 
@@ -59,7 +59,7 @@ def check_base_identity(model: nn.Module, checkpoint: Path) -> bool:
     return bool(saved)
 
 
-def _read(file: Path) -> tuple[dict[str, dict[str, object]], str]:
+def _read(file: Path) -> tuple[dict[str, WeightIdentity], str]:
     """Return the content of a file, empty if there is none, and why it can't be read, or an empty string."""
     try:
         return (json.loads(file.read_text()) if file.is_file() else {}), ""

@@ -55,7 +55,7 @@ class Op(Generic[P, R]):
     def __init__(self, prepare: Callable[P, Callable[..., R]], mutates_args: tuple[str, ...], name: str) -> None:
         functools.update_wrapper(self, prepare)
         self._prepare: Callable[..., Callable[..., R]] = prepare
-        self._prepared: dict[tuple[Any, ...], Callable[..., R]] = {}
+        self._prepared: dict[tuple[object, ...], Callable[..., R]] = {}
 
         own = inspect.signature(prepare)
         kinds = [parameter.annotation for parameter in own.parameters.values()]
@@ -75,32 +75,33 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return self._op(*args, **kwargs)
+        values: tuple[object, ...] = args
         given = len(args)
         if kwargs or given != self._arguments:
             if given == self._required and not kwargs:
-                args += self._defaults  # type: ignore[assignment]
+                values += self._defaults
             else:
-                args = self._complete(args, kwargs)  # type: ignore[assignment]
-        signature = self._integers(args)
-        for tensor in args[: self._tensors]:
+                values = self._complete(args, kwargs)
+        signature = self._integers(values)
+        for tensor in values[: self._tensors]:
             # Subclasses (fake tensors, DTensor) act in the dispatcher, and so does autograd: it raises in a backward.
             if type(tensor) is not Tensor or tensor.requires_grad:
-                return self._op(*args)
+                return self._op(*values)
             try:
                 signature += _seen_of(tensor)
             except RuntimeError:  # it has no address
-                self._prepare(*args)  # refuses a sparse tensor
-                return self._op(*args)  # where functorch's tensors act
-        prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
-        return prepared(*self._inputs(args))
+                self._prepare(*values)  # refuses a sparse tensor
+                return self._op(*values)  # where functorch's tensors act
+        prepared = self._prepared.get(signature) or self._prepare_for(signature, values)
+        return prepared(*self._inputs(values))
 
-    def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _complete(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
         """Return all arguments by position, defaults included."""
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.args
 
-    def _prepare_for(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., R]:
+    def _prepare_for(self, signature: tuple[object, ...], args: tuple[object, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()  # to note which were used last would cost each call more than this ever will
@@ -118,13 +119,13 @@ class Op(Generic[P, R]):
             prepared = self._prepared.get(signature) or self._prepare_for(signature, args)
             return prepared(*self._inputs(args))
 
-        def trace(*args: Any) -> R:
+        def trace(*args: object) -> R:
             args += self._defaults[len(args) - self._required :]
             # Not kept: sizes may be symbolic here.
             return self._prepare(*args)(*self._inputs(args))
 
         for function in (run, trace):
-            function.__signature__ = self.__signature__  # type: ignore[attr-defined]
+            function.__signature__ = self.__signature__  # type: ignore[union-attr]
         registered = torch.library.custom_op(name, run, mutates_args=mutates_args, device_types=("cpu", "cuda"))
         registered.register_fake(trace)
         return registered
@@ -143,7 +144,7 @@ def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, C
     return lambda prepare: Op(prepare, mutates_args, name)
 
 
-def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
+def _seen_of(tensor: Tensor) -> tuple[object, ...]:
     """Return what checks and kernels see of a tensor besides its values.
 
     Triton compiles for the alignment of addresses. Checks use the alignment of offsets, which a tensor has even while
@@ -159,7 +160,7 @@ def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _select(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def _select(places: list[int]) -> Callable[[tuple[object, ...]], tuple[object, ...]]:
     """Return a function that returns the items at these places as a tuple."""
     # Of one place, itemgetter would return the item itself.
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))

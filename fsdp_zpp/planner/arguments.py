@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the planner's options."""
     _add_model(parser.add_argument_group("model"))
     _add_cluster(parser.add_argument_group("cluster"))
+    _add_axes(parser.add_argument_group("other parallelisms"))
     _add_step(parser.add_argument_group("step"))
     _add_codecs(parser.add_argument_group("codecs and dtypes"))
     _add_local_steps(parser.add_argument_group("local steps"))
@@ -71,6 +72,21 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GIB",
         help="memory of a GPU in GiB, the number in its name, e.g. 80 (default: no limit)",
+    )
+
+
+def _add_axes(group: argparse._ArgumentGroup) -> None:
+    for name, what in (
+        ("tp", "ranks of tensor parallelism, which share --tokens"),
+        ("pp", "stages of a pipeline"),
+        ("cp", "ranks of context parallelism, which are data-parallel ranks to a strategy"),
+        ("ep", "ranks of expert parallelism; experts are sharded over the ranks of a stage that have the same ones"),
+    ):
+        group.add_argument(f"--{name}", type=float, default=1, metavar="N", help=f"{what} (default: 1)")
+    group.add_argument(
+        "--experts-strategy",
+        metavar="LEVELS",
+        help="letters of the experts' strategy, e.g. IGG (default: those of dense parameters)",
     )
 
 

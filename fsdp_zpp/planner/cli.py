@@ -22,7 +22,7 @@ NOTHING_FITS = 1
 
 _OPTIONS = (
     "micro_batches tokens tflops gpu_memory activations reserve weights gradients intra_gradients error_feedback "
-    "frozen compute reduce storage frozen_storage optimizer_bytes"
+    "frozen compute reduce storage frozen_storage optimizer_bytes tp pp cp ep experts_strategy"
 ).split()
 
 EXAMPLE = (

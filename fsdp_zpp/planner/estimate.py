@@ -14,6 +14,7 @@ from fsdp_zpp.config.resolve import Scopes, resolve_scopes
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
+from .axes import Axes
 from .config import GIB, Cluster, MemoryBudget, StepConfig
 from .memory import Memory
 from .model_size import ModelSize
@@ -50,15 +51,16 @@ class StepTime:
         return max(self.inter + self.intra, self.computation) + self.wait
 
 
-def step_time(volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfig) -> StepTime:
+def step_time(volume: Volume, size: ModelSize, cluster: Cluster, work: StepConfig, axes: Axes) -> StepTime:
     """Return the time that ``volume`` and the computation take.
 
-    The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps.
+    The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps. Tensor
+    parallelism and a pipeline divide the computation; bubbles of the pipeline are left out.
     """
     return StepTime(
         inter=_seconds(cluster.gpus_per_node * volume.inter, cluster.inter_gbps),
         intra=_seconds(volume.intra, cluster.intra_gbps),
-        computation=_computation(size, work),
+        computation=_computation(size, work) / (axes.tp * axes.pp),
     )
 
 
@@ -113,17 +115,36 @@ TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
+class PartEstimate:
+    """Figures of parameters that one strategy shards over the same ranks: dense ones, or experts.
+
+    Attributes:
+        strategy: The strategy. Its ``gpus_per_node`` counts those ranks of a node that it shards over.
+        topology: The layout of the ranks that it shards over.
+        volume: Bytes that one GPU sends for these parameters in an optimizer step.
+        memory: Bytes of them on one GPU.
+    """
+
+    strategy: Strategy
+    topology: Topology
+    volume: Volume
+    memory: Memory
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Figures of one strategy.
 
     Attributes:
-        strategy: The strategy.
-        topology: The layout of the ranks.
+        strategy: The strategy of all parameters, or of those beside experts.
+        topology: The layout of the ranks that it shards over.
         volume: Bytes that one GPU sends in an optimizer step, those of exchanges averaged over the steps.
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
         fits: Whether the memory suffices.
+        experts: What of ``volume`` and ``memory`` is for experts with ranks or a strategy of their own; None if there
+            are no such experts.
     """
 
     strategy: Strategy
@@ -133,6 +154,15 @@ class Estimate:
     memory: Memory
     time: StepTime
     fits: bool
+    experts: PartEstimate | None = None
+
+    @property
+    def dense_volume(self) -> Volume:
+        """Return the part of ``volume`` that is not for ``experts``."""
+        if self.experts is None:
+            return self.volume
+        experts = self.experts.volume
+        return Volume(self.volume.inter - experts.inter, self.volume.intra - experts.intra)
 
     @property
     def levels(self) -> str:

@@ -23,7 +23,7 @@ from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.frozen.double_buffer import DoubleBuffer
 from fsdp_zpp.frozen.placement import Placement
 
-from .model_size import ModelSize
+from .model_size import Units
 
 _SIMULATED = 6
 """Number of equal units that are simulated. Each further one is gathered once in forward and once in backward."""
@@ -51,7 +51,7 @@ class Gathers:
     buffers: int
 
 
-def gathers_of(size: ModelSize, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
+def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers:
     """Return the cost of gathering the base of a model, by the rules at the top of this file."""
     gpus = strategy.topology.gpus_per_node
 
@@ -96,7 +96,7 @@ class _Unit:
         self.gathers += 1
 
 
-def _sizes_in_order(size: ModelSize) -> Iterator[tuple[int, bool]]:
+def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
     """Return the frozen elements of each unit in forward order, and whether backward needs them, too."""
     roots = [unit.frozen for unit in size.units if not unit.reshard_after_forward]
     for frozen in roots:

@@ -15,7 +15,7 @@ from fsdp_zpp.config.resolve import ResolvedStrategy
 
 from .config import GIB, MemoryBudget, Precision
 from .frozen_base import gathers_of, kept_nbytes
-from .model_size import ModelSize, Unit
+from .model_size import Unit, Units
 from .volume import shard_numel, shard_payload
 
 _FP32 = 4
@@ -61,16 +61,24 @@ class Memory:
 
 
 def memory_per_gpu(
-    size: ModelSize, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, budget: MemoryBudget
+    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, budget: MemoryBudget
 ) -> Memory:
     """Return the memory that a training takes on each GPU."""
-    total = Memory(
-        working=working_memory(size, resolved, precision),
-        activations=round(budget.activations * GIB),
-        reserve=round(budget.reserve * GIB),
-    )
+    return memory_of_units(size, resolved, micro_batches, precision) + memory_beside(budget)
+
+
+def memory_beside(budget: MemoryBudget) -> Memory:
+    """Return the memory that does not depend on a strategy."""
+    return Memory(activations=round(budget.activations * GIB), reserve=round(budget.reserve * GIB))
+
+
+def memory_of_units(
+    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
+) -> Memory:
+    """Return the memory that units take on each GPU; arguments are those of ``step_volume``."""
+    total = Memory(working=working_memory(size, resolved, precision, pipelined))
     for unit in size.units:
-        trainable = _trainable_states(unit.trainable, resolved, micro_batches, precision)
+        trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision)
         total += (trainable + _frozen_states(unit.frozen, resolved, precision)) * unit.count
     return total
 
@@ -124,13 +132,14 @@ def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
     return shard_numel(numel, gradients, strategy.topology)
 
 
-def working_memory(size: ModelSize, strategy: ResolvedStrategy, precision: Precision) -> int:
+def working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision, pipelined: bool = False) -> int:
     """Return the bytes of the units in flight.
 
     Counts the weights, in the compute dtype, of the units that FSDP keeps from forward to backward and of the two
     largest others (one computes, one is being gathered), unless all weights are kept anyway (N over I or G); the
     gradient of the largest unit, once in the reduce dtype and once in fp32; and for a quantized base, the buffers that
-    its codes are gathered into, and the weights decoded from them. Those are decoded one by one: at most a unit.
+    its codes are gathered into, and the weights decoded from them. Those are decoded one by one: at most a unit. In a
+    pipeline, units stay gathered from the first backward of a step to the last.
     """
     kept = _kept_whole(strategy)
     trainable, frozen = not kept, not kept and strategy.frozen is None
@@ -138,13 +147,16 @@ def working_memory(size: ModelSize, strategy: ResolvedStrategy, precision: Preci
     def in_flight(unit: Unit) -> int:
         return trainable * unit.trainable + frozen * unit.frozen
 
-    held = sum(unit.count * in_flight(unit) for unit in size.units if not unit.reshard_after_forward)
+    def stays(unit: Unit) -> bool:
+        return pipelined or not unit.reshard_after_forward
+
+    held = sum(unit.count * in_flight(unit) for unit in size.units if stays(unit))
     # Only two can be in flight, so two of each size suffice to find the two largest.
-    others = [[in_flight(unit)] * min(unit.count, 2) for unit in size.units if unit.reshard_after_forward]
+    others = [[in_flight(unit)] * min(unit.count, 2) for unit in size.units if not stays(unit)]
     weights = held + sum(sorted(chain.from_iterable(others))[-2:])
     base = 0
     if strategy.frozen is not None:
         base = gathers_of(size, strategy.frozen, strategy).buffers
-        weights += max(unit.frozen for unit in size.units)
-    gradient = max(unit.trainable for unit in size.units)
+        weights += max((unit.frozen for unit in size.units), default=0)
+    gradient = max((unit.trainable for unit in size.units), default=0)
     return base + weights * precision.compute.itemsize + gradient * (precision.reduce.itemsize + _FP32)

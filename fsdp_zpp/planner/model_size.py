@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.runtime.validation import check_module
 
 from .config import whole
+from .experts import expert_parameters, idle_elements
+from .model_config import LayerShape, Routing, routing_of, shape_of
 
 DEFAULT_UNITS = 32
 
@@ -32,6 +34,8 @@ class Unit:
         frozen: Frozen elements of one unit.
         count: Number of such units.
         reshard_after_forward: Whether a unit is gathered again for backward. FSDP keeps the root unit gathered.
+        expert_trainable: How many of ``trainable`` are in experts that tokens are routed to.
+        expert_frozen: How many of ``frozen`` are.
 
     Raises:
         TypeError: If a size is not a number.
@@ -42,10 +46,14 @@ class Unit:
     frozen: int = 0
     count: int = 1
     reshard_after_forward: bool = True
+    expert_trainable: int = 0
+    expert_frozen: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("trainable", 0), ("frozen", 0), ("count", 1)):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        for name in ("trainable", "frozen", "count", "expert_trainable", "expert_frozen"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least=int(name == "count")))
+        _check_at_most("expert_trainable", self.expert_trainable, self.trainable)
+        _check_at_most("expert_frozen", self.expert_frozen, self.frozen)
 
     @property
     def numel(self) -> int:
@@ -53,33 +61,20 @@ class Unit:
         return self.trainable + self.frozen
 
 
+def _check_at_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
+
+
 @dataclass(frozen=True)
-class ModelSize:
-    """All units of a model.
+class Units:
+    """FSDP units of a model, or those parts of them that a rank has beside other parallelisms.
 
     Args:
         units: The units.
-        idle_trainable: Trainable elements of the experts that a token is not routed to.
-        idle_frozen: Frozen elements of the experts that a token is not routed to.
-
-    Raises:
-        TypeError: If an argument is not a number.
-        ValueError: If nothing is trainable, or more elements are idle than the model has.
     """
 
     units: tuple[Unit, ...]
-    idle_trainable: int = 0
-    idle_frozen: int = 0
-
-    def __post_init__(self) -> None:
-        for name, most in (("idle_trainable", self.trainable), ("idle_frozen", self.frozen)):
-            if whole(name, getattr(self, name), 0) > most:
-                raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
-        if self.trainable == 0:
-            raise ValueError(
-                f"nothing is trainable of {self.frozen:,} parameters, so there is no training to plan; a plan needs "
-                "at least one trainable parameter"
-            )
 
     @property
     def trainable(self) -> int:
@@ -97,6 +92,47 @@ class ModelSize:
         return self.trainable + self.frozen
 
     @property
+    def count(self) -> int:
+        """Return the number of units."""
+        return sum(unit.count for unit in self.units)
+
+
+@dataclass(frozen=True)
+class ModelSize(Units):
+    """All units of a model.
+
+    Args:
+        units: The units.
+        idle_trainable: Trainable elements of the experts that a token is not routed to.
+        idle_frozen: Frozen elements of the experts that a token is not routed to.
+        routing: Number of experts, if known.
+        layer: Shape of what layers compute, if known.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If nothing is trainable, or more elements are idle than the model has.
+    """
+
+    idle_trainable: int = 0
+    idle_frozen: int = 0
+    routing: Routing | None = None
+    layer: LayerShape | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("idle_trainable", self.trainable), ("idle_frozen", self.frozen)):
+            _check_at_most(name, whole(name, getattr(self, name), 0), most)
+        if self.trainable == 0:
+            raise ValueError(
+                f"nothing is trainable of {self.frozen:,} parameters, so there is no training to plan; a plan needs "
+                "at least one trainable parameter"
+            )
+
+    @property
+    def experts(self) -> int:
+        """Return the elements in experts that tokens are routed to."""
+        return sum(unit.count * (unit.expert_trainable + unit.expert_frozen) for unit in self.units)
+
+    @property
     def active_trainable(self) -> int:
         """Return the trainable elements that a token computes with."""
         return self.trainable - self.idle_trainable
@@ -105,11 +141,6 @@ class ModelSize:
     def active_frozen(self) -> int:
         """Return the frozen elements that a token computes with."""
         return self.frozen - self.idle_frozen
-
-    @property
-    def count(self) -> int:
-        """Return the number of units."""
-        return sum(unit.count for unit in self.units)
 
     def with_trainable(self, trainable: float) -> ModelSize:
         """Return the model with ``trainable`` of its elements trainable, in each unit in proportion to its size.
@@ -124,11 +155,12 @@ class ModelSize:
             # Shares are differences of rounded running sums, so that they add up to the total exactly.
             after = before + unit.count * unit.numel
             share = trainable * after // self.params - trainable * before // self.params
-            units += _split(after - before, share, unit.count, unit.reshard_after_forward)
+            split = _split(after - before, share, unit.count, unit.reshard_after_forward)
+            units += [_with_experts(part, unit.expert_trainable + unit.expert_frozen) for part in split]
             before = after
         idle = self.idle_trainable + self.idle_frozen
         idle_trainable = idle * trainable // self.params
-        return ModelSize(tuple(units), idle_trainable, idle - idle_trainable)
+        return replace(self, units=tuple(units), idle_trainable=idle_trainable, idle_frozen=idle - idle_trainable)
 
 
 def equal_units(params: float, trainable: float | None = None, units: int | None = None) -> ModelSize:
@@ -161,18 +193,20 @@ def module_size(model: nn.Module) -> ModelSize:
         ValueError: If nothing in it is trainable.
     """
     check_module(model)
-    blocks = list(layers(model))
+    blocks, routing = list(layers(model)), routing_of(model)
+    experts = expert_parameters(model, routing)
     # Parameters hash by identity, so a set counts a shared one once.
     inside = {parameter for layer in blocks for parameter in layer.parameters()}
-    root = _unit_of(set(model.parameters()) - inside, reshard_after_forward=False)
+    root = _unit_of(set(model.parameters()) - inside, experts, reshard_after_forward=False)
     sizes: Counter[Unit] = Counter()
     seen: set[nn.Parameter] = set()
     for layer in blocks:
         own = set(layer.parameters()) - seen
         seen |= own
-        sizes[_unit_of(own)] += 1
-    units = [Unit(unit.trainable, unit.frozen, count) for unit, count in sizes.items() if unit.numel]
-    return ModelSize((*([root] if root.numel else []), *units), *idle_elements(model))
+        sizes[_unit_of(own, experts)] += 1
+    units = [replace(unit, count=count) for unit, count in sizes.items() if unit.numel]
+    idle = idle_elements(model, routing)
+    return ModelSize((*([root] if root.numel else []), *units), *idle, routing, shape_of(model))
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -181,10 +215,12 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else layers(child)
 
 
-def _unit_of(parameters: set[nn.Parameter], reshard_after_forward: bool = True) -> Unit:
-    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in parameters)
-    return Unit(trainable, total - trainable, reshard_after_forward=reshard_after_forward)
+def _unit_of(parameters: set[nn.Parameter], experts: set[nn.Parameter], reshard_after_forward: bool = True) -> Unit:
+    def numels(among: set[nn.Parameter]) -> tuple[int, int]:
+        trainable = sum(parameter.numel() for parameter in among if parameter.requires_grad)
+        return trainable, sum(parameter.numel() for parameter in among) - trainable
+
+    return Unit(*numels(parameters), 1, reshard_after_forward, *numels(parameters & experts))
 
 
 def _trainable_count(trainable: float, params: int) -> int:
@@ -205,44 +241,11 @@ def _split(params: int, trainable: int, count: int, reshard_after_forward: bool)
     ]
 
 
-# The names that Hugging Face's configurations have for the number of experts, and for those that a token is routed to.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
-
-
-def idle_elements(model: nn.Module) -> tuple[int, int]:
-    """Return the average numbers of trainable and of frozen elements in experts that a token is not routed to.
-
-    Hugging Face's ``model.config`` tells how many experts there are and how many of them a token is routed to. Experts
-    are the parameters below a module named ``experts``, and any other 3-D parameters with one slice per expert.
-    """
-    routing = _routing(model)
-    if routing is None:
-        return 0, 0
-    experts, chosen = routing
-    routed = {True: 0, False: 0}
-    for name, parameter in model.named_parameters():
-        fused = parameter.dim() == 3 and parameter.shape[0] == experts
-        if fused or "experts" in name.split("."):
-            routed[parameter.requires_grad] += parameter.numel()
-    return routed[True] * (experts - chosen) // experts, routed[False] * (experts - chosen) // experts
-
-
-def _routing(model: nn.Module) -> tuple[int, int] | None:
-    """Return the number of experts and how many of them a token is routed to; None if the config does not tell."""
-    # Models of text and images keep those numbers in the config of their text part.
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", None)
-    for said in (config, text() if callable(text) else None):
-        experts, chosen = _first(said, _EXPERTS), _first(said, _CHOSEN)
-        if experts is not None and chosen is not None and chosen <= experts:
-            return experts, chosen
-    return None
-
-
-def _first(config: object, names: tuple[str, ...]) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+def _with_experts(unit: Unit, experts: int) -> Unit:
+    """Return the unit with ``experts`` of its elements in experts, trainable and frozen ones in proportion."""
+    experts = min(experts, unit.numel)  # units that are split have one element more or less
+    trainable = experts * unit.trainable // max(1, unit.numel)
+    return replace(unit, expert_trainable=trainable, expert_frozen=experts - trainable)
 
 
 def pretrained_size(name: str) -> ModelSize:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs
+from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.local_steps import LocalSteps
-from fsdp_zpp.config.strategy import LEGAL_LEVELS, Strategy
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.config.topology import Topology
 
+from .activations import activation_volumes
+from .axes import Axes
 from .config import Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import Estimate, choose, reason, step_time, with_exchanges
-from .exchange import exchange_memory, exchange_volume, fragment_count, per_step
-from .memory import memory_per_gpu
+from .estimate import choose, reason
+from .figures import estimate_of
+from .letters import with_levels, with_local_steps
 from .model_size import ModelSize, equal_units
+from .notes import notes_on, notes_on_experts, notes_on_local_steps
+from .parts import parts_of
 from .report import Plan
-from .volume import step_volume
 
 
 def plan(
@@ -48,6 +51,11 @@ def plan(
     storage: torch.dtype = Precision.storage,
     frozen_storage: torch.dtype | None = None,
     optimizer_bytes: int = Precision.optimizer_bytes,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    experts_strategy: Strategy | str | None = None,
 ) -> Plan:
     """Predict memory, traffic and step time of all 14 strategies, and choose one.
 
@@ -78,6 +86,13 @@ def plan(
         storage: Dtype of the shards that the optimizer updates.
         frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
+        tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
+        pp: Stages of a pipeline, which are neighbouring ranks each.
+        cp: Ranks of context parallelism. They are data-parallel ranks to a strategy.
+        ep: Ranks of expert parallelism, which are neighbours. Experts are then sharded over the ranks of a stage that
+            have the same ones.
+        experts_strategy: The strategy of experts, or its letters, to go with the codecs given here. By default, experts
+            have the same letters as dense parameters.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -101,33 +116,67 @@ def plan(
             f"frozen={frozen} keeps frozen weights as codes only, so frozen_storage={frozen_storage} has no meaning; "
             "remove one of the two"
         )
+    axes = Axes(tp, pp, cp, ep)
+    axes.check(cluster)
+    _check_local_steps(local_steps, axes, experts_strategy)
     return make_plan(
         _size_of(params, trainable, units),
         cluster,
+        axes,
         StepConfig(micro_batches, tokens, tflops),
         MemoryBudget(gpu_memory, activations, reserve),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
         codecs,
+        _experts_strategy(experts_strategy, codecs, axes.expert_ranks(cluster).topology(cluster)),
         local_steps,
     )
+
+
+def _check_local_steps(local_steps: LocalSteps | None, axes: Axes, experts_strategy: Strategy | str | None) -> None:
+    own = getattr(experts_strategy, "local_steps", None)
+    if own is not None or (local_steps is not None and (experts_strategy is not None or axes.splits_parameters)):
+        raise ValueError("local steps are not planned beside tp, pp, ep or experts_strategy; leave one of the two out")
+
+
+def _experts_strategy(asked: Strategy | str | None, codecs: Strategy, topology: Topology) -> Strategy | None:
+    if isinstance(asked, str):
+        return with_levels(codecs, asked)
+    if asked is None:
+        return None
+    if not isinstance(asked, Strategy):
+        raise TypeError(f"experts_strategy must be a Strategy, three letters such as 'IGG', or None, got {asked!r}")
+    if asked.gpus_per_node not in (None, topology.gpus_per_node):
+        raise ValueError(
+            f"experts_strategy has gpus_per_node={asked.gpus_per_node}, but {topology.gpus_per_node} of the ranks that "
+            "experts are sharded over lie on a node; leave it out"
+        )
+    return asked
 
 
 def make_plan(
     size: ModelSize,
     cluster: Cluster,
+    axes: Axes,
     work: StepConfig,
     budget: MemoryBudget,
     precision: Precision,
     codecs: Strategy,
+    experts: Strategy | None = None,
     local_steps: LocalSteps | None = None,
 ) -> Plan:
-    """Return the plan of parts that are checked already. The letters of ``codecs`` do not matter."""
-    strategies = [_with_levels(codecs, levels) for levels in LEGAL_LEVELS]
+    """Return the plan of arguments that are checked already. The letters of ``codecs`` do not matter."""
+    strategies = [with_levels(codecs, levels) for levels in LEGAL_LEVELS]
     if local_steps is not None:
-        local = [_with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
+        local = [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
         strategies += local if cluster.nodes > 1 else []
-    estimates = tuple(_estimate(strategy, size, cluster, work, budget, precision) for strategy in strategies)
+    parts = parts_of(size, cluster, axes, experts)
+    estimates = tuple(
+        estimate_of(strategy, parts, size, cluster, axes, work, budget, precision) for strategy in strategies
+    )
     choice = choose(estimates)
+    topologies = [part.topology for part in parts if part.strategy is None]
+    notes = notes_on(size, cluster, work, budget, codecs, topologies)
+    notes += [note for part in parts[1:] for note in notes_on_experts(size.routing, axes, part.topology)]
     return Plan(
         size,
         cluster,
@@ -137,25 +186,11 @@ def make_plan(
         estimates,
         choice,
         reason(estimates, choice, budget),
-        (*notes_on(size, cluster, work, budget, codecs), *_notes_on_local_steps(cluster, codecs, local_steps)),
+        (*notes, *notes_on_local_steps(cluster, codecs, local_steps)),
         local_steps if cluster.nodes > 1 else None,
+        axes,
+        tuple(activation_volumes(size, parts, cluster, axes, work, precision).items()),
     )
-
-
-def _with_levels(codecs: Strategy, levels: str) -> Strategy:
-    """Replace the letters of ``codecs``. Letters that keep no secondary shard send weights whole, not as deltas."""
-    weights, keeps_secondary = codecs.weights, Strategy(levels).keeps_secondary
-    if isinstance(weights, Int4Delta) and not keeps_secondary:
-        weights = weights.whole
-    return dataclasses.replace(codecs, levels=levels, weights=weights)
-
-
-def _with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
-    """Add local steps to ``strategy``, without codecs that have no effect with them; see :class:`Strategy`."""
-    feedback = strategy.error_feedback
-    if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
-        feedback = None
-    return dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
 
 
 def _size_of(params: float | ModelSize, trainable: float | None, units: int | None) -> ModelSize:
@@ -164,91 +199,3 @@ def _size_of(params: float | ModelSize, trainable: float | None, units: int | No
     if units is not None:
         raise ValueError(f"units={units} was given, but the model has its own {params.count} units; leave units out")
     return params if trainable is None else params.with_trainable(trainable)
-
-
-def _estimate(
-    strategy: Strategy, size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, precision: Precision
-) -> Estimate:
-    resolved, local_steps = strategy.resolve(cluster.topology), strategy.local_steps
-    in_step = resolved if local_steps is None else resolved.within_node()
-    volume = step_volume(size, in_step, work.micro_batches, precision)
-    memory = memory_per_gpu(size, in_step, work.micro_batches, precision, budget)
-    time = step_time(volume, size, cluster, work)
-    if local_steps is not None:
-        exchange = exchange_volume(size, resolved, local_steps, precision)
-        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps)
-        volume += per_step(exchange, local_steps)
-        memory += exchange_memory(size, resolved, local_steps, precision)
-    return Estimate(
-        strategy=strategy,
-        topology=cluster.topology,
-        volume=volume,
-        inter_node_bytes=cluster.gpus_per_node * volume.inter,
-        memory=memory,
-        time=time,
-        fits=budget.allows(memory.total),
-    )
-
-
-def notes_on(
-    size: ModelSize, cluster: Cluster, work: StepConfig, budget: MemoryBudget, codecs: Strategy
-) -> tuple[str, ...]:
-    """Return notes on a plan, one sentence each."""
-    notes = [
-        f"Activations are assumed to take {budget.activations:g} GiB a GPU, and {budget.reserve:g} GiB are in reserve."
-    ]
-    if budget.gpu_memory is None:
-        notes.append("No memory limit was given, so everything fits.")
-    if work.tokens is None:
-        notes.append("Computation is left out (tokens and tflops were not given): the step is communication alone.")
-    if cluster.nodes == 1:
-        notes.append("A single node sends nothing to other nodes.")
-    if cluster.gpus_per_node == 1:
-        notes.append("Nodes of one GPU send nothing inside.")
-    return (*notes, *_idle_codecs(size, cluster, codecs))
-
-
-def _notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalSteps | None) -> list[str]:
-    if local_steps is None:
-        return []
-    if cluster.nodes == 1:
-        return ["Local steps have no effect: there is only one node."]
-    kept = _with_local_steps(_with_levels(codecs, "III"), local_steps)
-    idle = [
-        f"{name}={requested}"
-        for name, requested in (("gradients", codecs.gradients), ("error_feedback", codecs.error_feedback))
-        if requested is not None and getattr(kept, name) is None
-    ]
-    if not idle:
-        return []
-    unencoded = ", unencoded unless intra_gradients names a codec" * (kept.gradient_codecs[0] is None)
-    return [f"Local steps ignore {' and '.join(idle)}: gradients stay inside nodes{unencoded}."]
-
-
-def _idle_codecs(size: ModelSize, cluster: Cluster, codecs: Strategy) -> list[str]:
-    idle = []
-    if codecs.frozen is not None and size.frozen == 0:
-        idle.append(f"frozen={codecs.frozen} has no effect: all parameters are trainable.")
-    for name, codec in (("weights", codecs.weights), ("gradients", codecs.gradients)):
-        if codec is not None and cluster.nodes == 1:
-            idle.append(f"{name}={codec} has no effect: it encodes what is sent between nodes.")
-    resolved = codecs.resolve(cluster.topology)
-    if (resolved.weights, resolved.gradient_codecs) != (codecs.weights, codecs.gradient_codecs):
-        idle.append(
-            "If the links inside the node are slow (PCIe), plan nodes of one GPU: gpus_per_node=1 activates the codecs."
-        )
-    intra = codecs.gradient_codecs[0]
-    if intra is not None and cluster.gpus_per_node == 1:
-        idle.append(f"intra_gradients={intra} has no effect: it encodes what is sent inside a node.")
-    feedback = codecs.error_feedback
-    hops = {"inter": "between nodes", "intra": "inside a node"} if feedback is not None else {}
-    if feedback is not None and feedback.hops == "inter":
-        del hops["intra"]
-    # Which of the two hops have errors does not depend on the optimizer scope or the size.
-    fed_back = error_buffer_specs(feedback, resolved.gradient_codecs, "G", cluster.topology, 0)
-    idle += [
-        f"error_feedback has no effect {where}: nothing encoded is sent there."
-        for hop, where in hops.items()
-        if hop not in fed_back
-    ]
-    return idle

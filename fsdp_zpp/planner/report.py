@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
 
+from .axes import Axes
+from .axes_report import ranks_of, table_of_axes, title_of_axes
 from .config import GIB, Cluster, MemoryBudget, Precision, StepConfig
 from .estimate import Estimate, StepTime, seconds
 from .memory import Memory
-from .model_size import ModelSize
+from .model_size import ModelSize, Unit
+from .table import aligned, count, number
+from .volume import Volume
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Plan:
         reason: A sentence that says why.
         notes: Sentences that explain the figures.
         local_steps: The local steps of the strategies that have them; None if none has.
+        axes: The other parallelisms.
+        activations: Estimated bytes that one GPU sends in a step along each of their axes, as far as they are known.
     """
 
     size: ModelSize
@@ -44,6 +50,8 @@ class Plan:
     reason: str
     notes: tuple[str, ...]
     local_steps: LocalSteps | None = None
+    axes: Axes = field(default_factory=Axes)
+    activations: tuple[tuple[str, Volume], ...] = ()
 
     def __getitem__(self, name: str) -> Estimate:
         """Return the estimate of a strategy by its letters, or for one with local steps by its name, ``III every 64``.
@@ -59,7 +67,12 @@ class Plan:
     @property
     def resolved(self) -> ResolvedStrategy:
         """Describe the strategies' codecs on this cluster, shown by the letters that take any codec."""
-        return self["IGG"].strategy.resolve(self.cluster.topology)
+        return self["IGG"].strategy.resolve(self["IGG"].topology)
+
+    @property
+    def has_axes(self) -> bool:
+        """Return whether there is any other parallelism, or experts have a strategy of their own."""
+        return self.axes != Axes() or self["IGG"].experts is not None
 
     def __str__(self) -> str:
         return format_plan(self)
@@ -117,14 +130,14 @@ def format_plan(plan: Plan) -> str:
     rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
     zeros = {_HEADER[1].index(name) for name in _columns_of_zeros(plan)}
     rows = [tuple(cell for column, cell in enumerate(row) if column not in zeros) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    lines = aligned(rows, names=2)
     rule = "-" * max(map(len, lines))
     first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
     if first_out is not None and plan.budget.gpu_memory is not None:
         lines.insert(len(_HEADER) + first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
     lines.insert(len(_HEADER), rule)
-    return "\n".join([*_title(plan), "", *lines, rule, plan.reason, "", *_legend(plan), *plan.notes])
+    by_axis = table_of_axes(ranked[0], plan.activations, plan.cluster) if plan.has_axes else []
+    return "\n".join([*_title(plan), "", *lines, rule, plan.reason, "", *by_axis, *_legend(plan), *plan.notes])
 
 
 def _columns_of_zeros(plan: Plan) -> list[str]:
@@ -139,7 +152,7 @@ def _legend(plan: Plan) -> list[str]:
 
 def _title(plan: Plan) -> list[str]:
     size, cluster, work = plan.size, plan.cluster, plan.work
-    networks = [f"{_count(cluster.nodes, 'node')} x {_count(cluster.gpus_per_node, 'GPU')}"]
+    networks = [f"{count(cluster.nodes, 'node')} x {count(cluster.gpus_per_node, 'GPU')}"]
     if cluster.inter_gbps is not None:
         networks.append(f"{cluster.inter_gbps:,.4g} Gbit/s out of a node")
     if cluster.intra_gbps is not None:
@@ -150,10 +163,11 @@ def _title(plan: Plan) -> list[str]:
     active = size.active_trainable + size.active_frozen
     if active < size.params:
         trainable += f", {active:,} active for a token"
-    units, micro_batches = _count(size.count, "unit"), _count(work.micro_batches, "micro-batch", "es")
+    units, micro_batches = count(size.count, "unit"), count(work.micro_batches, "micro-batch", "es")
     return [
         f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
         ", ".join(networks),
+        *([title_of_axes(plan.axes, plan["IGG"])] if plan.has_axes else []),
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
         + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
         + (f", frozen weights {_codec(strategy.frozen or strategy.weights)}" if size.frozen else ""),
@@ -176,9 +190,9 @@ def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
     return (
         ("-> " if chosen else "   ") + estimate.name,
         KNOWN_AS.get(estimate.levels, "") if estimate.strategy.local_steps is None else "local steps *",
-        *(_number(state / GIB) for state in states),
-        _number(estimate.inter_node_bytes / 1e9),
-        _number(estimate.volume.intra / 1e9),
+        *(number(state / GIB) for state in states),
+        number(estimate.inter_node_bytes / 1e9),
+        number(estimate.volume.intra / 1e9),
         seconds(estimate.time.communication),
         seconds(estimate.time.total),
     )
@@ -186,20 +200,6 @@ def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
 
 def _percent(size: ModelSize) -> str:
     return f"{100 * size.trainable / size.params:.3g} %"
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    names = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-    return names + [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-
-
-def _number(value: float) -> str:
-    """Format two decimals, or as many as a small number needs: models of a few MB have figures, too."""
-    return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def _codec(codec: object) -> str:
@@ -216,15 +216,20 @@ def plan_to_json(plan: Plan) -> str:
             "params": plan.size.params,
             "trainable": plan.size.trainable,
             "active": plan.size.active_trainable + plan.size.active_frozen,
-            "units": [dataclasses.asdict(unit) for unit in plan.size.units],
+            "units": [_unit(unit, plan.has_axes) for unit in plan.size.units],
         },
         "cluster": dataclasses.asdict(plan.cluster),
         "work": dataclasses.asdict(plan.work),
         "budget_gib": dataclasses.asdict(plan.budget),
         "precision": dataclasses.asdict(plan.precision),
         "codecs": _codecs(plan),
-        "strategies": {estimate.name: _figures(estimate) for estimate in plan.estimates},
+        "strategies": {estimate.name: _figures(estimate, plan.has_axes) for estimate in plan.estimates},
     }
+    if plan.has_axes:
+        report["axes"] = dataclasses.asdict(plan.axes)
+        report["estimated_activation_bytes_per_gpu"] = {
+            axis: dataclasses.asdict(volume) for axis, volume in plan.activations
+        }
     if plan.local_steps is not None:
         # Codecs as text: asdict would leave of them no more than their blocks.
         report["local_steps"] = vars(plan.local_steps)
@@ -247,12 +252,17 @@ def _codecs(plan: Plan) -> dict[str, str | None]:
 _OF_LOCAL_STEPS = ("outer", "exchange", "wait")
 
 
-def _figures(estimate: Estimate) -> dict[str, Any]:
+def _unit(unit: Unit, with_experts: bool) -> dict[str, Any]:
+    figures = dataclasses.asdict(unit)
+    return {name: figure for name, figure in figures.items() if with_experts or not name.startswith("expert_")}
+
+
+def _figures(estimate: Estimate, has_axes: bool) -> dict[str, Any]:
     def fields_of(value: Memory | StepTime) -> dict[str, Any]:
         left_out = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
         return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}
 
-    return {
+    return (ranks_of(estimate) if has_axes else {}) | {
         "fits": estimate.fits,
         "memory_bytes": fields_of(estimate.memory) | {"total": estimate.memory.total},
         "inter_node_bytes": estimate.inter_node_bytes,

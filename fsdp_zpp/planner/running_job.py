@@ -40,7 +40,8 @@ def choose_strategy(
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        **options: The other options of ``plan``: codecs, ``micro_batches``, ``activations``, ...
+        **options: The other options of ``plan``: codecs, ``micro_batches``, ``tp``, ``activations``, ... With experts
+            on ranks of their own, the result is the strategy of the other parameters; ``plan`` has both.
 
     Raises:
         ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.

@@ -7,6 +7,11 @@ as they are, which adds about a hundredth. Optimizers are taken to hold trainabl
 
 The step is one in the steady state. In the first step, frozen weights that stay in a node or on a rank are gathered
 once. Frozen weights with a codec of their own follow another rule: see frozen_base.py.
+
+In a pipeline, torch.distributed.pipelining keeps what a backward has gathered until the last backward of the step, and
+reduces once more at the end of the step. So whatever the schedule, a unit that is resharded after forward is gathered
+once for each micro-batch and once more: a forward gathers unless a backward came just before, a backward only after a
+forward.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from fsdp_zpp.config.topology import Topology
 
 from .config import Precision
 from .frozen_base import gathers_of
-from .model_size import ModelSize
+from .model_size import Unit, Units
 
 
 @dataclass(frozen=True)
@@ -39,23 +44,39 @@ class Volume:
         return Volume(self.inter + other.inter, self.intra + other.intra)
 
 
-def step_volume(size: ModelSize, resolved: ResolvedStrategy, micro_batches: int, precision: Precision) -> Volume:
-    """Return the bytes that one rank sends for the whole model in a step of ``micro_batches`` micro-batches."""
+def step_volume(
+    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
+) -> Volume:
+    """Return the bytes that one rank sends for all units in a step of ``micro_batches`` micro-batches.
+
+    Args:
+        size: The units.
+        resolved: The strategy.
+        micro_batches: Number of micro-batches.
+        precision: The dtypes.
+        pipelined: Whether the units are a stage of a pipeline.
+    """
     total = Volume()
     for unit in size.units:
         one = Volume()
         # FSDP does not gather a base with a codec of its own; its bytes are added at the end.
         for numel, trainable in ((unit.trainable, True), (unit.frozen if resolved.frozen is None else 0, False)):
             payload = shard_payload(numel, resolved, precision)
-            # Backward gathers units again that are resharded after forward.
-            repeats = micro_batches * (2 if unit.reshard_after_forward else 1)
+            repeats = _gathers_in_step(unit, micro_batches, pipelined)
             change = _change_payload(numel, resolved)
             one += _gathers(payload, change, trainable, resolved, repeats)
-        one += _reductions(unit.trainable, resolved, micro_batches, precision.reduce.itemsize)
+        one += _reductions(unit.trainable, resolved, micro_batches + pipelined, precision.reduce.itemsize)
         total += Volume(unit.count * one.inter, unit.count * one.intra)
     if resolved.frozen is not None:
         total += Volume(0, micro_batches * gathers_of(size, resolved.frozen, resolved).sent)
     return total
+
+
+def _gathers_in_step(unit: Unit, micro_batches: int, pipelined: bool) -> int:
+    """Return how often a step needs weights of ``unit`` that are not gathered. Resharded ones, backward needs again."""
+    if pipelined:
+        return micro_batches + 1 if unit.reshard_after_forward else 1
+    return micro_batches * (2 if unit.reshard_after_forward else 1)
 
 
 def shard_numel(numel: int, scope: str, topology: Topology) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.collectives.node_share import NodeShare
-from fsdp_zpp.collectives.outer_step import OuterStep
+from fsdp_zpp.collectives.outer_step import OuterStep, OuterStepState
 from fsdp_zpp.config.local_steps import LocalSteps
 
 Span = tuple[int, int]
@@ -34,7 +34,7 @@ class FragmentState(TypedDict):
     """
 
     progress: dict[str, Any]
-    exchanges: dict[str, Any] | None
+    exchanges: OuterStepState | None
     weights: dict[str, Tensor]
     changed: list[str]
     sent: list[str]

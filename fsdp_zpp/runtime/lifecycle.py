@@ -19,7 +19,7 @@ from .local_training import LocalTraining
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
-from .unit import StrategyUnit, Unit, unit_of
+from .unit import StrategyUnit, Unit, units_of
 from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel
 
 
@@ -85,7 +85,7 @@ class LifecycleHooks:
     def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
         if all(unit.errors is None for unit in self._units):
             return
-        units = list(self._units_of(ids))
+        units = list(self._units_with(ids))
         # A step without a backward is not part of training: torch's state dicts make one to initialize optimizer state.
         if any(unit.errors is not None and unit.errors.has_uncommitted for unit in units):
             for unit in units:
@@ -101,7 +101,7 @@ class LifecycleHooks:
         self._step_ended()
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
-        for unit in self._units_of(ids):
+        for unit in self._units_with(ids):
             if unit.errors is not None:
                 unit.errors.scaler_stepped(scaler)
 
@@ -121,7 +121,7 @@ class LifecycleHooks:
         if self._holds_any(ids):
             if self._mistakes is not None:
                 self._mistakes.gradients_cleared()
-            for unit in self._units_of(ids):
+            for unit in self._units_with(ids):
                 unit.drop_gradients()
 
     def module_cleared(self, module: nn.Module, set_to_none: bool = True) -> None:
@@ -140,7 +140,7 @@ class LifecycleHooks:
                 if self._mistakes is not None:
                     self._mistakes.gradients_cleared()
 
-    def _units_of(self, ids: set[int]) -> Iterator[Unit]:
+    def _units_with(self, ids: set[int]) -> Iterator[Unit]:
         """Yield the units of which an optimizer with parameters of these ``ids`` holds one; the same on all ranks."""
         # Not all: one of several optimizers, or one that steps within the backward, clears its own gradients alone.
         for unit in self._units:
@@ -209,10 +209,10 @@ def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def weights_moved(module: nn.Module) -> None:
-    """Handle a move or a cast of the weights of ``module``'s unit; a cast may change their values."""
-    unit = unit_of(module)
-    if isinstance(unit, StrategyUnit):
-        unit.invalidate()
+    """Handle a move or a cast of the weights of ``module``'s units; a cast may change their values."""
+    for unit in units_of(module):
+        if isinstance(unit, StrategyUnit):
+            unit.invalidate()
 
 
 def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> None:

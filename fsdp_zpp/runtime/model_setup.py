@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -53,6 +54,24 @@ def set_up_model(
     hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
     log_summaries(model, groups, others)  # after all that may raise
     return hooks
+
+
+@contextmanager
+def repeated_if_failed(root: nn.Module, set_up: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call ``set_up(root)`` before the next forward if the block, which sets up a model, raises.
+
+    torch takes a model for initialized that has failed in its first forward, and would train it unchecked.
+    """
+
+    def before_forward(root: nn.Module, inputs: object) -> None:
+        handle.remove()
+        set_up(root)
+
+    try:
+        yield
+    except Exception:
+        handle = root.register_forward_pre_hook(before_forward, prepend=True)
+        raise
 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:

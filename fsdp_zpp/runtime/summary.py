@@ -20,6 +20,7 @@ logger = logging.getLogger("fsdp_zpp")
 Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
 """Units of a model by their strategies and ranks."""
 
+_INTRA, _INTER = "on the intra-node hop", "on the inter-node hop"
 _ALONE = "one rank: nothing is sent"
 _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
 
@@ -130,8 +131,8 @@ def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> 
         return [("gradients reduced in full precision", None)] if topology.world > 1 else []
     parts: list[tuple[str, str | None]] = []
     for codec, level, why_not in (
-        (intra, "inside nodes", _no_intra_node_hop(topology)),
-        (inter, "between nodes", _no_inter_node_hop(topology)),
+        (intra, _INTRA, _no_intra_node_hop(topology)),
+        (inter, _INTER, _no_inter_node_hop(topology)),
     ):
         if codec is not None:
             parts.append((f"gradients reduced as {codec} {level}", why_not))
@@ -154,14 +155,15 @@ def _feedback(
     fed_back = error_buffer_specs(config, codecs, optimizer_scope, topology, 0)
     parts: list[tuple[str, str | None]] = []
     for hop, level, why_not in (
-        ("intra", "inside nodes", _no_intra_node_hop(topology)),
-        ("inter", "between nodes", _no_inter_node_hop(topology)),
+        ("intra", _INTRA, _no_intra_node_hop(topology)),
+        ("inter", _INTER, _no_inter_node_hop(topology)),
     ):
         if hop not in fed_back and (hop == "inter" or config.hops == "both"):
             parts.append((f"error feedback {level}", why_not or "full precision: no error"))
-    levels = [level for hop, level in (("intra", "inside"), ("inter", "between")) if hop in fed_back]
+    levels = [level for hop, level in (("intra", _INTRA), ("inter", _INTER)) if hop in fed_back]
     if levels:
-        parts.append((f"error feedback {' and '.join(levels)} nodes ({config}; {_size(nbytes)} a rank)", None))
+        where = levels[0] if len(levels) == 1 else "on both hops"
+        parts.append((f"error feedback {where} ({config}; {_size(nbytes)} a rank)", None))
     return parts
 
 

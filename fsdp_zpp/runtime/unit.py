@@ -85,24 +85,35 @@ class Unit(Communicator, Protocol):
         """Drop the gradients accumulated from earlier micro-batches of the step."""
 
 
-def attach(module: nn.Module, unit: Unit) -> None:
-    """Make ``unit`` findable from ``module``."""
-    setattr(module, _ATTRIBUTE, unit)
+def attach(module: nn.Module, unit: Unit, path: str = "") -> None:
+    """Make ``unit`` findable from ``module``.
+
+    Args:
+        module: The module.
+        unit: The unit.
+        path: The unit's path within the module, if this has several units.
+    """
+    vars(module).setdefault(_ATTRIBUTE, {})[unit] = path
+
+
+def units_of(module: nn.Module) -> Mapping[Unit, str]:
+    """Return the units attached to ``module`` itself, with their paths within it."""
+    # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.
+    units: Mapping[Unit, str] = vars(module).get(_ATTRIBUTE, {})
+    return units
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit attached to ``module`` itself."""
-    # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.
-    return vars(module).get(_ATTRIBUTE)
+    """Return the first unit attached to ``module`` itself."""
+    return next(iter(units_of(module)), None)
 
 
 def named_units(model: nn.Module) -> dict[Unit, str]:
     """Return the units of a model, outermost first, with their names; a shared unit has the first one's."""
     names: dict[Unit, str] = {}
     for name, module in model.named_modules():
-        unit = unit_of(module)
-        if unit is not None:
-            names.setdefault(unit, name)
+        for unit, path in units_of(module).items():
+            names.setdefault(unit, ".".join(filter(None, (name, path))))
     return names
 
 

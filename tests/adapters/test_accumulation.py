@@ -18,7 +18,7 @@ from heads import Heads, average, inputs
 from torch import Tensor
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 
 def shown_before_the_last(adapter: Adapter, scopes: str) -> list[bool]:

@@ -14,7 +14,7 @@ from harness.pool import Pool, device_type
 from harness.training import largest_distance, loss_after, train
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 NETS = {"plain": {}, "tied": {"tied": True}, "twice": {"twice": True}, "frozen and unused": {"unused": True}}
 MICRO_BATCHES = {"one": {}, "no sync": {"micro_batches": 3}, "synced": {"micro_batches": 3, "synced": True}}

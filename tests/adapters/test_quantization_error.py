@@ -18,7 +18,7 @@ from harness.training import gradients, loss_after, mean_loss
 from torch import Tensor
 
 from fsdp_zpp import Int4, Int8, Strategy
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 BF16 = Precision(torch.bfloat16, torch.bfloat16)
 

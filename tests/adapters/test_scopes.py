@@ -21,7 +21,7 @@ from harness.wiretap import Wiretap, wiretap
 from torch import Tensor
 
 from fsdp_zpp import Int4, Int8, Strategy
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 over_scopes = pytest.mark.parametrize("scopes", LEGAL_LEVELS)
 SHARDS = {"N": 1, "I": 2, "G": 4}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from itertools import product
+from typing import get_type_hints
 
 import pytest
 from harness.strategies import FOURTEEN
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp.config.strategy_arguments import StrategyArguments
 
 
 def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
@@ -106,6 +108,10 @@ def test_presets_are_shorthand_for_strategies() -> None:
     assert Strategy.diloco(local_steps=LocalSteps(8, codec=None)).local_steps == LocalSteps(8, codec=None)
     with pytest.raises(TypeError, match="pass one of them"):
         Strategy.diloco(8, local_steps=LocalSteps(8))
+
+
+def test_presets_take_the_arguments_of_a_strategy() -> None:
+    assert get_type_hints(StrategyArguments).keys() == {field.name for field in dataclasses.fields(Strategy)}
 
 
 def test_gradients_are_finer_on_the_intra_node_hop_by_default() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_zpp import Strategy
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 
 pytestmark = pytest.mark.slow
 

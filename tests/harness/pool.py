@@ -11,6 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -140,7 +141,8 @@ class Pool:
             self._start()
         deadline = time.monotonic() + TIMEOUT.total_seconds()  # which processes that are still starting share
         for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args, deadline))
+            with suppress(BrokenPipeError):  # of a process that died, which is reported below
+                pipe.send((function.__module__, function.__qualname__, args, deadline))
         replies = self._replies(deadline)
         failed = {rank: text for rank, (ok, text) in replies.items() if not ok}
         if failed:

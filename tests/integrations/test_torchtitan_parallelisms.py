@@ -85,9 +85,3 @@ def test_context_parallel_ranks_are_data_parallel_ones(torchtitan: Callable[...,
     run = torchtitan("train_in_chunks", "strategy", tmp_path, *options, *flag(levels="IGG"))[0]
     assert run.losses == pytest.approx(own.losses, rel=1e-6)
     assert all(run.traffic[-1]["reduce"].values())  # of four ranks on two nodes
-
-
-def test_experts_on_a_mesh_of_their_own_are_refused(torchtitan: Callable[..., list[Any]]) -> None:
-    options = ["--parallelism.expert_parallel_degree", "2"]
-    for text in torchtitan("refusal", "deepseek_v3", *options, *flag("zeropp")):
-        assert "a mesh of its own for a parameter can't be combined with the strategy's" in text

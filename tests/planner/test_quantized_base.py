@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_zpp import Int8, Strategy, plan
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.frozen.base import FrozenBase
 from fsdp_zpp.planner.config import MemoryBudget, Precision

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from fsdp_zpp import Int4, Int8, Strategy, choose_strategy, plan
-from fsdp_zpp.config.strategy import LEGAL_LEVELS
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.planner import bandwidth, running_job
 from fsdp_zpp.planner.bandwidth import Bandwidth, measure_bandwidth, world

@@ -38,7 +38,7 @@ def test_a_summary_names_what_is_inactive_and_why() -> None:
     assert one_node.count("one node: no inter-node hop") == 1
     assert "no intra-node hop" in str(on(Topology(4, 1), zeropp))
     (alone,) = on(Topology(1, 1), zeropp).inactive
-    assert alone.endswith("gradients reduced as int4(128) between nodes (one rank: nothing is sent)")
+    assert alone.endswith("gradients reduced as int4(128) on the inter-node hop (one rank: nothing is sent)")
     assert on(Topology(4, 2), Strategy()).active == (
         "weights gathered in full precision",
         "gradients reduced in full precision",
@@ -92,9 +92,12 @@ def test_on_one_node_the_line_says_which_codecs_are_off(pool: Callable[[int], Po
 
 def test_error_feedback_is_active_on_each_hop_by_itself() -> None:
     inside = on(ONE, INSIDE_WITH_FEEDBACK, 1024)
-    assert "gradients reduced as int8(64) inside nodes" in inside.active
-    assert "error feedback inside nodes (beta 0.8, reset every 1024 steps, kept in fp32; 1 KiB a rank)" in inside.active
-    assert "error feedback between nodes (one node: no inter-node hop)" in inside.inactive
+    assert "gradients reduced as int8(64) on the intra-node hop" in inside.active
+    assert (
+        "error feedback on the intra-node hop (beta 0.8, reset every 1024 steps, kept in fp32; 1 KiB a rank)"
+        in inside.active
+    )
+    assert "error feedback on the inter-node hop (one node: no inter-node hop)" in inside.inactive
     assert on(ONE, Strategy("GGG", intra_gradients=Int8(64))).inactive == ()
     assert all("one rank: nothing is sent" in text for text in on(ALONE, Strategy.loco()).inactive)
 
@@ -110,11 +113,11 @@ def test_weights_as_differences_are_named_with_both_codecs() -> None:
 def test_the_line_says_what_error_feedback_costs(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=BOTH))[0]
     assert level == "INFO"
-    assert "error feedback inside and between nodes (beta 0.8, reset every 1024 steps, kept in int8(32); " in line
+    assert "error feedback on both hops (beta 0.8, reset every 1024 steps, kept in int8(32); " in line
     assert "KiB a rank)" in line
     [(level, line)] = pool(4).run(logged, adapter, replace(COARSE, error_feedback=INTER, gpus_per_node=4))[0]
     assert level == "WARNING"
-    assert "error feedback between nodes (one node: no inter-node hop)" in line
+    assert "error feedback on the inter-node hop (one node: no inter-node hop)" in line
 
 
 def partly(adapter: Adapter) -> list[tuple[str, str]]:

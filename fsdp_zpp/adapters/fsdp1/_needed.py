@@ -39,7 +39,11 @@ NEEDED = (
     Needed(_FLAT, "_local_shard _full_param_padded", "the memory of a shard and of gathered weights"),
     Needed(_FLAT, "_params _shared_params _param_infos _shared_param_infos", "the original parameters"),
     Needed(_FLAT, "_fqns _shapes _numels_with_padding _is_padding_mask", "where parameters lie in a flat one"),
-    Needed("torch.distributed.tensor._dtensor_spec", "DTensorSpec", "how another parallelism shards a parameter"),
+    Needed(
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "mesh placements",
+        "how another parallelism shards a parameter",
+    ),
     Needed(_FLAT, "_param_extensions", "telling which parameters another parallelism shards"),
     Needed(_HANDLE, "_use_orig_params", "telling whether modules show the original parameters"),
     Needed(_HANDLE, "_fully_sharded_module", "naming the module of a unit in errors"),

@@ -188,7 +188,7 @@ def intercept_hook_registration(
     original = FullyShardedDataParallel.register_comm_hook
 
     @functools.wraps(original)
-    def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Callable[..., object]) -> None:
         own_states = before(self, state)
         original(self, state, hook)
         for instance, own_state in own_states.items():
@@ -219,7 +219,7 @@ def around_moves(
     original = FullyShardedDataParallel._apply
 
     @functools.wraps(original)
-    def _apply(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> FullyShardedDataParallel:
+    def _apply(self: FullyShardedDataParallel, *args: object, **kwargs: object) -> FullyShardedDataParallel:
         before(self)
         moved = original(self, *args, **kwargs)
         after(self)
@@ -237,8 +237,8 @@ def save_optimizer_states_in_any_group() -> None:
 
     @functools.wraps(original)
     def map_param_key_to_optim_keys(
-        optim_state_dict: dict[str, Any], group: dist.ProcessGroup | None, *args: Any, merge_keys: bool = False
-    ) -> Any:
+        optim_state_dict: dict[str, object], group: dist.ProcessGroup | None, *args: object, merge_keys: bool = False
+    ) -> object:
         elsewhere = group is not None and dist.get_process_group_ranks(group)[0] != 0
         return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
 
@@ -255,7 +255,7 @@ def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def optim_state_dict_to_load_impl(*args: object, **kwargs: object) -> dict[str, object]:
         bound = signature.bind(*args, **kwargs)
         ranks = ranks_of(bound.arguments["model"]) if bound.arguments.get("rank0_only") else None
         if ranks is not None:

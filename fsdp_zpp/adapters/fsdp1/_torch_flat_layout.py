@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fsdp_zpp.adapters._torch_mesh import sharded_along
 from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece, boundaries_between
 
@@ -55,9 +55,9 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
     pieces: list[Piece] = []
     starts: list[int] = []
     small: list[tuple[int, int]] = []
-    placed: list[tuple[int, tuple[int, ...]]] = []
+    placed: list[tuple[int, tuple[str, ...]]] = []
     specs = flat_param._param_extensions
-    axes = [() if spec is None else _sharded_along(spec) for spec in specs]
+    axes = [() if spec is None else sharded_along(spec.mesh, spec.placements) for spec in specs]
     exact = sent_exactly(flat_param._shapes)
     start = order = 0
     for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
@@ -73,8 +73,3 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
         start += size
     boundaries = boundaries_between(placed)
     return FlatLayout(tuple(pieces), tuple(starts), numel, tuple(small), is_fixed=True, boundaries=boundaries)
-
-
-def _sharded_along(spec: DTensorSpec) -> tuple[int, ...]:
-    """Return the mesh dimensions along which another parallelism shards a parameter."""
-    return tuple(dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate())

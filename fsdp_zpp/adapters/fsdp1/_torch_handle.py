@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -228,8 +227,11 @@ class StrategyHandle(FlatParamHandle):
         """Return where parameters lie in a gathered flat parameter of ``numel`` values."""
         return self.parameter_layout.whole(numel)
 
-    def is_trained(self) -> bool:
-        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient."""
+    def is_trained(self: FlatParamHandle) -> bool:
+        """Return whether the flat parameter or an original one, which a forward passes on, requires a gradient.
+
+        It is called on torch's own handles, too.
+        """
         flat_param = self.flat_param
         return flat_param.requires_grad or any(p.requires_grad for p in flat_param._params or ())
 
@@ -239,7 +241,7 @@ class StrategyHandle(FlatParamHandle):
         shard = flat_param._local_shard
         return self._version.of((shard,), (shard, flat_param, *(flat_param._params or ())))
 
-    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+    def flat_param_to(self, *args: object, **kwargs: object) -> None:
         super().flat_param_to(*args, **kwargs)
         # While the unit is idle, a user moves it, unless FSDP offloads parameters.
         if self._training_state == HandleTrainingState.IDLE and not self._offload_params:

@@ -55,8 +55,8 @@ class ShardedInstance(Sharded):
 
     def is_trained(self) -> bool:
         """Return whether the flat parameter or an original one requires a gradient by now."""
-        flat_param = self._flat_param
-        return flat_param is not None and any(p.requires_grad for p in (flat_param, *(flat_param._params or ())))
+        handle = self._instance._handle
+        return handle is not None and StrategyHandle.is_trained(handle)
 
     def trained_names(self) -> list[str]:
         """Return the FQNs of the original parameters that require a gradient or have one."""

@@ -95,7 +95,8 @@ class StepGradients:
         for param in (*(flat_param._params or ()), *(flat_param._shared_params or ())):
             param.grad = None
         # Needed in either case: at the end of the step torch passes the gradient on only if this is set, and clears it.
-        self.took_part = flat_param._post_backward_called = True  # type: ignore[attr-defined]
+        self.took_part = True
+        self._set_post_backward_called(True)
         stream = instance._post_backward_stream
         stream.wait_stream(instance._device_handle.current_stream())
         with instance._device_handle.stream(stream):
@@ -174,7 +175,10 @@ class StepGradients:
         # Not true, for it had no backward: until FSDP's final callback, which resets all three.
         self.instance.training_state = TrainingState.FORWARD_BACKWARD
         self.handle._training_state = HandleTrainingState.BACKWARD_POST
-        self.handle.flat_param._post_backward_called = True  # type: ignore[attr-defined]
+        self._set_post_backward_called(True)
+
+    def _set_post_backward_called(self, called: bool) -> None:
+        self.handle.flat_param._post_backward_called = called  # type: ignore[attr-defined]  # nor does torch declare it
 
     def drop_unused(self) -> None:
         """Drop the gradient of a unit that micro-batches have gathered but no rank has used in the step."""
@@ -184,7 +188,7 @@ class StepGradients:
         handle, flat_param = self.handle, self.handle.flat_param
         # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
         has_gradient = hasattr(flat_param, "_saved_grad_shard")
-        flat_param._post_backward_called = has_gradient  # type: ignore[attr-defined]
+        self._set_post_backward_called(has_gradient)
         if has_gradient and handle._use_orig_params:
             runtime._catch_all_reshard(self.instance)
             handle._use_sharded_grad_views()

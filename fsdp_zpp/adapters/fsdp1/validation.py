@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_fac
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -28,7 +30,9 @@ from fsdp_zpp.runtime.validation import (
 )
 
 
-def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]) -> RankLayout:
+def check_arguments(
+    strategy: object, group: dist.ProcessGroup | None, arguments: dict[str, Any]
+) -> tuple[Strategy, RankLayout]:
     """Raise if a strategy can't shard by these arguments. Collective over ``group``.
 
     Args:
@@ -37,7 +41,7 @@ def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments
         arguments: Those of FSDP's constructor; iterators among them become lists.
 
     Returns:
-        Where the ranks lie.
+        The strategy of the module, without overrides, and where the ranks lie.
 
     Raises:
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
@@ -50,7 +54,32 @@ def check_arguments(strategy: object, group: dist.ProcessGroup | None, arguments
             f"{strategy!r}"
         )
     assert group is not None
-    return agree(group, lambda: _check_what_is_sharded(strategy, group, own, arguments["cpu_offload"]))
+    by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
+    return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
+
+
+def check_overrides(
+    wrapped: nn.Module, own: Strategy, strategy: Strategy, flattened: Iterable[tuple[nn.Module, str]]
+) -> None:
+    """Raise if overrides give a module in an instance of FSDP another strategy than the instance has.
+
+    Args:
+        wrapped: What the instance wraps.
+        own: The strategy of the instance.
+        strategy: The strategy with the overrides.
+        flattened: The modules of the parameters in its flat parameter, with the names there.
+
+    Raises:
+        ValueError: If so.
+    """
+    by_module = strategies_below(wrapped, own, strategy)
+    for module, name in flattened:
+        if by_module.get(module, own) not in (own, replace(own, gpus_per_node=None)):
+            raise ValueError(
+                f"overrides give {type(module).__name__}.{name} another strategy than the {type(wrapped).__name__} "
+                "that it is in, but FullyShardedDataParallel flattens both into one parameter; wrap the modules that "
+                "overrides name by themselves, as with auto_wrap_policy, or use fully_shard"
+            )
 
 
 def _check_what_is_sharded(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_zpp.adapters.comm_hook import QuantizedReduceState
-from fsdp_zpp.adapters.hsdp_mesh import read_hsdp_mesh
+from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
@@ -21,7 +21,7 @@ from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_f
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
-from fsdp_zpp.runtime.model_setup import set_up_model
+from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
 from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.summary import log_reduction
@@ -30,10 +30,17 @@ from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward, _torch_replaced, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
-from .validation import check_arguments, check_one_group, group_of, ignored_parameters, refuse_local_state_dict
+from .validation import (
+    check_arguments,
+    check_one_group,
+    check_overrides,
+    group_of,
+    ignored_parameters,
+    refuse_local_state_dict,
+)
 
 
-class HookedUnit:
+class CommHookUnit:
     """An FSDP instance of a stock strategy with a :class:`QuantizedReduceState`, which counts its traffic."""
 
     def __init__(self, state: QuantizedReduceState, sharded: ShardedInstance) -> None:
@@ -65,21 +72,18 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         construct()
         return
     mesh = arguments["device_mesh"]
-    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.mesh_dim_names:
-        first, second = mesh.mesh_dim_names
-        if (read := read_hsdp_mesh(strategy, mesh, (first,), (second,))) is not None:
-            strategy, arguments["device_mesh"] = read
-            arguments["sharding_strategy"] = strategy
+    if isinstance(strategy, Strategy) and isinstance(mesh, DeviceMesh) and (read := read_2d_mesh(strategy, mesh)):
+        strategy, arguments["device_mesh"] = read
+        arguments["sharding_strategy"] = strategy
     group = group_of(arguments)
     if group is None and isinstance(strategy, Strategy):
         construct()  # to raise FSDP's own error
         return
-    layout = check_arguments(strategy, group, arguments)
-    assert isinstance(strategy, Strategy)
-    unit = StrategyUnit(strategy, layout.mesh())
+    own, layout = check_arguments(strategy, group, arguments)
+    unit = StrategyUnit(own, layout.mesh())
     mixed_precision = arguments["mixed_precision"]
     unit.left_unquantized = quantize_for(
-        strategy,
+        own,
         arguments["module"],
         unit.ranks,
         ignored=ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"]),
@@ -91,8 +95,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
         # The instance around it does these. FSDP takes ignored modules or ignored states; ``others`` has both.
         done_outside = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
-        own = {name: value for name, value in arguments.items() if name != "self"}
-        return FullyShardedDataParallel(**own | done_outside | {"ignored_modules": None, "ignored_states": others})
+        given = {name: value for name, value in arguments.items() if name != "self"}
+        return FullyShardedDataParallel(**given | done_outside | {"ignored_modules": None, "ignored_states": others})
 
     shard_group = _group_of(unit)
     packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
@@ -107,6 +111,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         construct()
     if packed and packed & _torch_adoption.flattened_sites(module):
         unit.leave_weights_uncoded()
+    if strategy.overrides:
+        check_overrides(module.module, own, strategy, _torch_adoption.flattened_sites(module))
     unit.sharded = sharded = ShardedInstance(module)
     handle = _torch_adoption.adopt_handle(module, unit, sharded.layout)
     if unit.gather is not None:
@@ -133,6 +139,11 @@ def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _on_lazy_init(root: nn.Module) -> None:
     """Start to watch the model under ``root``, and prepare its reductions."""
+    with repeated_if_failed(root, _on_lazy_init):
+        _set_up(root)
+
+
+def _set_up(root: nn.Module) -> None:
     units, others = [], []
     for path, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -196,11 +207,11 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
     check_agreement(state.process_group, call, facts | {"error_feedback": state.error_feedback} | sizes)
     follow_strategy(model, state.mesh)
     states: dict[FullyShardedDataParallel, object] = {}
-    hooked: list[HookedUnit] = []
+    hooked: list[CommHookUnit] = []
     error_nbytes = 0
     for instance, each in zip(instances.values(), sharded, strict=True):
         own = states[instance] = state.of_unit(each.name, each.layout.trained)
-        hooked.append(unit := HookedUnit(own, each))
+        hooked.append(unit := CommHookUnit(own, each))
         if unit_of(instance) is None:
             attach(instance, unit)
             instance.register_load_state_dict_post_hook(lambda module, keys, unit=unit: unit.weights_loaded())

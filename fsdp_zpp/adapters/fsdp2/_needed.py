@@ -30,6 +30,14 @@ NEEDED = (
     Needed(f"{_COMMON}.TrainingState", "IDLE FORWARD PRE_BACKWARD POST_BACKWARD", "the phases of a group in training"),
     Needed(_GROUP, "device device_handle comm_ctx", "the device and the streams of a group"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
+    # ---- meshes of single parameters
+    Needed(_GROUP, "mesh_info", "telling the groups of a module apart"),
+    Needed(f"{_COMMON}.FSDPMeshInfo", "mesh shard_process_group", "the mesh of a parameter"),
+    Needed(
+        f"{_COMMON}.FSDPMeshInfo", "is_spmd_mesh spmd_mesh dp_mesh_dims", "an SPMD mesh of a parameter", since=(2, 12)
+    ),
+    Needed(_COMMON, "ShardPlacementResult", "a mesh for a parameter", since=(2, 12)),
+    Needed(f"{_FSDP}._fsdp_init", "_get_mesh_info _init_default_mesh", "making the mesh of a parameter"),
     # ---- parameters and their shards
     Needed(_PARAM, "sharded_param _sharded_param_data _sharded_local_tensor", "the shard of a parameter"),
     Needed(_PARAM, "_param_fqn _orig_size fsdp_placement", "the name and the shape of a parameter"),
@@ -84,8 +92,7 @@ NEEDED = (
     # ---- reducing gradients
     Needed(_GROUP, "post_backward reduce_grads all_reduce_grads", "reducing in every micro-batch"),
     Needed(_GROUP, "_reduce_scatter_process_group", "the ranks to reduce over"),
-    Needed(_GROUP, "_all_reduce_hook", "reducing by a strategy"),
-    Needed(_MODULE, "set_all_reduce_hook", "having torch call the reduction of a strategy"),
+    Needed(_GROUP, "_all_reduce_hook _reduce_scatter_comm", "reducing by a strategy"),
     Needed(_GROUP, "_set_separate_reduce_scatter_group", "refusing a second group to reduce in", since=(2, 13)),
     Needed(_CONTEXT, "reduce_scatter_stream all_reduce_stream", "the streams to reduce in"),
     Needed(_GROUP, "gradient_divide_factor force_sum_reduction_for_comms", "what a user has gradients divided by"),

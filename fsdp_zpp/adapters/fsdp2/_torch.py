@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,6 +24,7 @@ __all__ = [
     "ReduceScatter",
     "after_moves",
     "groups_of",
+    "init_groups_lazily",
     "names_in",
     "numel_of",
     "sizes_of_other_groups",
@@ -40,6 +41,13 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     if groups is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def init_groups_lazily(root: nn.Module) -> None:
+    """Initialize the parameter groups of a model again, whose root torch takes for initialized, as torch allows."""
+    for state in state_of(root)._state_ctx.all_states:
+        for group in groups_of(state):
+            group.lazy_init()
 
 
 def numel_of(group: FSDPParamGroup) -> int:
@@ -79,7 +87,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
     original = FSDPModule._apply
 
     @functools.wraps(original)
-    def _apply(self: FSDPModule, *args: Any, **kwargs: Any) -> FSDPModule:
+    def _apply(self: FSDPModule, *args: object, **kwargs: object) -> FSDPModule:
         groups = groups_of(self._get_fsdp_state())
         before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
         moved = original(self, *args, **kwargs)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp.runtime.unit import StrategyUnit
 
-from ._torch import groups_of, state_of
+from ._torch import FSDPParamGroup, groups_of, state_of
 from ._torch_group import StrategyGroup
+from ._torch_mesh_info import FSDPMeshInfo
 from .comms import StrategyAllReduce
+from .sharded_by import MARK, as_mark
 
 
 class StockGroup(StrategyGroup):
@@ -25,45 +27,60 @@ class StockGroup(StrategyGroup):
         """Leave torch's accumulated gradients as they are, whatever is cleared."""
 
 
-def adopt_group(
-    module: nn.Module, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]
-) -> StrategyGroup | None:
-    """Let torch gather and reduce the parameter group of ``module`` through ``unit``, unless torch does everything.
+def adopt_groups(
+    module: nn.Module,
+    units: Sequence[StrategyUnit],
+    paths: Sequence[str],
+    infos: Sequence[FSDPMeshInfo],
+    on_lazy_init: Callable[[nn.Module], None],
+) -> list[StrategyGroup | None]:
+    """Let torch gather and reduce the parameter groups of ``module`` through units, unless torch does everything.
 
     Args:
         module: A module on which torch's ``fully_shard`` was just called, alone or with others.
-        unit: Its unit.
+        units: The units, one for each mesh.
+        paths: Their paths within the module.
+        infos: The meshes; empty if there is only one.
         on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
 
     Returns:
-        The group; None if torch has not made just one.
+        The group of each unit, which has another class now; None where the module has no parameters of a unit.
     """
-    assert isinstance(module, FSDPModule)
     state = state_of(module)
-    groups = groups_of(state)
-    if len(groups) != 1:
-        return None
-    adopted: Any = groups[0]
-    adopted.__class__ = StockGroup if unit.stock else StrategyGroup
-    group: StrategyGroup = adopted
-    group.adopt(state, unit, on_lazy_init)
-    if unit.stock:
-        return group
-    unit.sharded = group
-    if unit.gather is not None and group.weights.comm is not None:
-        unit.gather.secondary.source = group.weights
-        module.set_custom_all_gather(group.weights.comm)
-    if isinstance(group.gradients.comm, StrategyAllReduce):
-        module.set_all_reduce_hook(group.gradients.comm)
-    elif group.gradients.comm is not None:
-        module.set_custom_reduce_scatter(group.gradients.comm)
-    # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
-    for owner in {owner for owners in group.parameter_owners() for owner in owners}:
-        owner.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
-    return group
+    by_ranks = {cast(FSDPMeshInfo, group.mesh_info).shard_process_group: group for group in groups_of(state)}
+    groups: list[FSDPParamGroup | None] = [by_ranks.get(info.shard_process_group) for info in infos]
+    groups = groups if infos else [*by_ranks.values()] or [None]
+    adopted: list[StrategyGroup | None] = []
+    for group, unit, path in zip(groups, units, paths, strict=True):
+        if group is None:
+            adopted.append(None)
+            continue
+        changed: Any = group
+        changed.__class__ = StockGroup if unit.stock else StrategyGroup
+        own: StrategyGroup = changed
+        own.adopt(state, unit, path, on_lazy_init)
+        adopted.append(own)
+        for parameter in own.parameters():
+            setattr(parameter, MARK, as_mark(unit.strategy))
+        if unit.stock:
+            continue
+        unit.sharded = own
+        # Not by the setters of the module, which are for modules of one group.
+        if unit.gather is not None and own.weights.comm is not None:
+            unit.gather.secondary.source = own.weights
+            group._all_gather_comm = own.weights.comm
+        if isinstance(own.gradients.comm, StrategyAllReduce):
+            group._all_reduce_hook = own.gradients.comm
+        elif own.gradients.comm is not None:
+            group._reduce_scatter_comm = own.gradients.comm
+        # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
+        for owner in {owner for owners in own.parameter_owners() for owner in owners}:
+            owner.register_load_state_dict_post_hook(lambda module, incompatible_keys, unit=unit: unit.weights_loaded())
+    return adopted
 
 
-def strategy_group_of(module: FSDPModule) -> StrategyGroup | None:
-    """Return the group of a module, if it was adopted."""
-    groups = [group for group in groups_of(module._get_fsdp_state()) if isinstance(group, StrategyGroup)]
-    return groups[0] if groups else None
+def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
+    """Return the groups of strategies below ``root``, outermost first."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    groups = dict.fromkeys(group for state in states for group in groups_of(state))  # of a list of modules, once
+    return [group for group in groups if isinstance(group, StrategyGroup)]

@@ -7,11 +7,12 @@ with those that another parallelism shards least. See the notes in exact_places.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
+from fsdp_zpp.adapters._torch_mesh import sharded_along
 from fsdp_zpp.collectives.exact_places import sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 
@@ -19,7 +20,7 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 def order_parameters(group: FSDPParamGroup) -> None:
     """Sort the parameters of a group that has not been used yet."""
     params = group.fsdp_params
-    axes = _sharded_along(params)
+    axes = [_axes_of(param) for param in params]
     exact = sent_exactly([param._orig_size for param in params])
     keys = [(is_exact, len(along), along) for is_exact, along in zip(exact, axes, strict=True)]
     group.fsdp_params = [params[place] for place in sorted(range(len(params)), key=keys.__getitem__)]
@@ -39,15 +40,11 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
     ]
     # By parameter, not by name: FQNs are not known before the first forward.
     exact = dict(zip(group.fsdp_params, sent_exactly([p._orig_size for p in group.fsdp_params]), strict=True))
-    return FlatLayout.dense(pieces, [exact[param] for param in params], _sharded_along(params))
+    return FlatLayout.dense(pieces, [exact[param] for param in params], [_axes_of(param) for param in params])
 
 
-def _sharded_along(params: Sequence[FSDPParam]) -> list[tuple[str, ...]]:
-    """Return, for each parameter, the mesh dimensions along which FSDP or another parallelism shards it."""
-    axes: list[tuple[str, ...]] = []
-    for param in params:
-        sharded: Any = param.sharded_param
-        names = sharded.device_mesh.mesh_dim_names or ("",)
-        pairs = zip(names, sharded.placements, strict=True)
-        axes.append(tuple([name for name, placement in pairs if not placement.is_replicate()]))
-    return axes
+def _axes_of(param: FSDPParam) -> tuple[str, ...]:
+    """Return the mesh dimensions along which FSDP or another parallelism shards a parameter."""
+    sharded = param.sharded_param
+    assert isinstance(sharded, DTensor)
+    return sharded_along(sharded.device_mesh, sharded.placements)

@@ -26,7 +26,7 @@ from ._torch_flat_layout import order_parameters
 from ._torch_plan import GatherPlan, show_shards
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
-from ._torch_weights import GroupWeights, is_trained
+from ._torch_weights import GroupWeights
 
 
 class StrategyGroup(FSDPParamGroup, Sharded):
@@ -36,19 +36,23 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     gather, to reshard and to reduce, and tells the core what FSDP has sharded.
 
     Attributes:
+        unit: Its unit.
         weights: Its weights, as the strategy gathers and keeps them.
         gradients: Its gradients, as the strategy accumulates and reduces them.
     """
 
+    unit: StrategyUnit
     weights: GroupWeights
     gradients: StepGradients
+    _path: str
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
     _is_ordered: bool
     _known_names: Mapping[FSDPParam, str]
 
-    def adopt(self, state: FSDPState, unit: StrategyUnit, on_lazy_init: Callable[[nn.Module], None]) -> None:
+    def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
+        self.unit, self._path = unit, path
         gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
         self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
         self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
@@ -68,8 +72,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
         # Lazy initialization may replace the parameters of a group, so this must wait for the last group's.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
-            callback, self._on_lazy_init = self._on_lazy_init, None
-            callback(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
+            self._on_lazy_init = None
 
     def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
@@ -227,8 +231,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     @property
     def name(self) -> str:
-        """Return the paths of the group's modules from the root."""
-        return self._module_fqn or "root"
+        """Return the paths of the group's modules from the root, and its own within them if they have several."""
+        return ".".join(filter(None, (self._module_fqn, self._path))) or "root"
 
     def numel(self) -> int:
         """Return the number of values of its parameters, on all ranks together."""
@@ -245,7 +249,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def is_trained(self) -> bool:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""
-        return any(map(is_trained, self.fsdp_params))
+        return self.weights.is_trained()
 
     def trained_names(self) -> list[str]:
         """Return the names of the parameters that require a gradient, as modules show them now, or have one."""

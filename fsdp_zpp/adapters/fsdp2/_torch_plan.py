@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ._torch_flat_layout import layout_of
 
 
+class GatherResult(TypedDict):
+    """Fields of torch's ``AllGatherResult`` that are the same for all gathers of a group."""
+
+    all_gather_work: None
+    param_all_gather_input_dtypes: list[list[torch.dtype]]
+    param_all_gather_input_numels: list[list[int]]
+    all_gather_input_split_sizes: list[int]
+
+
 class GatherPlan:
-    """The part of a group's gathers that is the same each time, until parameters are moved, cast or replaced.
+    """Holds what all gathers of a group have in common, until parameters are moved, cast or replaced.
 
     Args:
         group: The group, initialized lazily.
@@ -54,7 +63,7 @@ class GatherPlan:
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self.result: dict[str, Any] = {
+        self.result: GatherResult = {
             "all_gather_work": None,
             "param_all_gather_input_dtypes": [[dtype] for dtype in dtypes],
             "param_all_gather_input_numels": [[numel] for numel in numels],
@@ -165,8 +174,8 @@ def _beside(output: Tensor, world: int) -> Tensor:
 
     Autograd has saved the unsharded parameters; it must not take a write that restores their values for a change.
     """
-    size = (world, output.numel() // world)
-    return output.new_empty(0).set_(output.untyped_storage(), 0, size)  # type: ignore[call-overload]
+    numel = output.numel() // world
+    return output.new_empty(0).set_(output.untyped_storage(), 0, (world, numel), (numel, 1))
 
 
 def _is_plain(param: FSDPParam) -> bool:

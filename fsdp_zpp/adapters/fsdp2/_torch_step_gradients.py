@@ -201,7 +201,7 @@ class StepGradients:
         if (order := getattr(self._group, "_reduce_scatter_param_indices", None)) is not None:  # from torch 2.14 on
             params = [params[index] for index in order]
         unsharded = [param for param in params if hasattr(param, "_unsharded_param")]
-        # As is_trained() in _torch_weights.py, without a call for each parameter.
+        # As _requires_gradient() in _torch_weights.py, without a call for each parameter.
         reduced = [
             param
             for param in unsharded

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
+Method = TypeVar("Method", bound=Callable[..., object])
+
 # torch steps out of functorch's transforms to communicate from 2.13 on.
-without_functorch: Callable[[Any], Any] = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
+without_functorch: Callable[[Method], Method] = getattr(
+    _fsdp_common, "_disable_functorch_if_active", lambda method: method
+)
 
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,13 +16,16 @@ from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 
 from ._torch_gradients import has_gradient
 
+Hooks = Mapping[int, Callable[[Tensor], None]]
+"""What runs after a gradient was accumulated: optimizers in the backward."""
+
 
 class UnusedParameter(NamedTuple):
     """A parameter that this rank has not used, its sharded gradient before the step's, and its postponed hooks."""
 
     param: FSDPParam
     gradient: Tensor | None
-    hooks: Mapping[int, Callable[[Tensor], None]] | None
+    hooks: Hooks | None
 
 
 @dataclass(eq=False, repr=False)
@@ -97,12 +100,12 @@ class ParameterUse:
     def postponing_hooks(self) -> Iterator[None]:
         """Postpone optimizers in the backward, which must not step on gradients that perhaps no rank has used."""
         for param, _, _ in self.unused.values():
-            param.sharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            _set_hooks(param, None)
         try:
             yield
         finally:
             for param, _, hooks in self.unused.values():
-                param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
+                _set_hooks(param, hooks)
 
     # ---- after the backward
 
@@ -123,3 +126,7 @@ class ParameterUse:
                 continue
             for hook in (hooks or {}).values():
                 hook(param.sharded_param)
+
+
+def _set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
+    param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch declares a dict

@@ -61,10 +61,13 @@ class GroupWeights:
 
     def make_plan(self) -> GatherPlan:
         """Make the plan of the group's gathers, and return it."""
-        group, gather = self._group, self.gather
-        is_encoded = gather is not None and gather.secondary.codec is not None and group._all_gather_comm is self.comm
-        self.plan = GatherPlan(group, is_encoded)
+        self.plan = GatherPlan(self._group, self._is_encoded)
         return self.plan
+
+    @property
+    def _is_encoded(self) -> bool:
+        gather = self.gather
+        return gather is not None and gather.secondary.codec is not None and self._group._all_gather_comm is self.comm
 
     def check_gather(self) -> None:
         """Raise if a codec is to encode what torch alone can put together.
@@ -72,7 +75,7 @@ class GroupWeights:
         Raises:
             TypeError: If a parameter encodes itself.
         """
-        if self.gather is None or self.gather.secondary.codec is None or self._group._all_gather_comm is not self.comm:
+        if not self._is_encoded:
             return
         param = (self.plan or self.make_plan()).self_encoding
         if param is not None:
@@ -122,7 +125,7 @@ class GroupWeights:
             shards = [shard.to(device, non_blocking=True) for shard in shards]
         if plan.cast_before_joining:
             shards = [shard.to(plan.dtype) for shard in shards]
-        trained = any(map(is_trained, params))
+        trained = any(map(_requires_gradient, params))
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
     def layout(self, numel: int) -> FlatLayout:
@@ -136,10 +139,10 @@ class GroupWeights:
 
     def is_trained(self) -> bool:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""
-        return any(map(is_trained, self._group.fsdp_params))
+        return any(map(_requires_gradient, self._group.fsdp_params))
 
 
-def is_trained(param: FSDPParam) -> bool:
+def _requires_gradient(param: FSDPParam) -> bool:
     """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last.
 
     ``requires_grad_`` on a module reaches what the module shows at that moment. A root that a forward left unsharded

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from .validation import sharded_by
+from .sharded_by import sharded_by
 
 
 def explain_clipping_errors() -> None:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import Shard
 
-from fsdp_zpp.config.mapping import source_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.validation import check_dtypes, check_exchanges, check_instance
 
-_SHARDED = "_fsdp_zpp_sharded"
+from .sharded_by import MARK
 
 
 def check_arguments(
     own: list[tuple[str, nn.Parameter]], strategy: Strategy, group: dist.ProcessGroup, arguments: dict[str, Any]
 ) -> RankLayout:
-    """Raise if a strategy can't shard so, and wrap the ``shard_placement_fn`` in ``arguments`` to check its results.
+    """Raise if a strategy can't shard so.
 
     Args:
         own: What is to be sharded, with names.
@@ -56,32 +52,13 @@ def check_arguments(
     _check_precision(strategy, arguments.get("mp_policy"))
     check_dtypes(own, "pass others in ignored_params")
     check_exchanges(strategy, own)
-    if (placement := arguments.get("shard_placement_fn")) is not None:
-        arguments["shard_placement_fn"] = _checked_placement(placement)
     return layout
-
-
-def mark_sharded(modules: list[nn.Module], before: set[nn.Parameter], by: Strategy) -> None:
-    """Note that a strategy has sharded the parameters of ``modules`` but for those that they had ``before``."""
-    given = {field.name: getattr(by, field.name) for field in dataclasses.fields(by)}
-    defaults = {field.name: field.default for field in dataclasses.fields(by)}
-    # As text, which torch.load() takes with weights_only, since parameters are saved with their attributes.
-    text = source_of({name: value for name, value in given.items() if value != defaults[name]})
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter not in before:
-                setattr(parameter, _SHARDED, text)
-
-
-def sharded_by(parameter: Tensor) -> str | None:
-    """Return the strategy that has sharded a parameter, as source code; None if torch alone has, or nothing."""
-    return getattr(parameter, _SHARDED, None)
 
 
 def _check_order(own: list[tuple[str, nn.Parameter]]) -> None:
     """Raise if a module around these was sharded before them: torch would raise at the first forward only."""
     for name, parameter in own:
-        if _SHARDED in vars(parameter):
+        if MARK in vars(parameter):
             raise ValueError(
                 f"{name} is sharded already, with a module around it; shard layers before the model, so that what is "
                 "left to the model is what no layer has"
@@ -141,17 +118,3 @@ def _check_precision(strategy: Strategy, policy: object) -> None:
             f"mp_policy has a param_dtype_override_fn, but frozen={strategy.frozen} gives all weights one dtype; leave "
             "the function out, or leave out frozen= and call quantize_frozen_params(model, dtype=...) yourself"
         )
-
-
-def _checked_placement(placement: Callable[[nn.Parameter], object]) -> Callable[[nn.Parameter], Shard | None]:
-    @functools.wraps(placement)
-    def checked(parameter: nn.Parameter) -> Shard | None:
-        result = placement(parameter)
-        if result is not None and not isinstance(result, Shard):
-            raise ValueError(
-                f"shard_placement_fn returned {result!r}; with a Strategy it must return a Shard or None: a mesh of "
-                "its own for a parameter can't be combined with the strategy's"
-            )
-        return result
-
-    return checked

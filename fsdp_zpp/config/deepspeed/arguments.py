@@ -19,12 +19,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
 
-from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.mapping import source_of
+from fsdp_zpp.config.strategy_arguments import StrategyArguments
 
 from .keys import (
     OFFLOAD_KEYS,
@@ -41,7 +40,7 @@ from .section import Findings, Section, load
 logger = logging.getLogger("fsdp_zpp")
 
 # DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 on the intra-node hop.
-_CODECS: dict[str, dict[str, Codec]] = {
+_CODECS: dict[str, StrategyArguments] = {
     "zero_quantized_weights": {"weights": Int8(256)},
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
     "zero_quantized_nontrainable_weights": {"frozen": Int8(256)},
@@ -56,7 +55,7 @@ _ZERO_KEYS = (
 _TOP_KEYS = {"zero_optimization"} | TOP_WITHOUT_EFFECT | TOP_SCRIPT.keys() | TOP_REFUSED.keys()
 
 
-def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) -> StrategyArguments:
     """Return the arguments of the Strategy that ``config`` asks for. Log in one line what it leaves to others.
 
     Args:
@@ -92,10 +91,12 @@ def strategy_arguments(config: Mapping[str, Any] | str | os.PathLike[str]) -> di
     return arguments
 
 
-def _codecs(zero: Section, place: Place) -> dict[str, Any]:
+def _codecs(zero: Section, place: Place) -> StrategyArguments:
     """Return the codecs and the error feedback, as arguments of a Strategy."""
     keys = [key for key in _CODECS if zero.flag(key)]
-    arguments: dict[str, Any] = {name: codec for key in keys for name, codec in _CODECS[key].items()}
+    arguments: StrategyArguments = {}
+    for key in keys:
+        arguments |= _CODECS[key]
     loco = _loco(zero)
     if loco is not None:
         if "gradients" in arguments:
@@ -137,7 +138,7 @@ def _refuse_offload(zero: Section) -> None:
         if zero.values.get(key) is None:
             continue
         if key.startswith("cpu_"):  # older keys, which are true or false
-            device = "cpu" if zero.flag(key) else "none"
+            device: object = "cpu" if zero.flag(key) else "none"
         else:
             section = zero.inner(key)
             section.check_known(OFFLOAD_KEYS)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Refused:
     reason: str
     neutral: tuple[object, ...] = ()
 
-    def is_off(self, value: Any) -> bool:
+    def is_off(self, value: object) -> bool:
         """Return whether ``value`` changes nothing."""
         if isinstance(value, Mapping):
             return not value or value.get("enabled") is False or value in self.neutral

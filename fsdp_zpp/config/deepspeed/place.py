@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from ..strategy_arguments import StrategyArguments
 from .section import Section
 
 _STAGES = ("NNN", "NNG", "NGG", "GGG")  # the index is the stage
@@ -21,10 +21,10 @@ class Place:
     engine: str
     gpus_per_node: int | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> StrategyArguments:
         """Return the arguments of a Strategy for this place."""
-        size = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
-        return {"levels": self.levels, **size}
+        levels = StrategyArguments(levels=self.levels)
+        return levels if self.gpus_per_node is None else {**levels, "gpus_per_node": self.gpus_per_node}
 
 
 def place_of(zero: Section) -> Place:
@@ -61,4 +61,5 @@ def _stage_or_paro(zero: Section) -> Place:
         zero.error("paro_strategy", f"must be one of {known}; for other scopes, write Strategy(letters)")
     elif zero.values.get("stage") is not None and _STAGES[stage] != name:
         zero.error("paro_strategy", f"contradicts stage={stage}, which is {_STAGES[stage]}; remove one of the two")
+    name = str(name)
     return Place(name, f"ZeRO stage {_STAGES.index(name)}" if name in _STAGES else f"PaRO's {name}")

@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .keys import Refused
 
 
-def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+def load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, object]:
     """Return the configuration, read from its file if it is a path.
 
     Raises:
@@ -38,7 +37,7 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
     return values
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Make a dict of ``pairs``, which must not repeat a key: json would silently keep the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -77,7 +76,7 @@ class Section:
     """
 
     prefix: str
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     findings: Findings
 
     def inner(self, key: str, hint: str = "") -> Section:
@@ -141,7 +140,7 @@ class Section:
             return int(value)
         return default
 
-    def mapping(self, key: str, hint: str = "") -> Mapping[str, Any] | None:
+    def mapping(self, key: str, hint: str = "") -> Mapping[str, object] | None:
         value = self.values.get(key)
         if value is None or self.is_auto(key):
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,14 @@ _TOLERANCE = 1e-3
 logger = logging.getLogger("fsdp_zpp")
 
 
-def describe_base(model: nn.Module) -> dict[str, dict[str, Any]]:
+class WeightIdentity(TypedDict):
+    """A quantized weight in a checkpoint that does not hold it: its codec, and a few of its scales."""
+
+    codec: str
+    scales: list[float]
+
+
+def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
     """Return the codec and a few scales of each quantized weight, by names in the base. Collective.
 
     All ranks get the same. Weights with a user-defined codec are left out: nothing says where its scales are.
@@ -36,7 +43,7 @@ def describe_base(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
 
 
-def check_base(model: nn.Module, saved: Mapping[str, Mapping[str, Any]], where: str) -> None:
+def check_base(model: nn.Module, saved: Mapping[str, WeightIdentity], where: str) -> None:
     """Raise if the quantized weights of ``model`` are not those that :func:`describe_base` has described. Collective.
 
     Args:
@@ -66,7 +73,7 @@ def check_base(model: nn.Module, saved: Mapping[str, Mapping[str, Any]], where: 
         )
 
 
-def _is_close(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _is_close(own: WeightIdentity, saved: WeightIdentity) -> bool:
     a, b = (torch.tensor(weight["scales"], dtype=torch.float64) for weight in (own, saved))
     return a.shape == b.shape and torch.allclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
 

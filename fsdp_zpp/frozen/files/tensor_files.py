@@ -60,7 +60,7 @@ class TensorFiles:
     def __init__(self, files: dict[str, Path], source: Path, remedy: str) -> None:
         self.source = source
         self._files, self._remedy = files, remedy
-        self._open: dict[Path, tuple[Any, set[str]]] = {}
+        self._open: dict[Path, tuple[safe_open, set[str]]] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._files
@@ -100,14 +100,14 @@ class TensorFiles:
         whole: Tensor = self._opened(self._files[key])[0].get_tensor(key)
         return whole.clone()
 
-    def _opened(self, path: Path) -> tuple[Any, set[str]]:
+    def _opened(self, path: Path) -> tuple[safe_open, set[str]]:
         if path not in self._open:
             file = open_file(path, self._remedy, f", which {self.source} names" if path != self.source else "")
             self._open[path] = file, set(file.keys())
         return self._open[path]
 
 
-def open_file(path: Path, remedy: str, named_by: str = "") -> Any:
+def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:
     """Open a safetensors file.
 
     Raises:
@@ -121,7 +121,7 @@ def open_file(path: Path, remedy: str, named_by: str = "") -> Any:
         raise ValueError(f"{path} is not a complete safetensors file ({error}); {remedy}") from error
 
 
-def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, Any]]:
+def read_index(path: Path, remedy: str) -> tuple[dict[str, Path], dict[str, object]]:
     """Return the file of each tensor, and the whole content of the index.
 
     Raises:

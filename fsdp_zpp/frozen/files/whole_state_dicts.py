@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -52,7 +51,7 @@ def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
         kept: Whether this rank keeps them, on the CPU, as the rank does to which full state dicts go.
     """
 
-    def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
         state.update({prefix + name: tensor for name, tensor in dequantized_weights(model, kept=kept).items()})
 
     handle = model.register_state_dict_post_hook(add)
@@ -67,7 +66,7 @@ def without_quantized_weights(model: nn.Module) -> Iterator[None]:
     """Make ``model.load_state_dict`` skip values for quantized weights, in this context."""
     quantized = quantized_names(model)
 
-    def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+    def drop(module: nn.Module, state: dict[str, Tensor], prefix: str, *arguments: object) -> None:
         for key in [key for key in state if original_path(key.removeprefix(prefix)) in quantized]:
             del state[key]
 

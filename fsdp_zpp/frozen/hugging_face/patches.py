@@ -19,7 +19,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -98,7 +98,7 @@ def refuse_lost_ties(model: nn.Module) -> None:
                 )
 
 
-def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., object]]) -> None:
     owner = getattr(importlib.import_module(module), cls, None)
     original = getattr(owner, method, None)
     if original is None:
@@ -110,8 +110,8 @@ def _wrap(module: str, cls: str, method: str, how: Callable[[Callable[..., Any]]
         setattr(owner, method, wrapped)
 
 
-def _with_parameters_shown(original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., object]:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> object:
         # In __init__, self is not a module yet that could be walked.
         own = [self] if "_modules" in vars(self) else []
         with shown_as_parameters(*own, *args, *kwargs.values()):
@@ -120,7 +120,7 @@ def _with_parameters_shown(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _with_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_stand_in(original: Callable[..., AbstractContextManager[object]]) -> Callable[..., object]:
     @contextmanager
     def method(self: Any, active_adapters: list[str]) -> Iterator[None]:
         base, name = self.get_base_layer(), self.parameter_name
@@ -153,7 +153,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
             vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
 
 
-def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> object:
     method = getattr(type(module), _METHOD)
     arguments = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
     # Ranks that write nothing have nothing to leave out.
@@ -169,7 +169,7 @@ def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return method(module, *args, **kwargs)
 
 
-def _left_out(module: nn.Module, state: Mapping[str, Any]) -> int:
+def _left_out(module: nn.Module, state: Mapping[str, object]) -> int:
     """Return how many of the quantized weights of ``module`` a state dict lacks."""
     present = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
     return len({weight for _, _, weight in frozen_modules(module)} - present)

@@ -173,12 +173,14 @@ def _whole_prompts(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[
 def _original_paths(peft_model: PeftModel) -> Iterator[None]:
     """Give modules their FQNs without wrappers in this context: PEFT chooses what to save by FQNs."""
 
-    def named_modules(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        for path, module in nn.Module.named_modules(peft_model, *arguments, **options):
+    def named_modules(
+        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in nn.Module.named_modules(peft_model, memo, prefix, remove_duplicate):
             yield original_path(path), module
 
-    peft_model.named_modules = named_modules  # type: ignore[method-assign]
+    vars(peft_model)["named_modules"] = named_modules  # on this instance alone
     try:
         yield
     finally:
-        del peft_model.named_modules
+        del vars(peft_model)["named_modules"]

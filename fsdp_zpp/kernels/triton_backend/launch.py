@@ -50,7 +50,7 @@ class Launch:
         self._kernel, self._grid = kernel, grid
         self._payload = None if payload is None else _shape_and_strides(payload)
         # Without fusion: a product that is contracted into a sum is not rounded, as it is in the reference.
-        self._options: dict[str, Any] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
+        self._options: dict[str, object] = {"num_warps": tiling.num_warps, "enable_fp_fusion": False}
         if tiling.max_registers is not None:  # an option of NVIDIA GPUs alone
             self._options["maxnreg"] = tiling.max_registers
         # A compiled kernel takes its arguments by position alone.

@@ -127,10 +127,10 @@ def logged(gpus_per_node: int) -> list[tuple[str, str]]:
 def test_a_hook_logs_one_line_a_model(pool: Callable[[int], Pool]) -> None:
     [(level, line)] = pool(4).run(logged, 2)[0]
     assert level == "INFO"
-    assert line.startswith("Net: quantized_reduce_hook on 2 nodes x 2, 4 units: gradients reduced as int8(128) inside")
+    assert "hook on 2 nodes x 2, 4 units: gradients reduced as int8(128) on the intra-node hop" in line
     [(level, line)] = pool(4).run(logged, 4)[0]
     assert level == "WARNING"
-    assert "NOT active: gradients reduced as int4(128) between nodes (one node" in line
+    assert "NOT active: gradients reduced as int4(128) on the inter-node hop (one node" in line
 
 
 def hooked_training(feedback: LoCo | None, path: str) -> dict[str, Tensor]:

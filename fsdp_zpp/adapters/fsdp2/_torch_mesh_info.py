@@ -1,0 +1,64 @@
+"""Private names of torch's fully_shard: meshes of single parameters, of which torch makes a parameter group each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from fsdp_zpp.adapters._torch_mesh import mesh_over
+from fsdp_zpp.collectives.mesh import twin_of
+
+_RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
+_mesh_info: Any = _fsdp_init._get_mesh_info
+_init_default_mesh: Any = _fsdp_init._init_default_mesh
+
+
+def takes_mesh_per_parameter() -> bool:
+    """Return whether this torch can shard parameters of one module over different meshes."""
+    return _RESULT is not None
+
+
+def placement_and_mesh(result: object) -> tuple[object, FSDPMeshInfo | None]:
+    """Return what a ``shard_placement_fn`` has returned, as a placement and a mesh of its own; None if it has none."""
+    if _RESULT is not None and isinstance(result, _RESULT):
+        return result.placement, result.mesh_info
+    return result, None
+
+
+def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` that a parameter's mesh stands for: ``mesh`` and ``dp_mesh_dims``."""
+    if info.is_spmd_mesh:
+        return {"mesh": info.spmd_mesh, "dp_mesh_dims": info.dp_mesh_dims}
+    return {"mesh": info.mesh, "dp_mesh_dims": None}
+
+
+def mesh_infos(calls: Iterable[Mapping[str, Any]]) -> list[FSDPMeshInfo]:
+    """Return the parameter's mesh for each of several arguments of ``fully_shard``. Collective over these meshes.
+
+    torch tells the parameter groups of a module apart by the process groups of their meshes, so no two have the same.
+    """
+    infos: list[FSDPMeshInfo] = []
+    used: set[dist.ProcessGroup] = set()
+    for arguments in calls:
+        mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
+        info = _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
+        while info.shard_process_group in used:
+            info = _mesh_info(mesh_over(twin_of(info.shard_process_group), info.mesh))
+        used.add(info.shard_process_group)
+        infos.append(info)
+    return infos
+
+
+def placing(
+    infos: Sequence[FSDPMeshInfo], placements: Sequence[Mapping[nn.Parameter, object]]
+) -> Callable[[nn.Parameter], object]:
+    """Return the ``shard_placement_fn`` that shards some parameters over each of several meshes."""
+    results: dict[nn.Parameter, object] = {}
+    for info, placed in zip(infos, placements, strict=True):
+        results |= {parameter: _RESULT(placement, info) for parameter, placement in placed.items()}
+    return results.__getitem__

@@ -1,0 +1,175 @@
+"""Parts of a call of ``fully_shard``: the parameters that one strategy shards over one mesh.
+
+torch makes a parameter group of each. A call has several if ``shard_placement_fn`` gives parameters a mesh of their
+own, as torchtitan does with experts, or if the strategy has overrides for modules inside of the one that is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fsdp_zpp.collectives.agreement import agree
+from fsdp_zpp.collectives.mesh import ranks_on_each_node
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.runtime.overrides import strategies_below
+
+from ._torch_mesh_info import FSDPMeshInfo, arguments_of, placement_and_mesh, takes_mesh_per_parameter
+from .data_parallel_mesh import DataParallelMesh, data_parallel_names, read_mesh
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(eq=False)
+class Part:
+    """Parameters that one strategy shards over one mesh.
+
+    Attributes:
+        over: The mesh, and the strategy, without overrides.
+        own: The parameters, with names.
+        arguments: What ``fully_shard`` is called with; ``mesh`` and ``dp_mesh_dims`` are those of the part.
+        placements: What the ``shard_placement_fn`` of the call returns for them, without meshes.
+        path: Of the part within the module, for names; empty for the part that has the call's own mesh and strategy.
+    """
+
+    over: DataParallelMesh
+    own: Named
+    arguments: dict[str, Any]
+    placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
+    path: str = ""
+
+
+def split(modules: list[nn.Module], strategy: Strategy, call: Part) -> list[Part]:
+    """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
+
+    Args:
+        modules: The modules.
+        strategy: The strategy, with overrides.
+        call: All parameters, with the strategy of the first of ``modules``.
+
+    Raises:
+        ValueError: If a placement is none, if torch can't make several groups of a module, or if it is not known how
+            the ranks of a parameter's mesh lie on nodes.
+    """
+    planned = agree(
+        call.over.group if call.over.compared else None,
+        lambda: _plan(modules, strategy, call),
+        summary=lambda plan: str([(each.path, each.strategy, [name for name, _ in each.own]) for each in plan]),
+        difference="gave parameters other meshes or strategies than",
+    )
+    return [each.read(call) for each in planned] or [call]
+
+
+@dataclass(eq=False)
+class _PlannedPart:
+    """A part whose mesh has not been read.
+
+    Attributes:
+        mesh: The arguments of ``fully_shard`` that its mesh stands for; None if they are the call's.
+    """
+
+    strategy: Strategy
+    mesh: dict[str, Any] | None
+    own: Named = field(default_factory=list)
+    placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
+    path: str = ""
+
+    def read(self, call: Part) -> Part:
+        if self.mesh is None:
+            over, arguments = replace(call.over, strategy=self.strategy), dict(call.arguments)
+        else:
+            arguments = call.arguments | self.mesh
+            over = read_mesh(self.strategy, arguments)
+        return Part(over, self.own, arguments, self.placements, self.path)
+
+
+def _plan(modules: list[nn.Module], strategy: Strategy, call: Part) -> list[_PlannedPart]:
+    place = call.arguments.get("shard_placement_fn")
+    outer, strategies = replace(call.over.strategy, gpus_per_node=None), dict[nn.Parameter, Strategy]()
+    for module in modules:
+        for each, own in strategies_below(module, outer, strategy).items():
+            strategies |= dict.fromkeys(each.parameters(recurse=False), own)
+    parts: dict[tuple[int | None, Strategy], _PlannedPart] = {}
+    for name, parameter in call.own:
+        placement, info = placement_and_mesh(None if place is None else place(parameter))
+        if placement is not None and not isinstance(placement, Shard):
+            raise ValueError(
+                f"shard_placement_fn returned {placement!r} for {name}; it must return a Shard or None, or a "
+                "ShardPlacementResult with one of them and a mesh"
+            )
+        mesh = _own_mesh(info, call.arguments)
+        key = (None if mesh is None else id(info), strategies[parameter])
+        if key not in parts:
+            parts[key] = _PlannedPart(_with_nodes(key[1], call.over, mesh), mesh)
+        parts[key].own.append((name, parameter))
+        parts[key].placements[parameter] = placement
+    if len(parts) > 1:
+        _check_several(modules, call, [mesh for mesh, _ in parts])
+        taken = {""}
+        for key, part in parts.items():
+            if key != (None, outer):
+                part.path = _unused(taken, _common_path(part.own))
+    return list(parts.values())
+
+
+def _check_several(modules: list[nn.Module], call: Part, meshes: list[int | None]) -> None:
+    """Raise if torch can't make several groups of a module, over these meshes; None is that of the call."""
+    name = type(modules[0]).__name__
+    by_themselves = "shard the modules that overrides name first, by calls of their own"
+    if not takes_mesh_per_parameter():
+        raise ValueError(
+            f"overrides give parameters of {name} different strategies, and torch makes several groups of a module "
+            f"from 2.12 on only; {by_themselves}"
+        )
+    if meshes.count(None) > 1 and (not call.over.compared or call.arguments.get("dp_mesh_dims") is not None):
+        raise ValueError(
+            f"overrides give parameters of {name} different strategies on a mesh of several dimensions; {by_themselves}"
+        )
+
+
+def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments that a parameter's mesh stands for; None if they are those of the call."""
+    if info is None:
+        return None
+    own = arguments_of(info)
+    return None if all(own[name] == call.get(name) for name in own) else own
+
+
+def _with_nodes(strategy: Strategy, call: DataParallelMesh, own: dict[str, Any] | None) -> Strategy:
+    """Return the strategy with the call's nodes, as they lie in the part's own mesh, if it has none of its own."""
+    gpus_per_node = call.strategy.gpus_per_node
+    if strategy.gpus_per_node is not None or gpus_per_node is None:
+        return strategy
+    if own is None:
+        return replace(strategy, gpus_per_node=gpus_per_node)
+    node_of = {rank: place // gpus_per_node for place, rank in enumerate(dist.get_process_group_ranks(call.group))}
+    mesh: DeviceMesh = own["mesh"]
+    dims = own["dp_mesh_dims"]
+    ranks = (mesh if dims is None else mesh[data_parallel_names(mesh, dims)]).mesh.flatten().tolist()
+    size = ranks_on_each_node([node_of.get(rank, -1) for rank in ranks])
+    if size is None or not node_of.keys() >= set(ranks):
+        raise ValueError(
+            f"gpus_per_node={gpus_per_node} says how the ranks {list(node_of)} lie on nodes, but not those of a "
+            f"parameter's mesh, {ranks}; leave it to torchrun, or give it in the overrides for these parameters"
+        )
+    return replace(strategy, gpus_per_node=size)
+
+
+def _common_path(own: Named) -> str:
+    """Return the path of the innermost module that holds all of these parameters."""
+    levels = zip(*(name.split(".")[:-1] for name, _ in own), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def _unused(taken: set[str], path: str) -> str:
+    free = path
+    while free in taken:
+        free = f"{path or 'part'} {len(taken) + 1}"
+    taken.add(free)
+    return free

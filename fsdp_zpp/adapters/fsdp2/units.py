@@ -1,0 +1,92 @@
+"""Units of the parts of a call of ``fully_shard``: checked, made, and with what is frozen of them quantized."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_zpp.adapters._torch_mesh import mesh_over
+from fsdp_zpp.collectives.agreement import agree
+from fsdp_zpp.collectives.devices import default_device_type
+from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
+from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.from_strategy import quantize_for
+from fsdp_zpp.runtime.packed_weights import packed
+from fsdp_zpp.runtime.rank_layout import RankLayout
+from fsdp_zpp.runtime.unit import StrategyUnit
+
+from .parts import Part
+from .validation import check_arguments, named_own_parameters
+
+logger = logging.getLogger("fsdp_zpp")
+
+
+def make_unit(
+    part: Part, modules: list[nn.Module], holds_packed: bool, others: Collection[nn.Parameter]
+) -> tuple[StrategyUnit, bool]:
+    """Check a part of a call on every rank, make its unit, and quantize what is frozen of it. Collective.
+
+    Args:
+        part: The part; the mesh in its arguments is replaced by that of the ranks to shard over.
+        modules: The modules of the call.
+        holds_packed: Whether any parameter of the call holds packed values.
+        others: The parameters of other parts.
+
+    Returns:
+        The unit, and whether torch's FULL_SHARD is all that its strategy asks for.
+    """
+    over, arguments = part.over, part.arguments
+    strategy, group = over.strategy, over.group
+    layout = agree(group if over.compared else None, lambda: check_arguments(part.own, strategy, group, arguments))
+    unit = _unit_for(strategy, layout, arguments)
+    policy = arguments.get("mp_policy")
+    ignored = {*(arguments.get("ignored_params") or ()), *others}
+    dtype = None if policy is None else policy.param_dtype
+    for each in modules:
+        unit.left_unquantized |= quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
+    if holds_packed and packed(named_own_parameters(modules, ignored)):  # what is left of them
+        can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments)
+        unit.leave_weights_uncoded(in_place_of_torch=can_gather)
+    unit.stock = layout.stock and unit.gather is None
+    if layout.stock and not unit.stock:
+        unit.reduce = None  # torch reduces
+    return unit, layout.stock
+
+
+def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any]) -> StrategyUnit:
+    """Make a unit on the ranks of ``layout``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
+    mesh = arguments["mesh"]
+    unit = StrategyUnit(strategy, layout.mesh())
+    if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
+        sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
+        assert sharded_over is not None
+        if mesh is None:
+            arguments["mesh"] = DeviceMesh.from_group(sharded_over, default_device_type())
+        else:
+            arguments["mesh"] = mesh_over(sharded_over, mesh)
+    return unit
+
+
+def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any]) -> bool:
+    """Return whether a stock strategy can gather in place of torch; warns that torch changes packed values if not."""
+    reshard = arguments["reshard_after_forward"]
+    elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
+    if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
+        return True
+    if ranks.rank == 0:
+        _warn_of_packed_values()
+    return False
+
+
+@cache  # for all layers of a model
+def _warn_of_packed_values() -> None:
+    logger.warning(
+        "fully_shard: packed values are gathered by torch, for reshard_after_forward is a number of ranks, mesh has "
+        "several dimensions, or shard_placement_fn or dp_mesh_dims was given; on GPUs torch changes those that read as "
+        "NaN: pack them with bnb_4bit_quant_storage=torch.uint8, or pass a bool, a 1-D mesh and no more"
+    )

@@ -1,0 +1,265 @@
+"""Experts on a mesh of their own, or with a strategy of their own, beside dense weights in one ``fully_shard`` call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.messages import Refusal, assert_refused, attempt
+from harness.pool import Pool, device_type
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LoCo, Strategy, fully_shard, traffic
+
+WIDTH, HIDDEN, EXPERTS, STEPS = 36, 60, 4, 4
+TWO: dict[str, Any] = {"gpus_per_node": 2}
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has no mesh for a parameter"
+)
+
+
+class Experts(nn.Module):
+    """Fused weights of experts, each rank of expert parallelism having a part of them."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(experts, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.up) @ self.down  # [experts, tokens, width]
+
+
+class Mixture(nn.Module):
+    """A norm, a router and experts, which all see all tokens."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = Experts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weights = self.router(h).softmax(-1).T.unsqueeze(-1)
+        return x + (weights * self.experts(h)).sum(0)
+
+
+@cache
+def mesh_of(name: str) -> DeviceMesh:
+    """In a worker: the mesh of experts, of four ranks: ranks with the same experts x ranks with different ones.
+
+    The same experts are on both nodes of two if the first of these is "efsdp", else within a node.
+    """
+    return init_device_mesh(
+        device_type(), (2, 2), mesh_dim_names=("efsdp", "ep") if name == "across" else ("ep", "efsdp")
+    )
+
+
+def make(experts_of: int | None) -> Any:
+    """Make the net; with ``experts_of``, this rank's part of its experts."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Mixture(EXPERTS), Mixture(EXPERTS)).to(models.device())
+    if experts_of is not None:
+        for block in net:
+            for name, value in list(block.experts.named_parameters()):
+                setattr(block.experts, name, nn.Parameter(value.detach().chunk(2)[experts_of].clone()))
+            block.router = nn.Linear(WIDTH, EXPERTS // 2).to(models.device())
+    return net
+
+
+def on_experts_mesh(module: Mixture, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return the ``shard_placement_fn`` that shards experts over a mesh of their own."""
+    info = _fsdp_common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    experts = set(module.experts.parameters())
+    return lambda p: _fsdp_common.ShardPlacementResult(Shard(1), info) if p in experts else None
+
+
+def wrapped(wrap: Callable[..., Any], layout: str | None) -> Any:
+    """Shard a net, the experts over their own mesh if ``layout`` says which."""
+    mesh = None if layout is None else mesh_of(layout)
+    net = make(None if mesh is None else mesh["ep"].get_local_rank())
+    for block in net:
+        wrap(block, **({} if mesh is None else {"shard_placement_fn": on_experts_mesh(block, mesh)}))
+    wrap(net)
+    return net
+
+
+def batch(step: int, micro_batch: int) -> Tensor:
+    """Make a batch of this rank."""
+    torch.manual_seed(100 * step + 10 * micro_batch + 7919 * dist.get_rank())
+    return torch.randn(5, WIDTH).to(models.device())
+
+
+def train(net: Any, steps: range = range(STEPS), optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Train with two micro-batches a step; return the losses."""
+    optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=3e-3, foreach=False)
+    losses = []
+    for step in steps:
+        for micro_batch in range(2):
+            net.set_requires_gradient_sync(micro_batch == 1)
+            loss = net(batch(step, micro_batch)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights_of(net: nn.Module) -> list[Tensor]:
+    """Gather all weights over the ranks that they are sharded over."""
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in net.parameters()]
+
+
+def by(strategy: Strategy) -> Callable[..., Any]:
+    """Return ``fully_shard`` with a strategy."""
+    return lambda module, **arguments: fully_shard(module, strategy=strategy, **arguments)
+
+
+def losses_and_distance(strategy: Strategy, layout: str | None) -> tuple[list[float], list[float], float]:
+    """In a worker: losses under a strategy and under torch's own ``fully_shard``, and how far weights are apart."""
+    stock = wrapped(fsdp.fully_shard, layout)
+    expected = train(stock)
+    net = wrapped(by(strategy), layout)
+    losses = train(net)
+    pairs = zip(weights_of(net), weights_of(stock), strict=True)
+    return losses, expected, max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("levels", ["GGG", "IGG", "IIG", "III", "NNG", "NNN"])
+@pytest.mark.parametrize("layout", ["across", "within"])
+def test_experts_on_a_mesh_of_their_own_train_as_with_torch(
+    pool: Callable[[int], Pool], levels: str, layout: str
+) -> None:
+    for losses, expected, distance in pool(4).run(losses_and_distance, Strategy(levels, **TWO), layout):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert distance <= 1e-5
+
+
+CODED = [
+    Strategy.zeropp(**TWO),
+    Strategy.zeropp(weights=Int4Delta(), **TWO),
+    Strategy.loco(**TWO),
+    Strategy("III", gradients=Int4(), error_feedback=LoCo(), **TWO),
+    Strategy("NNG", weights=Int8(64), gradients=Int4(32), **TWO),
+    Strategy.zeropp(overrides={"Experts": Strategy.zeropp(weights=Int4Delta())}, **TWO),
+]
+
+
+@pytest.mark.parametrize("strategy", CODED, ids=range(len(CODED)))
+def test_codecs_encode_experts_too(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    for losses, expected, distance in pool(4).run(losses_and_distance, strategy, "across"):
+        assert losses == pytest.approx(expected, rel=2e-2)
+        assert distance > 1e-5
+
+
+OVERRIDDEN = [
+    Strategy("IGG", overrides={"Experts": Strategy("III")}, **TWO),
+    Strategy("III", overrides={"Exp*": Strategy("GGG"), "*": Strategy("NNN")}, **TWO),
+    Strategy("GGG", overrides={"Experts": Strategy("IGG"), "LayerNorm": Strategy("NNG")}, **TWO),
+    Strategy("NNN", overrides={"Mixture": Strategy("IIG"), "Experts": Strategy("GGG", gpus_per_node=1)}, **TWO),
+]
+
+
+@pytest.mark.parametrize("strategy", OVERRIDDEN, ids=range(len(OVERRIDDEN)))
+@pytest.mark.parametrize("layout", ["across", None])
+def test_overrides_shard_by_other_scopes(pool: Callable[[int], Pool], strategy: Strategy, layout: str | None) -> None:
+    for losses, expected, distance in pool(4).run(losses_and_distance, strategy, layout):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert distance <= 1e-5
+
+
+def sent_between_nodes(levels: str) -> tuple[int, int]:
+    """In a worker: bytes that were gathered between nodes, and what they should be: each weight once a step."""
+    net = wrapped(by(Strategy(levels, **TWO)), "across")
+    train(net)
+    # Experts are on one rank of each node, and of dense weights each node has a half, in rows that are filled up.
+    expected = sum(p.to_local().numel() for name, p in net.named_parameters() if ".experts." in name)
+    for name, p in net.named_parameters():
+        if ".experts." not in name:
+            expected += -(-p.shape[0] // 4) * p[:1].numel()
+    return traffic(net)["gather"]["inter"], STEPS * expected * 4
+
+
+def test_experts_cross_nodes_once_a_step(pool: Callable[[int], Pool]) -> None:
+    for sent, expected in pool(4).run(sent_between_nodes, "IGG"):
+        assert sent == expected
+
+
+def resumed(strategy: Strategy) -> bool:
+    """In a worker: whether a training goes on bit for bit with the codec state of all parts."""
+    net = wrapped(by(strategy), "across")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train(net, range(2), optimizer)
+    weights, state = [p.detach().to_local().clone() for p in net.parameters()], CodecState(net).state_dict()
+    expected = train(net, range(2, 4), optimizer)
+    other = wrapped(by(strategy), "across")
+    with torch.no_grad():
+        for parameter, value in zip(other.parameters(), weights, strict=True):
+            parameter.to_local().copy_(value)
+    CodecState(other).load_state_dict(state)
+    return train(other, range(2, 4), torch.optim.SGD(other.parameters(), lr=0.1)) == expected
+
+
+def test_codec_state_of_all_parts_is_saved(pool: Callable[[int], Pool]) -> None:
+    strategy = Strategy.loco(weights=Int4Delta(), overrides={"Experts": Strategy.loco(gradients=Int4(32))}, **TWO)
+    assert pool(4).run(resumed, strategy) == [True] * 4
+
+
+def error_of_frozen_experts(strategy: Strategy) -> tuple[float, list[str]]:
+    """In a worker: how far an output is off once experts are quantized, and which parameters are left."""
+    mesh = mesh_of("across")
+    net = make(mesh["ep"].get_local_rank())
+    expected = net(batch(0, 0))
+    for block in net:
+        block.experts.requires_grad_(False)
+        by(strategy)(block, shard_placement_fn=on_experts_mesh(block, mesh))
+    by(strategy)(net)
+    output = net(batch(0, 0))
+    return float((output - expected).norm() / expected.norm()), [name for name, _ in net.named_parameters()]
+
+
+def test_frozen_experts_are_quantized_over_their_mesh(pool: Callable[[int], Pool]) -> None:
+    strategy = Strategy("IGG", frozen=Int8(64), **TWO)
+    for error, names in pool(4).run(error_of_frozen_experts, strategy):
+        assert 0 < error <= 0.01
+        assert not any(".experts." in name for name in names)
+
+
+def placed_wrongly() -> None:
+    fully_shard(make(0), strategy=Strategy.zeropp(**TWO), shard_placement_fn=lambda p: "rows")
+
+
+def in_two_ways() -> None:
+    block, mesh = make(0)[0], mesh_of("across")
+    place = on_experts_mesh(block, mesh) if dist.get_rank() else lambda p: None
+    fully_shard(block, strategy=Strategy.zeropp(**TWO), shard_placement_fn=place)
+
+
+def over_other_ranks() -> None:
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("efsdp",))
+    half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    block = make(0)[0]
+    fully_shard(block, mesh=half, strategy=Strategy.zeropp(**TWO), shard_placement_fn=on_experts_mesh(block, mesh))
+
+
+REFUSED: dict[str, Refusal] = {
+    "no placement": (placed_wrongly, ValueError, "must return a Shard or None, or a ShardPlacementResult"),
+    "different on each rank": (in_two_ways, ValueError, "gave parameters other meshes or strategies than"),
+    "ranks of unknown nodes": (over_other_ranks, ValueError, "leave it to torchrun, or give it in the overrides"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
+    assert_refused(pool(4).run(attempt, REFUSED[name]), REFUSED[name])
