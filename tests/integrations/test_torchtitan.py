@@ -13,7 +13,8 @@ import torch
 from harness.launch import launch
 from safetensors.torch import load_file
 from torch.distributed import fsdp
-from torchtitan_flags import INTERLEAVED, TWO_STEPS, flag
+from torch.distributed.checkpoint import FileSystemReader
+from torchtitan_flags import EP, INTERLEAVED, TWO_STEPS, flag
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_zpp import Int4, Strategy
@@ -156,6 +157,7 @@ def test_without_codec_state_checkpoints_are_torchtitans_own(
         ("--training.no-disable_cuda_graphs", "set --training.disable_cuda_graphs"),
         ("--parallelism.strategy mixzpp", "frozen=int8.* leave frozen out"),
         ("--parallelism.strategy zero2 --parallelism.fsdp_reshard_after_forward always", "always contradicts 'NGG'"),
+        ('--parallelism.strategy {"overrides":{"*Experts":{"frozen":"nf4"}}}', "frozen=nf4.* leave frozen out"),
         ("--parallelism.strategy zero4", "--parallelism.strategy: .*'zero4'.* zeropp"),
         ('--parallelism.strategy {"weight":"int8"}', "--parallelism.strategy: weight: .* did you mean weights"),
         ('--parallelism.strategy {"weights":3}', "--parallelism.strategy: weights: .*3"),
@@ -200,6 +202,14 @@ def test_another_trainer_is_refused(torchtitan: Callable[..., list[Any]]) -> Non
 
 def test_a_seed_checkpoint_has_no_codec_state(torchtitan: Callable[..., list[Any]], tmp_path: Path) -> None:
     assert "codecs" not in torchtitan("seed_checkpoint", tmp_path, *flag("loco"), *CHECKPOINTS)[0]
+
+
+def test_codec_state_of_experts_alone_is_in_checkpoints(torchtitan: Callable[..., list[Any]], tmp_path: Path) -> None:
+    strategy = flag(levels="IGG", overrides={"GroupedExperts": {"levels": "IGG", "weights": "int4delta"}})
+    torchtitan("train", "deepseek_v3", tmp_path, *TWO_STEPS, *EP, *strategy, *CHECKPOINTS)
+    saved = FileSystemReader(tmp_path / "checkpoint" / "step-2").read_metadata().state_dict_metadata
+    units = [key.partition("/")[2] for key in saved if key.startswith("codecs.rank0/")]
+    assert [unit.endswith("experts") for unit in units] == [True], units
 
 
 KINDS = ["full", "lora", "partly_frozen"]

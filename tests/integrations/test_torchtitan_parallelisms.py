@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import fsdp
-from torchtitan_flags import FULL_DTENSOR, HSDP, INTERLEAVED, PP, TP, TWO_STEPS, flag
+from torchtitan_flags import EP, FULL_DTENSOR, HSDP, INTERLEAVED, PP, TP, TWO_STEPS, flag
 
 from fsdp_zpp.torch_internals import major_minor
 
@@ -30,6 +30,9 @@ if not hasattr(fsdp, "DataParallelMeshDims"):
         ("strategy", "IGG", 1, TP, TP),
         ("strategy", "III", 1, TP, [*TP, *HSDP]),
         ("qwen3", "NNG", 1, [*TP, *FULL_DTENSOR], [*TP, *FULL_DTENSOR]),
+        ("deepseek_v3", "IGG", 2, EP, EP),
+        ("deepseek_v3", "III", 2, EP, [*EP, *HSDP]),
+        ("deepseek_v3", "IIG", 1, [*EP, *TP], [*EP, *TP]),
         ("two_layers", "IGG", 1, PP, PP),
         ("two_layers", "NNG", 1, INTERLEAVED, INTERLEAVED),
     ],
@@ -51,7 +54,7 @@ def test_trains_as_torchtitan_does(
     assert run.metrics["grad_norm"] == pytest.approx(own.metrics["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("config", "options"), [("deepseek_v3", []), ("strategy", TP), ("two_layers", INTERLEAVED)])
+@pytest.mark.parametrize(("config", "options"), [("deepseek_v3", EP), ("strategy", TP), ("two_layers", INTERLEAVED)])
 def test_zeropp_trains_as_torchtitan_does_but_for_rounding(
     torchtitan: Callable[..., list[Any]], stock: Callable[..., Any], tmp_path: Path, config: str, options: list[str]
 ) -> None:

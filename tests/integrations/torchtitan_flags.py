@@ -9,6 +9,7 @@ TWO_STEPS = ["--training.steps", "2"]
 TP = ["--parallelism.tensor_parallel_degree", "2"]
 PP = ["--parallelism.pipeline_parallel_degree", "2"]
 INTERLEAVED = [*PP, "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
+EP = ["--parallelism.expert_parallel_degree", "2"]
 HSDP = ["--parallelism.data_parallel_replicate_degree", "2"]
 FULL_DTENSOR = ["--parallelism.spmd_backend", "full_dtensor"]
 

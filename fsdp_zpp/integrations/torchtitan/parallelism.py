@@ -80,12 +80,6 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
     """
     _check_type(strategy)
     alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
-    if parallelism.spmd_backend != "partial_dtensor" and strategy.optimizer != "G":
-        raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend} can't be combined with {strategy.levels!r}, which "
-            "shards over a part of the data-parallel ranks: parameters then have no one mesh with the other "
-            "parallelisms; set --parallelism.spmd_backend partial_dtensor, or choose optimizer scope G, such as IGG"
-        )
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError(
             "parallelism.enable_fsdp_symm_mem is for torch's own collectives, which a strategy replaces; leave it out, "
@@ -97,6 +91,17 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
         raise ValueError(
             "training.disable_cuda_graphs=False would replay the communication of the first micro-batch in all others, "
             "and a strategy's differs between them; set --training.disable_cuda_graphs"
+        )
+    for part in (strategy, *dict(strategy.overrides).values()):
+        _check_part(part, parallelism)
+
+
+def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
+    if parallelism.spmd_backend != "partial_dtensor" and strategy.optimizer != "G":
+        raise ValueError(
+            f"parallelism.spmd_backend={parallelism.spmd_backend} can't be combined with {strategy.levels!r}, which "
+            "shards over a part of the data-parallel ranks: parameters then have no one mesh with the other "
+            "parallelisms; set --parallelism.spmd_backend partial_dtensor, or choose optimizer scope G, such as IGG"
         )
     if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
         raise ValueError(

@@ -209,9 +209,9 @@ def _check_communication(mode: str) -> None:
         )
 
 
-def _has_codec_state(strategy: Strategy | None) -> bool:
-    """Return whether a strategy has codec state; without, checkpoints are those of torchtitan's own FSDP."""
-    if strategy is None:
-        return False
-    has_state = strategy.error_feedback is not None or strategy.local_steps is not None
-    return has_state or isinstance(strategy.weights, Int4Delta)
+def _has_codec_state(strategy: Strategy) -> bool:
+    """Return whether any part has codec state; without, checkpoints are those of torchtitan's own FSDP."""
+    return any(
+        each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Int4Delta)
+        for each in (strategy, *dict(strategy.overrides).values())
+    )
