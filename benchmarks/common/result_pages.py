@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from result_files import Result
 
@@ -37,7 +36,7 @@ def with_origin(table: str, folder: str, results: Mapping[str, Result], names: I
     origins: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         below, _, file = name.rpartition("/")
-        alike = origins.setdefault(origin(results[name]["manifest"]), [])
+        alike = origins.setdefault(origin(results[name]), [])
         alike.append(f"`{below}/`" if below else f"`{file}.json`")
     groups = []
     for run, files in origins.items():
@@ -46,13 +45,23 @@ def with_origin(table: str, folder: str, results: Mapping[str, Result], names: I
     return f"{table}\n\nFrom `benchmarks/{folder}/results`: {'; '.join(groups)}."
 
 
-def origin(manifest: Mapping[str, Any]) -> str:
+def origin(result: Result) -> str:
     """Return date, commit, machine and the versions that figures depend on most, as far as they are known."""
+    manifest = result["manifest"]
     machine, versions = manifest["machine"], manifest["versions"]
-    parts = [manifest["date"][:10], f"commit {manifest['commit'][:7]}" if manifest["commit"] else "no commit"]
-    parts += [f"{machine['gpus']} x {machine['gpu']}"] if "gpu" in machine else []
+    commit, _, dirty = (manifest["commit"] or "").partition("+")
+    parts = [manifest["date"][:10], f"commit {commit[:7]}{' with changes' if dirty else ''}" if commit else "no commit"]
+    parts += [f"{gpus(result)} x {machine['gpu']}"] if "gpu" in machine else []
     parts += [f"{machine['cores']} CPU cores"] if "cores" in machine else []
     return ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)])
+
+
+def gpus(result: Result) -> int:
+    """Return the number of GPUs of a run; a manifest of emulated nodes may count those that one node sees."""
+    arguments = result["arguments"]
+    if "gpus" not in arguments:
+        return result["manifest"]["machine"]["gpus"]
+    return arguments["gpus"] or arguments["nodes"] * arguments["gpus_per_node"]
 
 
 def with_tables(text: str, tables: Tables, page: str = "the page") -> str:

@@ -106,6 +106,8 @@ GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
 UTILIZATION = measured("of the GPUs' peak FLOP/s", "utilization", "{:.1%}")
 BETWEEN_NODES = sent("sent between nodes, MiB", "inter")
 AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
+AGAINST_FSDP2 = times_as_fast("fsdp2:full_shard", "speedup over FULL_SHARD")
+AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
 
 
 def summary(rows: list[Row]) -> str:

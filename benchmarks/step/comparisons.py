@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from columns import (
+    AGAINST_FSDP2,
     AGAINST_FULL_SHARD,
+    AGAINST_HSDP,
     BETWEEN_NODES,
     GENERATED,
     HOST,
@@ -76,12 +78,28 @@ IN_TURN = {
     "two nodes of 2 that share GPUs": "lora-6.7B-2x2-shared-in-turn",
     "two nodes of 1": "lora-6.7B-2x1-in-turn",
 }
+MIXTURES = {
+    "24 layers, 2 x 1, sockets": "moe-2.6B-2x1",
+    "24 layers, 2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p",
+    "24 layers, 2 x 1, NVLink": "moe-2.6B-2x1-fast",
+    "24 layers, 2 x 2, sockets": "moe-2.6B-2x2",
+    "12 layers, 2 x 1, sockets": "moe-2.7B-2x1",
+    "12 layers, 2 x 1, no peer-to-peer": "moe-2.7B-2x1-no-p2p",
+    "12 layers, 2 x 1, NVLink": "moe-2.7B-2x1-fast",
+}
+"""Of mixtures of experts, below each other: a further run is a further line."""
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *USUAL),
     "compiled": one("1.35B-2x2-compiled", *USUAL),
+    "eager-again": one("1.35B-2x2-h200", STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
     "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
     "large": one("6.7B-2x2", *USUAL, BETWEEN_NODES),
+    "mixtures": Comparison(
+        MIXTURES,
+        (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
+        below="layers, nodes x GPUs, link",
+    ),
     "four-micro-batches": Comparison({"eager": f"{FOUR}-eager", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)),
     "four-micro-batches-delta": one(
         f"{FOUR}-delta",

@@ -45,6 +45,16 @@ SIZES: dict[str, dict[str, int]] = {
         "num_experts": 64,
         "num_experts_per_tok": 8,
     },
+    "qwen3-moe-2.7B": {  # half as deep: layers as wide as those of Qwen3-30B-A3B, with two thirds of its experts' width
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
 }
 """Arguments of the configurations: of Llama, and of Qwen3-MoE if they have experts."""
 

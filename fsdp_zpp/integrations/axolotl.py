@@ -42,7 +42,9 @@ Configuration = Mapping[str, Any]
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _LEVELS = "leave it out, and set levels and gpus_per_node in fsdp_zpp"
 _HSDP = "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a replica} is HSDP"
-_ONE_DIMENSION = "a strategy can't be combined with it: leave it out"
+_TENSOR = "the accelerate that axolotl pins can't clip gradients of several meshes together: leave it out"
+_CONTEXT = "axolotl's own ring attention has not been tried with a strategy: leave it out"
+_EXPERTS = "axolotl shards experts itself for it, by torch's own FSDP: leave it out"
 _FROZEN = "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: {frozen: %s}"
 
 _ALTERNATIVES = {
@@ -61,10 +63,10 @@ _ALTERNATIVES = {
 
 _SIZES = {
     "dp_replicate_size": _HSDP,
-    "tensor_parallel_size": _ONE_DIMENSION,
-    "context_parallel_size": _ONE_DIMENSION,
-    "sequence_parallel_degree": _ONE_DIMENSION,
-    "expert_parallel_size": _ONE_DIMENSION,
+    "tensor_parallel_size": _TENSOR,
+    "context_parallel_size": _CONTEXT,
+    "sequence_parallel_degree": _CONTEXT,
+    "expert_parallel_size": _EXPERTS,
 }
 """Keys that ask for what a strategy can't honour unless they are 1."""
 

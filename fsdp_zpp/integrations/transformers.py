@@ -41,8 +41,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import accelerate as sharding
+from ._load_time_sharding import with_strategy
 from ._trainer_callbacks import AnnouncesWrites
 from ._trl import prepare_by_strategy
+
+__all__ = ["ShardingTrainer", "use_strategy", "with_strategy"]
 
 T = TypeVar("T", bound=Trainer)
 
@@ -107,8 +110,9 @@ def _subclass(cls: type, strategy: Strategy) -> type:
 def _check_arguments(trainer: Trainer) -> None:
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
-            "this model was sharded by from_pretrained(distributed_config=...), and a strategy shards it itself: load "
-            "it without distributed_config"
+            "this model was sharded by from_pretrained(distributed_config=...), and a strategy would shard it again: "
+            "load it without distributed_config, or with with_strategy(distributed_config, strategy), and then give "
+            "Trainer no strategy"
         )
     if trainer.args.auto_find_batch_size:
         raise ValueError(

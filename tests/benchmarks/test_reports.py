@@ -74,6 +74,21 @@ def test_a_table_without_a_place_is_an_error() -> None:
         result_pages.with_tables(text, {"one": "new", "two": "new"})
 
 
+@pytest.mark.parametrize(
+    ("layout", "shown"),
+    [
+        ({}, "2 x A"),
+        ({"gpus": None, "nodes": 2, "gpus_per_node": 2}, "4 x A"),
+        ({"gpus": 1, "nodes": 2, "gpus_per_node": 1}, "1 x A"),
+    ],
+)
+def test_an_origin_counts_the_gpus_of_all_nodes_and_tells_of_changes(layout: dict[str, Any], shown: str) -> None:
+    """The manifest is that of rank 0, which sees the GPUs of its own node."""
+    made = {"date": "2026-01-02T03:04", "commit": f"{'ab' * 20}+dirty", "machine": {"gpu": "A", "gpus": 2}}
+    result = {"manifest": made | {"versions": {}}, "arguments": layout}
+    assert result_pages.origin(result) == f"2026-01-02, commit abababa with changes, {shown}"
+
+
 @pytest.mark.parametrize("folder", PAGES)
 def test_pages_name_every_result(folder: str) -> None:
     text = "".join(map(page, PAGES[folder]))

@@ -62,9 +62,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": _EXPERTS,
     "deepseek_v3": _DEEPSEEK,
+    "ernie4_5_moe": _EXPERTS | {"moe_layer_start_index": 0, "moe_num_shared_experts": 1},
 }
 """By the name of the type, what it needs beside the sizes that all have."""
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "ernie4_5_moe")
 
 
 def config_of(architecture: str, **options: Any) -> PretrainedConfig:

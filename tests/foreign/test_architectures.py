@@ -1,4 +1,4 @@
-"""25 of transformers' architectures: exact strategies train as stock does, and zeropp's gradients point its way."""
+"""26 of transformers' architectures: exact strategies train as stock does, and zeropp's gradients point its way."""
 
 from __future__ import annotations
 

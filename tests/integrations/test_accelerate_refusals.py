@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import TorchDynamoPlugin
 from accelerate_training import TOKENS, ZEROPP, accelerators, plugin
 from harness import llama
@@ -28,8 +27,6 @@ def refused(kind: str) -> str:
         options = {"dynamo_plugin": TorchDynamoPlugin(backend="eager", use_regional_compilation=True)}
     is_old = patch("fsdp_zpp.integrations._requirement.version", lambda name: "1.13.0")
     with accelerators(**options) as accelerator, is_old:
-        if kind == "HSDP":  # which accelerate does not take on a CPU
-            accelerator.state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         if kind == "late":
             accelerator._models.append(nn.Linear(2, 2))
         if kind == "twice":
@@ -70,7 +67,6 @@ def refused(kind: str) -> str:
         ("type", "strategy must be a Strategy such as Strategy.zeropp(), got 'zeropp'"),
         ("twice", "this accelerator has a strategy already"),
         ("late", "call use_strategy before accelerator.prepare"),
-        ("HSDP", "use Strategy('III') for HSDP"),
         ("compiled", "TorchDynamoPlugin(use_regional_compilation=True)"),
         ("layers compiled", "needs accelerate 1.14 or later to compile layer by layer, and 1.13.0 is installed"),
         ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),

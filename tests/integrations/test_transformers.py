@@ -14,20 +14,19 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from fuzz.optimizers import ScheduleFree
 from harness import llama
-from harness.pool import Pool, device_type
+from harness.pool import Pool
 from hugging_face import choose_own_fsdp, new_job
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from trainer_training import TOKENS, logged, make_trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, traffic
 from fsdp_zpp.integrations.transformers import use_strategy
 
 ACCELERATE = TorchVersion(version("accelerate"))
-STEPS = 4
-TOKENS = torch.arange(1, 13).view(1, -1)
 PLAIN = Strategy("GGG", gpus_per_node=2)
 ZEROPP = Strategy.zeropp(gpus_per_node=2)
 STATEFUL = Strategy("IIG", weights=Int4Delta(64), gradients=Int4(64), error_feedback=LoCo(), gpus_per_node=2)
@@ -37,40 +36,6 @@ WHOLE = ("whole", "local steps")
 """With all that codecs keep from step to step."""
 QUANTIZED = Strategy("IGG", gradients=Int4(64), frozen=Int8(64), gpus_per_node=2)
 """Strategy without a codec of weights, or the model would compute with adapters that differ from those in files."""
-
-
-def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Return a data set of tokens that are few."""
-    tokens = torch.randint(0, 40, (count, 16), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def make_trainer(folder: str, model: nn.Module, cls: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    """Return a trainer of two micro-batches a step, with an evaluation every other step."""
-    arguments = TrainingArguments(
-        **{
-            "output_dir": folder,
-            "use_cpu": device_type() == "cpu",
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 2e-3,
-            "max_grad_norm": 0.5,
-            "logging_steps": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-        }
-        | options
-    )
-    return cls(model, arguments, train_dataset=rows(4 * STEPS * 4, 0), eval_dataset=rows(16, 1))
-
-
-def logged(trainer: Trainer, what: str) -> list[float]:
-    """Return what it has logged under this name."""
-    return [entry[what] for entry in trainer.state.log_history if what in entry]
 
 
 def trained(folder: str, strategy: Strategy | None, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:

@@ -21,7 +21,7 @@ from fsdp_zpp.frozen.hugging_face.peft_saving import adapter_state, save_adapter
 from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
 
 from .checkpoints import load_codec_states, model_of, paired, remember_model, save_codec_states
-from .checks import check_accelerator, check_plugin
+from .checks import check_accelerator, check_plugin, check_tensor_parallel
 from .wrapping import shard
 
 A = TypeVar("A", bound=Accelerator)
@@ -96,6 +96,8 @@ class ShardingAccelerator(Accelerator):
                 "several models and optimizers were given, and nothing says which belong together: prepare each model "
                 "with its optimizers in a call of its own"
             )
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            objects = self._prepare_cp(*objects)
         prepared = self._prepare_fsdp2(*objects)
         return prepared if len(prepared) > 1 else prepared[0]
 
@@ -170,6 +172,13 @@ class ShardingAccelerator(Accelerator):
             return None
         named = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
         return max(named, key=lambda folder: int(folder.name.rpartition("_")[2]), default=None)
+
+    def _prepare_tp(self, *objects: object) -> tuple[object, ...]:
+        # accelerate's makes copies on each rank DTensors, too, with a class that transformers 5.24 no longer has.
+        for model in objects:
+            if isinstance(model, nn.Module):
+                check_tensor_parallel(model, self.torch_device_mesh)
+        return objects
 
     def _prepare_fsdp2(self, *objects: object) -> tuple[object, ...]:
         optimizers = [each for each in objects if isinstance(each, Optimizer)]

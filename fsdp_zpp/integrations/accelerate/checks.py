@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.integrations._requirement import require
 
@@ -13,7 +17,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """Raise if ``accelerator`` has prepared a model, runs in one process, or was configured for other than FSDP.
 
     Raises:
-        ImportError: If layers are to be compiled, and accelerate is too old for that.
+        ImportError: If accelerate is too old to compile layers, or for tensor parallelism.
         ValueError: In all other cases.
     """
     if accelerator._models:
@@ -38,19 +42,38 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if not str(kind.value).startswith("MULTI") and kind != DistributedType.FSDP:
         raise ValueError(f"a strategy is for torch's FSDP, but this accelerator was configured for {kind.value}")
-    config = accelerator.parallelism_config
-    if config is None:
-        return
-    if config.dp_replicate_enabled:
+    if accelerator.parallelism_config is not None:
+        _check_parallelism(accelerator.parallelism_config)
+
+
+def _check_parallelism(config: ParallelismConfig) -> None:
+    if config.sp_enabled:
         raise ValueError(
-            f"dp_replicate_size={config.dp_replicate_size} in parallelism_config makes an HSDP mesh, but with a "
-            "strategy its scopes decide what is replicated: leave it out, and use Strategy('III') for HSDP, with "
-            "gpus_per_node= the size of a replica"
+            f"sp_size={config.sp_size} in parallelism_config is DeepSpeed's sequence parallelism, which FSDP, with or "
+            "without a strategy, can't take part in: use cp_size"
         )
-    if config.non_data_parallel_size > 1:
+    if not config.dp_shard_cp_dim_names:
         raise ValueError(
-            "a strategy can't be combined with tensor, context or sequence parallelism through accelerate: leave out "
-            "parallelism_config, or call fsdp_zpp.fully_shard(mesh=mesh['dp_shard'], ...) yourself"
+            "parallelism_config has no dimension to shard over, since dp_shard_size and cp_size are 1: set "
+            "dp_shard_size to the number of data-parallel ranks, or to those of a node beside dp_replicate_size"
+        )
+    if config.tp_enabled:
+        require("accelerate", "1.15", purpose="to clip gradients beside tensor parallelism")
+
+
+def check_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise unless ``model`` is sharded over the dimension ``tp`` of an accelerator's ``mesh``.
+
+    Raises:
+        ValueError: It says how to do that.
+    """
+    ranks = mesh["tp"]
+    if not any(isinstance(each, DTensor) and each.device_mesh == ranks for each in model.parameters()):
+        raise ValueError(
+            f"parallelism_config has tp_size={ranks.size()}, but no parameter of this {type(model).__name__} is "
+            'sharded over accelerator.torch_device_mesh["tp"]: call parallelize_module(model, '
+            'accelerator.torch_device_mesh["tp"], plan) before prepare. from_pretrained shards over a mesh of its own: '
+            "see fsdp_zpp.integrations.transformers.with_strategy"
         )
 
 

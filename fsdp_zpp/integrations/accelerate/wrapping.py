@@ -64,7 +64,7 @@ def shard(
         _compile_layers(model, accelerator.state.dynamo_plugin)
     if accelerator.mixed_precision != "no" and trained:
         _upcast(model)
-    arguments = _arguments(plugin, model, accelerator.device)
+    arguments = _arguments(plugin, model, accelerator)
     with _following(optimizers, model):
         for module in [*_units(model, plugin, strategy), model]:
             fully_shard(module, strategy=strategy, **arguments)
@@ -102,16 +102,18 @@ def _upcast(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` that the plugin stands for."""
+def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` that the plugin and ``parallelism_config`` stand for."""
+    parallelism = accelerator.parallelism_config
     arguments = {
+        "mesh": None if parallelism is None else accelerator.torch_device_mesh[tuple(parallelism.fsdp_dim_names)],
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         "offload_policy": plugin.cpu_offload,
     }
     if plugin.reshard_after_forward is False:  # the plugin's default is True, torch's is to decide
         arguments["reshard_after_forward"] = False
     if plugin.ignored_modules is not None:
-        arguments["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        arguments["ignored_params"] = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     return arguments
 
 
