@@ -7,6 +7,7 @@ to that one question. ``python torchtitan_on_cpu.py SCRIPT ...`` runs a script a
 from __future__ import annotations
 
 import importlib
+import inspect
 import runpy
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from unittest import mock
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 _CPU = SimpleNamespace(
     set_device=lambda device: None,
@@ -52,10 +54,13 @@ class Run:
 def prepare() -> None:
     """Import the module in which torchtitan keeps its device, and have that be the CPU if there is no GPU.
 
-    Besides, torchtitan calls a function that torch 2.13 has under a private name only.
+    Besides, torchtitan calls functions of torch 2.14.
     """
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+    for schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+        if "arg_mbs" not in inspect.signature(schedule.step).parameters:
+            schedule.step = _taking_micro_batches(schedule.step)  # type: ignore[method-assign]
     if torch.cuda.is_available():
         return
     with (
@@ -63,6 +68,18 @@ def prepare() -> None:
         mock.patch.object(torch._utils, "_get_device_module", return_value=_CPU),
     ):
         importlib.import_module("torchtitan.tools.utils")
+
+
+def _taking_micro_batches(step: Any) -> Any:
+    """Return a schedule's step as it is from torch 2.14 on, which takes a list of micro-batches and not a batch."""
+
+    def step_of(self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, **options: Any) -> Any:
+        arguments = [torch.cat(each) for each in zip(*(arg_mbs or []), strict=True)]
+        named = {name: torch.cat([each[name] for each in kwarg_mbs]) for name in kwarg_mbs[0]}
+        target = None if target_mbs is None else torch.cat(target_mbs)
+        return step(self, *arguments, target=target, **options, **named)
+
+    return step_of
 
 
 def call(name: str, *arguments: Any) -> Any:

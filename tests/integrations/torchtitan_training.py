@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,19 +17,22 @@ from cut_off import copies_of
 from datasets import Dataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import debug
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import fsdp
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
-from torchtitan.models.llama3 import parallelize_llama
+from torchtitan.models.llama3 import parallelize as llama3_parallelize
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 from torchtitan.trainer import Trainer
 from torchtitan_on_cpu import Run
 
 import fsdp_zpp
-from fsdp_zpp.integrations.torchtitan import parallelize_llama as shard_llama, with_strategy
+from fsdp_zpp.integrations.torchtitan import config_registry, with_strategy
+from fsdp_zpp.integrations.torchtitan.trainer import total_traffic
 
 
 class ByteTokenizer(BaseTokenizer):
@@ -61,12 +66,12 @@ def _sums(path: str) -> Dataset:
 DATASETS["sums"] = DatasetConfig(path="", loader=_sums, sample_processor=lambda sample: sample["text"])
 
 
-def small_config() -> Trainer.Config:
-    """Return torchtitan's debug model, small enough for a CPU, with attention that runs there."""
-    config = llama3_debugmodel()
+def small_config(debugmodel: Callable[[], Trainer.Config] = llama3_debugmodel, layers: int = 1) -> Trainer.Config:
+    """Return one of torchtitan's debug models, small enough for a CPU, with attention that runs there."""
+    config = debugmodel()
     assert config.model_spec is not None
     model: Any = config.model_spec.model
-    del model.layers[1:]
+    del model.layers[layers:]
     config.override.imports = ["torchtitan_attention.without_masks"]
     config.tokenizer = ByteTokenizer.Config()
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset="sums")
@@ -74,38 +79,55 @@ def small_config() -> Trainer.Config:
     # With bf16, rounding after sums in another order would show in the third digit.
     config.training.mixed_precision_param = "float32"
     config.training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"  # torchtitan's default needs torch 2.14
     config.metrics.disable_color_printing = True
     config.debug.seed = 0
     return config
 
 
 def strategy() -> Trainer.Config:
-    """Return the small configuration with a strategy, which a flag says."""
+    """Return the small Llama 3 with a strategy, which a flag says."""
     return with_strategy(small_config(), None)
 
 
-def own() -> Trainer.Config:
-    """Return torchtitan's own configuration, with the loss of :func:`strategy`."""
-    config = small_config()
-    assert config.model_spec is not None
-    config.loss = config.loss.loss_fn
-    config.parallelism.spmd_backend = "partial_dtensor"
-    config.model_spec.parallelize_fn = _parallelize_by_sums
-    return config
+def two_layers() -> Trainer.Config:
+    """Return the small Llama 3 with layers for two stages of a pipeline."""
+    return with_strategy(small_config(layers=2), None)
 
 
-def _parallelize_by_sums(model: Any, **arguments: Any) -> nn.Module:
+def qwen3() -> Trainer.Config:
+    """Return a small Qwen 3, whose head is tied, with a strategy."""
+    return with_strategy(small_config(qwen3_debugmodel, layers=2), None)
+
+
+def deepseek_v3() -> Trainer.Config:
+    """Return a small DeepSeek V3, which has experts in its second layer, with a strategy."""
+    return with_strategy(small_config(deepseek_v3_debugmodel, layers=2), None)
+
+
+def build(config: str, *options: str) -> Trainer:
+    """Return the trainer of a configuration of this module with command-line options.
+
+    That of ``own_NAME`` is torchtitan's own of the configuration NAME.
+    """
+    name = config.removeprefix("own_")
+    parsed = ConfigManager().parse_args(["--module", __name__, "--config", name, *options])
+    if name == config:
+        return parsed.build()
+    assert parsed.parallelism.strategy is None
+    values = {field.name: getattr(parsed, field.name) for field in fields(parsed)}
+    spec = parsed.model_spec
+    values["model_spec"] = replace(spec, parallelize_fn=partial(_parallelize_by_sums, spec.parallelize_fn))
+    return Trainer.Config(**values).build()
+
+
+def _parallelize_by_sums(parallelize_fn: Any, model: Any, **arguments: Any) -> nn.Module:
     """Shard by torchtitan's own FSDP, with the one kind of sum that gloo has: it sets a divisor of 1, for NCCL's."""
-    model = parallelize_llama(model, **arguments)
+    model = parallelize_fn(model, **arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def build(config: str, *options: str) -> Trainer:
-    """Return the trainer of a configuration of this module with command-line options."""
-    return ConfigManager().parse_args(["--module", __name__, "--config", config, *options]).build()
 
 
 class StopTrainingError(Exception):
@@ -114,8 +136,9 @@ class StopTrainingError(Exception):
 
 def train(config: str, folder: Path, *options: str, stop_at: int | None = None) -> Run:
     """Train with torchtitan's own loop, which raises in the step ``stop_at``, if any."""
+    debug._clear_sharding_prop_cache()
     trainer = build(config, "--dump_folder", str(folder), *options)
-    model, run = trainer.model_parts[0], Run([], {}, [], [])
+    run = Run([], {}, [], [])
 
     def log(metrics: dict[str, float], step: int) -> None:
         if step == stop_at:
@@ -126,7 +149,7 @@ def train(config: str, folder: Path, *options: str, stop_at: int | None = None) 
         run.losses.append(metrics["loss_metrics/global_avg_loss"])
         run.metrics.update(metrics)
         if getattr(trainer.config.parallelism, "strategy", None) is not None:
-            run.traffic.append(fsdp_zpp.traffic(model))
+            run.traffic.append(total_traffic(trainer.model_parts))
 
     # torchtitan's loop waits for two seconds at its end.
     sleepless = mock.patch("time.sleep")
@@ -138,6 +161,12 @@ def train(config: str, folder: Path, *options: str, stop_at: int | None = None) 
         trainer.train()
     trainer.close()
     return run
+
+
+def train_in_chunks(config: str, folder: Path, *options: str) -> Run:
+    """Train with context parallelism whose ranks attend to their own part alone: ring attention has no CPU kernels."""
+    with mock.patch.object(llama3_parallelize, "apply_cp_to_forward"):
+        return train(config, folder, *options)
 
 
 def train_until(stop_at: int, config: str, folder: Path, *options: str) -> Run:
@@ -188,9 +217,26 @@ def chunked() -> Trainer.Config:
     return config
 
 
-def experts() -> Trainer.Config:
-    """Return a configuration in name only: the model is another one."""
-    return with_strategy(deepseek_v3_debugmodel(), None)
+def unsharded() -> Trainer.Config:
+    """Return the small configuration with a function that shards nothing."""
+    config = strategy()
+    assert config.model_spec is not None
+    config.model_spec = replace(config.model_spec, parallelize_fn=lambda model, **arguments: model)
+    return config
+
+
+def refused_configuration(name: str) -> str:
+    """Return what the configuration of another trainer raises."""
+    try:
+        getattr(config_registry, name)()
+    except TypeError as error:
+        return str(error)
+    raise AssertionError(f"{name} was accepted")
+
+
+def whose_fully_shard() -> str:
+    """Return the module of the ``fully_shard`` that torchtitan shards by."""
+    return str(fsdp.fully_shard.__module__)
 
 
 def misspelt() -> Trainer.Config:
@@ -198,31 +244,6 @@ def misspelt() -> Trainer.Config:
     config = strategy()
     config.parallelism.strategy = "zeropp"
     return config
-
-
-def model_refusal(experts: bool, encodes_itself: bool) -> str:
-    """Return what ``parallelize_llama`` raises for a model of one block."""
-    block = nn.Linear(4, 4)
-    if experts:
-        block.moe_enabled = True  # type: ignore[assignment]
-    if encodes_itself:
-        block.weight.fsdp_pre_all_gather = None  # type: ignore[attr-defined]
-    model: Any = nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
-    model.layers = model["layers"]
-    config = with_strategy(small_config(), fsdp_zpp.Strategy.zeropp())
-    try:
-        shard_llama(
-            model,
-            parallel_dims=ParallelDims.from_config(config.parallelism, 4),
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=None,
-            dump_folder="",
-        )
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    raise AssertionError("the model was accepted")
 
 
 def seed_checkpoint(folder: Path, *options: str) -> list[str]:

@@ -12,10 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.config import ConfigManager
+from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.trainer import Trainer
 from torchtitan_training import small_config
 
-from fsdp_zpp.integrations.torchtitan import parallelize_llama, with_strategy
+from fsdp_zpp.integrations.torchtitan import with_strategy
 
 
 def full() -> Trainer.Config:

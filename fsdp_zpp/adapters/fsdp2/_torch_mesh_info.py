@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from fsdp_zpp.adapters._torch_mesh import mesh_over
 from fsdp_zpp.collectives.mesh import twin_of
 
 _RESULT: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # from torch 2.12 on
@@ -47,8 +46,8 @@ def mesh_infos(calls: Iterable[Mapping[str, Any]]) -> list[FSDPMeshInfo]:
     for arguments in calls:
         mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
         info = _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
-        while info.shard_process_group in used:
-            info = _mesh_info(mesh_over(twin_of(info.shard_process_group), info.mesh))
+        while info.shard_process_group in used:  # the mesh stays the same, or torch would not clip all gradients together
+            info.shard_process_group = twin_of(info.shard_process_group)
         used.add(info.shard_process_group)
         infos.append(info)
     return infos

@@ -1,19 +1,27 @@
-"""torchtitan's configurations of Llama 3 with a strategy, for ``--config``."""
+"""torchtitan's configurations with a strategy, for ``--config``: any of its models', by the names that they have there.
+
+torchtitan looks a configuration up as an attribute of this module, and lists ``dir()`` of it if there is none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan import models
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.models.llama3 import config_registry as llama3, parallelize_llama as torchtitan_parallelize_llama
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from fsdp_zpp.config.strategy import Strategy
 
 from .parallelism import StrategyParallelism
-from .sharding import parallelize_llama
 from .trainer import StrategyTrainer
 
 if TYPE_CHECKING:
@@ -21,55 +29,78 @@ if TYPE_CHECKING:
 
 
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
-    """Return a configuration for Llama 3, sharded by a strategy.
+    """Return a configuration of any model of torchtitan, sharded by a strategy.
 
-    It also sets what a strategy needs: ``training.disable_cuda_graphs``, ``parallelism.spmd_backend``, and the loss
-    inside a ChunkedLossWrapper.
+    It also sets what a strategy needs: ``training.disable_cuda_graphs``, and the loss inside a ChunkedLossWrapper.
 
     Args:
         config: The configuration; it does not change, but the result shares its sections.
         strategy: The default of ``--parallelism.strategy``.
 
     Raises:
-        ValueError: If the model has another ``parallelize_fn`` than torchtitan's Llama 3.
+        TypeError: If it is a configuration of another trainer than torchtitan's ``Trainer``.
     """
-    spec = config.model_spec
-    if spec is None or spec.parallelize_fn is not torchtitan_parallelize_llama:
-        raise ValueError(
-            f"with_strategy takes a configuration of torchtitan's Llama 3, got model_spec={spec!r}; for another model, "
-            "write a parallelize_fn that calls fsdp_zpp.fully_shard, and build a StrategyTrainer.Config"
+    if type(config) is not Trainer.Config:
+        raise TypeError(
+            f"with_strategy takes a configuration of torchtitan's Trainer, got a {type(config).__qualname__}; for "
+            "another trainer, write a class Own(StrategyTrainer, ThatTrainer), whose Config is that trainer's with "
+            "parallelism: StrategyParallelism"
         )
-    parallelism = StrategyParallelism(
-        **_values(config.parallelism) | {"strategy": strategy, "spmd_backend": "partial_dtensor"}
-    )
     loss = config.loss
     if isinstance(loss, ChunkedLossWrapper.Config):
         logger.info("With a strategy, the loss is computed at once and not in %d chunks", loss.num_chunks)
         loss = loss.loss_fn
     changed = {
-        "parallelism": parallelism,
+        "parallelism": StrategyParallelism(**_values(config.parallelism) | {"strategy": strategy}),
         "loss": loss,
         "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
-        "model_spec": dataclasses.replace(spec, parallelize_fn=parallelize_llama),
     }
     return StrategyTrainer.Config(**_values(config) | changed)
 
 
-def llama3_debugmodel() -> StrategyTrainer.Config:
-    """Return the configuration of torchtitan's debug model."""
-    return with_strategy(llama3.llama3_debugmodel(), Strategy.zeropp())
+def __getattr__(name: str) -> Callable[[], StrategyTrainer.Config]:
+    """Return the function that makes torchtitan's configuration of this name, with ZeRO++ as the default strategy."""
+    missing = []
+    for module in () if name.startswith("_") else _REGISTRIES:
+        try:
+            own = _configurations(module).get(name)
+        except ImportError as error:  # of what this model alone needs
+            missing.append(f"{module} ({error})")
+            continue
+        if own is not None:
+            return partial(_with_default, own)
+    if missing:
+        logger.warning("Did not look for the configuration %s in %s", name, ", ".join(missing))
+    raise AttributeError(f"none of torchtitan's models has a configuration {name!r}")
 
 
-def llama3_8b() -> StrategyTrainer.Config:
-    """Return the configuration of Llama 3 8B."""
-    return with_strategy(llama3.llama3_8b(), Strategy.zeropp())
+def __dir__() -> list[str]:
+    names = ["with_strategy"]
+    for module in _REGISTRIES:
+        with suppress(ImportError):
+            names += _configurations(module)
+    return names
 
 
-def llama3_70b() -> StrategyTrainer.Config:
-    """Return the configuration of Llama 3 70B, without torchtitan's tensor parallelism."""
-    config = llama3.llama3_70b()
-    config.parallelism.tensor_parallel_degree = 1
-    return with_strategy(config, Strategy.zeropp())
+_REGISTRIES = [
+    f"{models.__name__}.{path.parent.name}.{path.stem}"
+    for path in sorted(Path(models.__path__[0]).glob("*/config_registry.py"))
+]
+"""Modules in which torchtitan's models have their configurations."""
+
+
+def _configurations(registry: str) -> dict[str, Callable[[], Trainer.Config]]:
+    """Return the configurations of a model by name: the functions of its registry that take nothing."""
+    module = importlib.import_module(registry)
+    return {
+        name: function
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == registry and not name.startswith("_") and not inspect.signature(function).parameters
+    }
+
+
+def _with_default(own: Callable[[], Trainer.Config]) -> StrategyTrainer.Config:
+    return with_strategy(own(), Strategy.zeropp())
 
 
 def _values(section: DataclassInstance) -> dict[str, Any]:

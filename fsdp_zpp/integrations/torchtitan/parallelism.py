@@ -79,13 +79,7 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
         ValueError: The error names the key, its value, what is allowed, and what to do instead.
     """
     _check_type(strategy)
-    _check_other_parallelism(parallelism)
     alone = "pass --parallelism.strategy None for torchtitan's own FSDP"
-    if parallelism.spmd_backend != "partial_dtensor":
-        raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend} annotates parameters for other parallelisms, which a "
-            "strategy can't be combined with; set --parallelism.spmd_backend partial_dtensor"
-        )
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError(
             "parallelism.enable_fsdp_symm_mem is for torch's own collectives, which a strategy replaces; leave it out, "
@@ -97,6 +91,17 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
         raise ValueError(
             "training.disable_cuda_graphs=False would replay the communication of the first micro-batch in all others, "
             "and a strategy's differs between them; set --training.disable_cuda_graphs"
+        )
+    for part in (strategy, *dict(strategy.overrides).values()):
+        _check_part(part, parallelism)
+
+
+def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
+    if parallelism.spmd_backend != "partial_dtensor" and strategy.optimizer != "G":
+        raise ValueError(
+            f"parallelism.spmd_backend={parallelism.spmd_backend} can't be combined with {strategy.levels!r}, which "
+            "shards over a part of the data-parallel ranks: parameters then have no one mesh with the other "
+            "parallelisms; set --parallelism.spmd_backend partial_dtensor, or choose optimizer scope G, such as IGG"
         )
     if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
         raise ValueError(
@@ -116,19 +121,3 @@ def _check_type(strategy: object) -> None:
             f"parallelism.strategy must be a Strategy or None, got {strategy!r}; for a preset's name or a mapping, "
             "pass Strategy.from_dict(...)"
         )
-
-
-def _check_other_parallelism(parallelism: ParallelismConfig) -> None:
-    if (replicas := parallelism.data_parallel_replicate_degree) > 1:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree={replicas} is torchtitan's HSDP, which a strategy replaces; "
-            "set it to 1 and choose the strategy that replicates across nodes, --parallelism.strategy mics, or pass "
-            "--parallelism.strategy None for torchtitan's own HSDP"
-        )
-    for other in ("tensor", "pipeline", "context", "expert"):
-        degree = getattr(parallelism, f"{other}_parallel_degree")
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.{other}_parallel_degree={degree} can't be combined with a strategy, which shards over "
-                "all ranks; set it to 1, or pass --parallelism.strategy None for torchtitan's own FSDP"
-            )

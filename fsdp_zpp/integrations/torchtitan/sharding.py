@@ -1,104 +1,90 @@
-"""Llama 3 with a strategy: torchtitan's activation checkpointing and compilation, and fsdp_zpp's fully_shard."""
+"""Models of torchtitan, sharded by their own functions, in which ``fully_shard`` is fsdp_zpp's with a strategy.
+
+torchtitan's functions, and those that users write like them, import torch's ``fully_shard`` by name. While they run,
+every module that has that name has ours in its place, so that no model needs a copy of what torchtitan does with it.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-from torchtitan.distributed.compile import apply_compile
-from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.llama3.parallelize import parallelize_llama as torchtitan_parallelize_llama
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torchtitan.config import ParallelismConfig
+from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.tools.logging import logger
 
 from fsdp_zpp.adapters.fsdp2 import fully_shard
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.runtime.unit import unit_of
 
-from .parallelism import check_combination
 
-
-def parallelize_llama(
-    model: Decoder,
+def parallelize(
+    strategy: Strategy,
+    parallelize_fn: ParallelizeFunction,
+    model: nn.Module,
     *,
-    parallel_dims: ParallelDims,
-    training: TrainingConfig,
     parallelism: ParallelismConfig,
-    compile_config: CompileConfig,
-    ac_config: ActivationCheckpointingConfig | None,
-    dump_folder: str,
-) -> Decoder:
-    """Shard by ``parallelism.strategy``; the ``parallelize_fn`` of a torchtitan model without experts.
+    **arguments: Any,
+) -> nn.Module:
+    """Parallelize a model, or a stage of a pipeline, with its own function, and shard it by a strategy.
 
     Args:
+        strategy: The strategy.
+        parallelize_fn: The function of the model's ``ModelSpec``.
         model: The model.
-        parallel_dims: torchtitan's dimensions, with the mesh of all ranks.
-        training: torchtitan's training section, with the dtypes.
-        parallelism: A ``StrategyParallelism``. Without a strategy, torchtitan's own function is called.
-        compile_config: As torchtitan's.
-        ac_config: As torchtitan's.
-        dump_folder: As torchtitan's.
+        parallelism: torchtitan's parallelism section.
+        **arguments: What else torchtitan passes to such a function.
 
     Raises:
-        ValueError: If something else can't be combined with the strategy; says what to do instead.
-        NotImplementedError: If the model has experts.
+        ValueError: If the function does not call ``fully_shard``, or the strategy can't shard so.
+        NotImplementedError: If the strategy can't be combined with another parallelism.
     """
-    strategy = getattr(parallelism, "strategy", None)
-    if strategy is None:
-        sharded: Decoder = torchtitan_parallelize_llama(
-            model,
-            parallel_dims=parallel_dims,
-            training=training,
-            parallelism=parallelism,
-            compile_config=compile_config,
-            ac_config=ac_config,
-            dump_folder=dump_folder,
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    with _in_place_of_torchs(_sharding_by(strategy, reshards_always=always)):
+        sharded: nn.Module = parallelize_fn(model, parallelism=parallelism, **arguments)
+    if all(unit_of(module) is None for module in sharded.modules()):
+        raise ValueError(
+            f"the parallelize_fn of this {type(model).__name__} did not call fully_shard of torch.distributed.fsdp, "
+            "in whose place a strategy's shards; call it, or pass --parallelism.strategy None"
         )
-        return sharded
-    check_combination(strategy, parallelism, training)
-    _check_model(model, strategy)
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        cast_forward_inputs=False,
-    )
-    arguments = {"mesh": parallel_dims.get_mesh("fsdp"), "mp_policy": policy}
-    _shard(model, strategy, parallelism.fsdp_reshard_after_forward, arguments)
-    logger.info("Applied %s to the model", strategy)
-    return model
+    logger.info("Sharded the model by %s", strategy)
+    return sharded
 
 
-def _shard(model: Decoder, strategy: Strategy, reshard: str, arguments: dict[str, Any]) -> None:
-    """Shard into the units of torchtitan's own FSDP."""
-    # None is torch's default, which is torchtitan's, too, and which contradicts no parameter scope.
-    after_forward = {"default": None, "always": True, "never": False}[reshard]
-    last = [model.norm, model.lm_head]
-    if model.enable_weight_tying:
-        last.insert(0, model.tok_embeddings)
-    else:
-        fully_shard(model.tok_embeddings, strategy=strategy, reshard_after_forward=after_forward, **arguments)
-    fully_shard(last, strategy=strategy, reshard_after_forward=reshard == "always", **arguments)
-    for block in model.layers.values():
-        fully_shard(block, strategy=strategy, reshard_after_forward=after_forward, **arguments)
-    fully_shard(model, strategy=strategy, **arguments)
-    disable_fsdp_gradient_division(model)  # torchtitan divides the loss by the tokens of all ranks
+def _sharding_by(strategy: Strategy, *, reshards_always: bool) -> Any:
+    """Return torch's ``fully_shard`` with a strategy.
+
+    torchtitan's default is to reshard after the forward. That is torch's default, too, and as such it is left to the
+    strategy, whose parameter scope may keep the parameters.
+    """
+
+    @functools.wraps(torch_fully_shard)  # which also has its state under its name
+    def fully_shard_by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
+        if reshard_after_forward is True and not reshards_always:
+            reshard_after_forward = None
+        return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
+
+    return fully_shard_by_strategy
 
 
-def _check_model(model: Decoder, strategy: Strategy) -> None:
-    if any(getattr(block, "moe_enabled", False) for block in model.layers.values()):
-        raise NotImplementedError(
-            f"{type(model).__name__} has experts, whose placement parallelize_llama does not know; shard the model "
-            "with fsdp_zpp.fully_shard in a parallelize_fn of your own"
-        )
-    for name, parameter in model.named_parameters():
-        if strategy.weights is not None and hasattr(parameter, "fsdp_pre_all_gather"):
-            raise ValueError(
-                f"{name} is a {type(parameter).__name__}, which encodes itself for the all-gather, so weights="
-                f"{strategy.weights} can't; leave out its converter, or set weights to null in --parallelism.strategy"
-            )
+@contextmanager
+def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
+    """Return a context in which whoever has imported torch's ``fully_shard``, or does it there, has another one."""
+    holders = [
+        module
+        for name, module in list(sys.modules.items())
+        # What some packages put there is no module.
+        if getattr(module, "__dict__", {}).get("fully_shard") is torch_fully_shard and not name.startswith("fsdp_zpp.")
+    ]
+    for module in holders:
+        vars(module)["fully_shard"] = replacement
+    try:
+        yield
+    finally:
+        for module in holders:
+            vars(module)["fully_shard"] = torch_fully_shard

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torchtitan.components.checkpoint import MODEL, CheckpointManager
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -20,20 +23,21 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.collectives.agreement import run_on_first_rank
+from fsdp_zpp.collectives.agreement import agree, run_on_first_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._turns import Turn
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
 
 from .parallelism import StrategyParallelism, check_combination
+from .sharding import parallelize
 
 CODECS = "codecs"
 """Key of the codec state in checkpoints, for ``--checkpoint.exclude_from_loading``."""
 
 
 class StrategyTrainer(Trainer):
-    """torchtitan's trainer for a model that ``sharding.parallelize_llama`` shards.
+    """torchtitan's trainer, which has a strategy shard what the model's ``parallelize_fn`` shards by ``fully_shard``.
 
     Args:
         config: As torchtitan's, with a ``StrategyParallelism``.
@@ -56,23 +60,26 @@ class StrategyTrainer(Trainer):
             check_combination(strategy, config.parallelism, config.training)
             _check_loss(config.loss)
             _check_communication(config.comm.mode)
+            config = copy.copy(config)
+            own = config.model_spec.parallelize_fn
+            config.model_spec = replace(config.model_spec, parallelize_fn=partial(parallelize, strategy, own))
         # torch's FULL_SHARD on one node would keep whole gradients where torchtitan reduces each micro-batch's, and
         # the scopes of GGG ask for just that.
         self._accumulates = strategy is not None and not strategy.is_plain
         self._micro_batches_left = 0
         super().__init__(config)
-        model: nn.Module = self.model_parts[0]  # not sharded if torchtitan is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
-            _check_export(self.checkpointer, model)
+            _check_export(self.checkpointer, self.model_parts)
             _take_turns(self.checkpointer)
-        if self.checkpointer.enable and isinstance(model, FSDPModule) and _has_codec_state(strategy):
-            self.checkpointer.states[CODECS] = CodecState(model, list(self.optimizers))
+            is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
+            if is_sharded and _has_codec_state(strategy):
+                self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
 
     def train(self) -> None:
         """Train as torchtitan does, and log at the end what this rank has sent."""
         super().train()
         if self.config.parallelism.strategy is not None:
-            logger.info("Bytes that this rank has sent: %s", traffic(self.model_parts[0]))
+            logger.info("Bytes that this rank has sent: %s", total_traffic(self.model_parts))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         """Train one step as torchtitan does, and count its micro-batches."""
@@ -80,13 +87,48 @@ class StrategyTrainer(Trainer):
         super().train_step(data_iterator)
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
-        """Run one micro-batch; gradients before the last one are accumulated as the strategy's scopes say."""
+        """Run one micro-batch; gradients before the last one are accumulated as the strategy's scopes say.
+
+        The schedule of a pipeline decides itself which of its micro-batches reduce gradients.
+        """
         self._micro_batches_left -= 1
-        model = self.model_parts[0]
-        if self._accumulates and isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(self._micro_batches_left == 0)
+        if self._accumulates and not self.parallel_dims.pp_enabled:
+            for part in self.model_parts:
+                if isinstance(part, FSDPModule):
+                    part.set_requires_gradient_sync(self._micro_batches_left == 0)
         loss: Tensor = super().forward_backward_step(**batch)
         return loss
+
+
+def total_traffic(parts: Sequence[nn.Module]) -> dict[str, dict[str, int]]:
+    """Return the bytes that this rank has sent for all parts of a model: stages of a pipeline, or the model itself."""
+    each = [traffic(part) for part in parts]
+    return {
+        kind: {level: sum(sent[kind][level] for sent in each) for level in levels} for kind, levels in each[0].items()
+    }
+
+
+class _StagesCodecState:
+    """Codec state of this rank's stages of a pipeline, which have units and optimizers of their own."""
+
+    def __init__(self, stages: Sequence[CodecState]) -> None:
+        self._stages = {str(at): stage for at, stage in enumerate(stages)}
+
+    def state_dict(self) -> dict[str, dict[str, str | bytes]]:
+        return {at: stage.state_dict() for at, stage in self._stages.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        for at, stage in self._stages.items():
+            stage.load_state_dict(state[at])
+
+
+def _codec_state(parts: Sequence[nn.Module], optimizers: Iterable[Optimizer]) -> CodecState | _StagesCodecState:
+    by_parameter = {id(each.param_groups[0]["params"][0]): each for each in optimizers}
+    states = [
+        CodecState(part, [by_parameter[id(each)] for each in part.parameters() if id(each) in by_parameter])
+        for part in parts
+    ]
+    return states[0] if len(states) == 1 else _StagesCodecState(states)
 
 
 def _take_turns(checkpointer: CheckpointManager) -> None:
@@ -122,12 +164,15 @@ def _end(turn: Turn, written: Future[object]) -> None:
         turn.release()
 
 
-def _check_export(checkpointer: CheckpointManager, model: nn.Module) -> None:
+def _check_export(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
     """Raise if Hugging Face's format has no names for parts of the model: torchtitan would leave them out, or fail."""
-    if not checkpointer.last_save_in_hf:
-        return
+    if checkpointer.last_save_in_hf:
+        agree(dist.group.WORLD, partial(_check_names, checkpointer, parts))  # stages of a pipeline have other names
+
+
+def _check_names(checkpointer: CheckpointManager, parts: Sequence[nn.Module]) -> None:
     # A tied head is in the format as the embedding.
-    tied = ["lm_head.weight"] if getattr(model, "enable_weight_tying", False) else []
+    tied = ["lm_head.weight"] if any(getattr(part, "enable_weight_tying", False) for part in parts) else []
     lost = [
         name
         for name, tensor in checkpointer.states[MODEL].state_dict().items()
@@ -164,9 +209,9 @@ def _check_communication(mode: str) -> None:
         )
 
 
-def _has_codec_state(strategy: Strategy | None) -> bool:
-    """Return whether a strategy has codec state; without, checkpoints are those of torchtitan's own FSDP."""
-    if strategy is None:
-        return False
-    has_state = strategy.error_feedback is not None or strategy.local_steps is not None
-    return has_state or isinstance(strategy.weights, Int4Delta)
+def _has_codec_state(strategy: Strategy) -> bool:
+    """Return whether any part has codec state; without, checkpoints are those of torchtitan's own FSDP."""
+    return any(
+        each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Int4Delta)
+        for each in (strategy, *dict(strategy.overrides).values())
+    )
