@@ -46,7 +46,9 @@ def mesh_infos(calls: Iterable[Mapping[str, Any]]) -> list[FSDPMeshInfo]:
     for arguments in calls:
         mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
         info = _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
-        while info.shard_process_group in used:  # the mesh stays the same, or torch would not clip all gradients together
+        while (
+            info.shard_process_group in used
+        ):  # the mesh stays the same, or torch would not clip all gradients together
             info.shard_process_group = twin_of(info.shard_process_group)
         used.add(info.shard_process_group)
         infos.append(info)

@@ -127,7 +127,7 @@ def _check_several(modules: list[nn.Module], call: Part, meshes: list[int | None
             f"overrides give parameters of {name} different strategies, and torch makes several groups of a module "
             f"from 2.12 on only; {by_themselves}"
         )
-    if meshes.count(None) > 1 and (not call.over.compared or call.arguments.get("dp_mesh_dims") is not None):
+    if meshes.count(None) > 1 and not call.over.compared:
         raise ValueError(
             f"overrides give parameters of {name} different strategies on a mesh of several dimensions; {by_themselves}"
         )

@@ -179,6 +179,24 @@ def test_overrides_shard_by_other_scopes(pool: Callable[[int], Pool], strategy: 
         assert distance <= 1e-5
 
 
+def clipped_norms(strategy: Strategy) -> tuple[float, float]:
+    """In a worker: the norm of all gradients that torch clips, by a strategy and by torch's own ``fully_shard``."""
+    norms = []
+    for wrap in (by(strategy), fsdp.fully_shard):
+        net = wrapped(wrap, None)
+        net(batch(0, 0)).square().mean().backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        norms.append(norm.full_tensor().item())
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("optimizer", ["G", "I"])
+def test_torch_clips_parts_of_one_mesh_together(pool: Callable[[int], Pool], optimizer: str) -> None:
+    strategy = Strategy(f"II{optimizer}", overrides={"Experts": Strategy(f"NI{optimizer}")}, **TWO)
+    for ours, stock in pool(4).run(clipped_norms, strategy):
+        assert ours == pytest.approx(stock, rel=1e-5)
+
+
 def sent_between_nodes(levels: str) -> tuple[int, int]:
     """In a worker: bytes that were gathered between nodes, and what they should be: each weight once a step."""
     net = wrapped(by(Strategy(levels, **TWO)), "across")
