@@ -134,6 +134,7 @@ class Training:
             wrap(block, mesh=self.ours_over, **({} if experts is None else {"shard_placement_fn": experts}))
             if axis.has("ep"):  # experts have seen the tokens of all ranks, so losses are divided instead
                 block.set_gradient_divide_factor(1.0)
+                block.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         wrap(self.model, mesh=self.ours_over)
         self.divisor = MICRO_BATCHES * (self.data.size() if axis.has("ep") else 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
