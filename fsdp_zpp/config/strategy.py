@@ -50,8 +50,9 @@ class Strategy:
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
         overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
-            whose class matches is sharded by that strategy, with all that it holds; the innermost module decides, and
-            the first pattern. Nodes are those of this strategy, unless the other has a ``gpus_per_node`` of its own.
+            whose class matches is sharded by that strategy, with all in it that is not sharded by itself; the innermost
+            module decides, and the first pattern. Nodes are those of this strategy, unless the other has a
+            ``gpus_per_node`` of its own.
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
@@ -156,6 +157,11 @@ class Strategy:
             frozen=self.frozen,
             topology=topology,
         )
+
+    @property
+    def with_overrides(self) -> tuple[Strategy, ...]:
+        """Return all strategies that a model may be sharded by: this one and those of the overrides."""
+        return (self, *dict(self.overrides).values())
 
     @property
     def is_plain(self) -> bool:

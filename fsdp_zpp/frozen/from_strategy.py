@@ -34,6 +34,7 @@ def quantize_for(
     device: torch.device | int | None = None,
     dtype: torch.dtype | None = None,
     broadcast: dist.ProcessGroup | None = None,
+    is_part: bool = False,
 ) -> dict[str, tuple[str, ...]]:
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
@@ -47,6 +48,7 @@ def quantize_for(
         device: The device that FSDP was told to move the module to.
         dtype: The dtype that FSDP was told to compute in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
+        is_part: Whether other strategies shard the rest of the module, so that quantized weights stay where they are.
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.
@@ -54,7 +56,8 @@ def quantize_for(
     Raises:
         ValueError: If weights have no values, or infinite ones, or weights that were quantized before can't move.
     """
-    follow_strategy(module, mesh)
+    if not is_part:
+        follow_strategy(module, mesh)
     if strategy.frozen is None:
         return {}
     options = FrozenOptions(

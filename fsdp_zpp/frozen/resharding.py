@@ -37,12 +37,9 @@ def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
     Raises:
         ValueError: If a weight would have to move, but its codec is user-defined, so that its chunks can't be re-cut.
     """
-    weights = _weights_of(module)
-    if not weights:
+    if not _weights_of(module):
         return
-    wrapped = [part for part in module.modules() if part is not module and unit_of(part) is not None]
-    placed = {weight for part in wrapped for weight in _weights_of(part)}
-    moving = [weight for weight in weights if weight not in placed and _lies_elsewhere(weight.placement, mesh)]
+    moving = [weight for weight in _unplaced(module) if _lies_elsewhere(weight.placement, mesh)]
     for weight in moving:  # all before the first moves, so that an error leaves the base as it was
         _check_movable(weight, mesh)
     for weight in moving:
@@ -54,6 +51,17 @@ def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
             len(moving),
             mesh.topology,
         )
+
+
+def holds_base(module: nn.Module) -> bool:
+    """Return whether a module has quantized weights, besides those of parts that are wrapped already."""
+    return bool(_unplaced(module))
+
+
+def _unplaced(module: nn.Module) -> list[FrozenWeight]:
+    wrapped = [part for part in module.modules() if part is not module and unit_of(part) is not None]
+    placed = {weight for part in wrapped for weight in _weights_of(part)}
+    return [weight for weight in _weights_of(module) if weight not in placed]
 
 
 def _weights_of(module: nn.Module) -> list[FrozenWeight]:

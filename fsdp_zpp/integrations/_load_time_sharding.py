@@ -61,9 +61,9 @@ def with_strategy(
     for each in (strategy, strategy if experts is None else experts):
         if not isinstance(each, Strategy):
             raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {each!r}")
-        if each.frozen is not None:
+        if frozen := [part.frozen for part in each.with_overrides if part.frozen is not None]:
             raise ValueError(
-                f"frozen={each.frozen} quantizes weights when a model is sharded, but from_pretrained loads them "
+                f"frozen={frozen[0]} quantizes weights when a model is sharded, but from_pretrained loads them "
                 "after that: load it without distributed_config, and give use_strategy the Trainer"
             )
     if isinstance(config, ShardingConfig):
@@ -109,7 +109,7 @@ def _sharding_by(config: ShardingConfig) -> Iterator[None]:
         nonlocal called
         called = True
         strategy = config.experts if _EXPERTS in (mesh.mesh_dim_names or ()) else config.strategy
-        if strategy.parameters == "N":
+        if any(part.parameters == "N" for part in strategy.with_overrides):
             arguments.pop("reshard_after_forward", None)  # which transformers gives each unit; N keeps all of them
         return fully_shard(module, strategy=strategy, mesh=mesh, **arguments)
 

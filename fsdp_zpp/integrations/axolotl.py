@@ -123,7 +123,7 @@ class StrategyPlugin(BasePlugin):
 
         if cfg.get("fsdp_zpp") is None:
             return
-        if strategy_of(cfg["fsdp_zpp"]).frozen is not None and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
+        if _quantizes(cfg["fsdp_zpp"]) and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
             cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # which axolotl would set if they were left out
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -229,12 +229,16 @@ def _check_training(config: Configuration) -> None:
                 "the hooks that freeze the other rows are lost when the model is sharded: name whole parameters",
             )
     kernels = [key for key in _LORA_KERNELS if config.get(key)]
-    if kernels and strategy_of(config["fsdp_zpp"]).frozen is not None:
+    if kernels and _quantizes(config["fsdp_zpp"]):
         _refuse(
             kernels[0],
             True,
             "it keeps the dequantized base until the backward, which frozen= is there to avoid: leave it out",
         )
+
+
+def _quantizes(value: object) -> bool:
+    return any(strategy.frozen is not None for strategy in strategy_of(value).with_overrides)
 
 
 def _refuse(key: str, value: object, instead: str) -> None:

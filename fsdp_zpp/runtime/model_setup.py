@@ -17,6 +17,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
+from .overrides import warn_of_unmatched
 from .summary import Groups, log_summaries
 from .unit import StrategyUnit
 from .weight_changes import IN_OPTIMIZER, WeightChanges, too_small_units
@@ -53,6 +54,8 @@ def set_up_model(
     changes = WeightChanges(with_weights, too_small_units(with_weights))
     hooks = LifecycleHooks(units, _train_locally(root, model, units), changes, MistakeWatch(root, model, units))
     log_summaries(model, groups, others)  # after all that may raise
+    if all(unit.ranks.rank == 0 for unit in units):
+        warn_of_unmatched(root, model, (pattern for unit in units for pattern in unit.patterns))
     return hooks
 
 

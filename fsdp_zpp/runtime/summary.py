@@ -188,13 +188,15 @@ def _no_intra_node_hop(topology: Topology) -> str | None:
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
-    """Log once a strategy, on its mesh's first rank, what is active; as a warning if something is inactive.
+    """Log once a strategy, on the model's first rank, what is active; as a warning if something is inactive.
 
     Args:
         model: The model's name.
         groups: Its units.
         others: The numbers of values of units that torch alone manages.
     """
+    if any(mesh.rank for _, mesh in groups):  # the first of a mesh of experts is not the first of all
+        return
     numels = [*(unit.sharded.numel() for members in groups.values() for unit in members), *others]
     for (strategy, mesh), members in groups.items():
         encoded = [unit for unit in members if not unit.packed]

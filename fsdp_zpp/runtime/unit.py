@@ -135,6 +135,7 @@ class StrategyUnit:
         packed: Whether it holds packed values, so that no codec may touch its weights.
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
+        patterns: Patterns of the overrides beside which its strategy was given.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
         local_training: Decides when the fragment is exchanged; None before the first forward.
@@ -158,6 +159,7 @@ class StrategyUnit:
         self.packed = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
+        self.patterns: tuple[str, ...] = ()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
         self.local_training: LocalTraining | None = None

@@ -10,9 +10,13 @@ import torch
 from harness import models
 from harness.adapter import Adapter, Case
 from harness.covering import over_adapters, over_adapters_and_flat
-from harness.messages import Refusal, Reply, assert_refused, attempt as attempt_call
+from harness.fsdp1 import Fsdp1
+from harness.messages import Refusal, Reply, assert_refused, attempt as attempt_call, collected
 from harness.pool import Pool
 from harness.training import train
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_zpp import Int4Delta, Strategy, traffic
 
@@ -22,22 +26,28 @@ OVERRIDDEN = {
     "scopes": Strategy("NGG", overrides={"Bl*k": Strategy("GGG"), "Block": Strategy("IGG")}, **TWO),
     "nodes": Strategy.zeropp(overrides={"Block": Strategy.zeropp(gpus_per_node=1)}, **TWO),
     "the model": Strategy("GGG", overrides={"Net": Strategy.zeropp(), "block": Strategy("NGG")}, **TWO),
+    "whole blocks": Strategy.zeropp(overrides={"Block": Strategy("NNN")}, **TWO),
+    "a whole root": Strategy("NNN", overrides={"Block": Strategy.zeropp()}, **TWO),
 }
 BY_HAND = {
     "codecs": (Strategy.zeropp(**TWO), Strategy.zeropp(weights=Int4Delta(), **TWO)),
     "scopes": (Strategy("NGG", **TWO), Strategy("GGG", **TWO)),
     "nodes": (Strategy.zeropp(**TWO), Strategy.zeropp(gpus_per_node=1)),
     "the model": (Strategy.zeropp(**TWO), Strategy("GGG", **TWO)),
+    "whole blocks": (Strategy.zeropp(**TWO), Strategy("NNN", **TWO)),
+    "a whole root": (Strategy("NNN", **TWO), Strategy.zeropp(**TWO)),
 }
 """Strategies of the net and of its blocks, to the same effect."""
 
 
-def trained(adapter: Adapter, outer: Strategy, inner: Strategy) -> tuple[dict[str, torch.Tensor], Any]:
+def trained(
+    adapter: Adapter, outer: Strategy, inner: Strategy, wrap: Callable[..., Any] | None = None
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Train a net whose blocks are wrapped one by one; return the weights and the bytes that were sent."""
-    net = models.make_net()
+    net, wrap = models.make_net(), wrap or adapter.wrap
     for place, block in enumerate(net.blocks):
-        net.blocks[place] = adapter.wrap(block, inner)
-    model: Any = adapter.wrap(net, outer)
+        net.blocks[place] = wrap(block, inner)
+    model: Any = wrap(net, outer)
     train(adapter, model, Case(clip=None))
     return adapter.full_weights(model), traffic(model)
 
@@ -54,6 +64,41 @@ def is_as_by_hand(adapter: Adapter, name: str) -> bool:
 @over_adapters_and_flat
 def test_overrides_are_as_other_strategies(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
     assert pool(4).run(is_as_by_hand, adapter, name) == [True] * 4
+
+
+def is_as_by_hand_with_a_policy(use_orig_params: bool, name: str) -> bool:
+    """In a worker: whether overrides reach what FSDP1 wraps within an instance, too."""
+    adapter, arguments = Fsdp1(use_orig_params), {"use_orig_params": use_orig_params, "device_id": models.device()}
+
+    def wrap(module: nn.Module, strategy: Strategy, **more: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, sharding_strategy=strategy, **arguments, **more)
+
+    model = wrap(models.make_net(), OVERRIDDEN[name], auto_wrap_policy=ModuleWrapPolicy({models.Block}))
+    train(adapter, model, Case(clip=None))
+    weights, sent = trained(adapter, *BY_HAND[name], wrap)
+    ours = adapter.full_weights(model)
+    return traffic(model) == sent and all(torch.equal(ours[key], value) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
+def test_overrides_reach_what_a_policy_wraps(pool: Callable[[int], Pool], use_orig_params: bool, name: str) -> None:
+    assert pool(4).run(is_as_by_hand_with_a_policy, use_orig_params, name) == [True] * 4
+
+
+def warnings_of(adapter: Adapter) -> list[str]:
+    """In a worker: what is logged of patterns."""
+    strategy = Strategy.zeropp(overrides={"Block": Strategy("GGG"), "*block": Strategy("IGG")}, **TWO)
+    with collected() as records:
+        trained(adapter, strategy, strategy)
+    return [message for _, message in records if "overrides" in message]
+
+
+@over_adapters
+def test_a_pattern_that_matches_nothing_is_a_warning(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    first, *others = pool(4).run(warnings_of, adapter)
+    assert first == ["Net: overrides for '*block' apply to no module: no class has such a name; did you mean Block?"]
+    assert others == [[], [], []]
 
 
 def refusals_of(adapter: Adapter) -> dict[str, Refusal]:

@@ -95,6 +95,27 @@ def sharding_over(
 
 
 @contextmanager
+def flattening_by(module: FullyShardedDataParallel, strategy: Hashable, *, sharded: bool) -> Iterator[None]:
+    """Let FSDP look up how to shard ``module`` as it has been told, whatever instances within it were told.
+
+    They are constructed first, with the same ``strategy``, whose overrides may say something else of them.
+    """
+    strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
+    init_handle = _init_utils._init_param_handle_from_params
+
+    def init_own(state: FullyShardedDataParallel, *args: Any) -> None:
+        if state is module:
+            strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
+        init_handle(state, *args)
+
+    _init_utils._init_param_handle_from_params = init_own
+    try:
+        yield
+    finally:
+        _init_utils._init_param_handle_from_params = init_handle
+
+
+@contextmanager
 def frozen_apart(
     module: FullyShardedDataParallel, wrap: Callable[[set[nn.Parameter]], FullyShardedDataParallel]
 ) -> Iterator[None]:

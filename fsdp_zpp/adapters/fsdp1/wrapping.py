@@ -81,6 +81,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         return
     own, layout = check_arguments(strategy, group, arguments)
     unit = StrategyUnit(own, layout.mesh())
+    unit.patterns = tuple(dict(strategy.overrides))
     mixed_precision = arguments["mixed_precision"]
     unit.left_unquantized = quantize_for(
         own,
@@ -102,6 +103,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
+        if strategy.overrides:
+            stack.enter_context(_torch.flattening_by(module, strategy, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
         if shard_group is not group and shard_group.size() == 1:  # as it is to be
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")

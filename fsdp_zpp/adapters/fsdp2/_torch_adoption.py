@@ -47,9 +47,11 @@ def adopt_groups(
         The group of each unit, which has another class now; None where the module has no parameters of a unit.
     """
     state = state_of(module)
-    by_ranks = {cast(FSDPMeshInfo, group.mesh_info).shard_process_group: group for group in groups_of(state)}
+    # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that replicate alone, which are left to torch.
+    sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
+    by_ranks = {cast(FSDPMeshInfo, group.mesh_info).shard_process_group: group for group in sharded if infos}
     groups: list[FSDPParamGroup | None] = [by_ranks.get(info.shard_process_group) for info in infos]
-    groups = groups if infos else [*by_ranks.values()] or [None]
+    groups = groups if infos else [*sharded] or [None]
     adopted: list[StrategyGroup | None] = []
     for group, unit, path in zip(groups, units, paths, strict=True):
         if group is None:

@@ -17,13 +17,17 @@ from torch.distributed.tensor import Shard
 
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.mesh import ranks_on_each_node
+from fsdp_zpp.config.overrides import override_for
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.runtime.overrides import strategies_below
+from fsdp_zpp.frozen.resharding import holds_base
+from fsdp_zpp.runtime.overrides import strategies_below, unwrapped
 
 from ._torch_mesh_info import FSDPMeshInfo, arguments_of, placement_and_mesh, takes_mesh_per_parameter
 from .data_parallel_mesh import DataParallelMesh, data_parallel_names, read_mesh
 
 Named = list[tuple[str, nn.Parameter]]
+_MeshKey = tuple[DeviceMesh, str]
+"""A parameter's own mesh, and which of its dimensions are those of data parallelism."""
 
 
 @dataclass(eq=False)
@@ -45,13 +49,14 @@ class Part:
     path: str = ""
 
 
-def split(modules: list[nn.Module], strategy: Strategy, call: Part) -> list[Part]:
+def split(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[Part]:
     """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
 
     Args:
         modules: The modules.
         strategy: The strategy, with overrides.
         call: All parameters, with the strategy of the first of ``modules``.
+        given: The arguments before the call's mesh was read.
 
     Raises:
         ValueError: If a placement is none, if torch can't make several groups of a module, or if it is not known how
@@ -59,8 +64,8 @@ def split(modules: list[nn.Module], strategy: Strategy, call: Part) -> list[Part
     """
     planned = agree(
         call.over.group if call.over.compared else None,
-        lambda: _plan(modules, strategy, call),
-        summary=lambda plan: str([(each.path, each.strategy, [name for name, _ in each.own]) for each in plan]),
+        lambda: _plan(modules, strategy, call, given),
+        summary=lambda plan: str([each.summary() for each in plan]),
         difference="gave parameters other meshes or strategies than",
     )
     return [each.read(call) for each in planned] or [call]
@@ -80,6 +85,12 @@ class _PlannedPart:
     placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
     path: str = ""
 
+    def summary(self) -> tuple[object, ...]:
+        """Return what must be the same on all ranks; they may have other ranks in the mesh."""
+        mesh = None if self.mesh is None else self.mesh["mesh"]
+        shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
+        return self.path, self.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
+
     def read(self, call: Part) -> Part:
         if self.mesh is None:
             over, arguments = replace(call.over, strategy=self.strategy), dict(call.arguments)
@@ -89,13 +100,16 @@ class _PlannedPart:
         return Part(over, self.own, arguments, self.placements, self.path)
 
 
-def _plan(modules: list[nn.Module], strategy: Strategy, call: Part) -> list[_PlannedPart]:
+def _plan(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[_PlannedPart]:
     place = call.arguments.get("shard_placement_fn")
-    outer, strategies = replace(call.over.strategy, gpus_per_node=None), dict[nn.Parameter, Strategy]()
+    outer, strategies = replace(strategy, overrides=(), gpus_per_node=None), dict[nn.Parameter, Strategy]()
     for module in modules:
         for each, own in strategies_below(module, outer, strategy).items():
             strategies |= dict.fromkeys(each.parameters(recurse=False), own)
-    parts: dict[tuple[int | None, Strategy], _PlannedPart] = {}
+    first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
+    # A mesh of nodes x ranks has said what a node is, unless an override does.
+    gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
+    parts: dict[tuple[_MeshKey | None, Strategy], _PlannedPart] = {}
     for name, parameter in call.own:
         placement, info = placement_and_mesh(None if place is None else place(parameter))
         if placement is not None and not isinstance(placement, Shard):
@@ -103,24 +117,29 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: Part) -> list[_Pla
                 f"shard_placement_fn returned {placement!r} for {name}; it must return a Shard or None, or a "
                 "ShardPlacementResult with one of them and a mesh"
             )
-        mesh = _own_mesh(info, call.arguments)
-        key = (None if mesh is None else id(info), strategies[parameter])
+        mesh = _own_mesh(info, given)
+        key = (None if mesh is None else (mesh["mesh"], str(mesh["dp_mesh_dims"])), strategies[parameter])
         if key not in parts:
-            parts[key] = _PlannedPart(_with_nodes(key[1], call.over, mesh), mesh)
+            parts[key] = _PlannedPart(_with_nodes(key[1], gpus_per_node, call.over.group, mesh), mesh)
         parts[key].own.append((name, parameter))
         parts[key].placements[parameter] = placement
     if len(parts) > 1:
         _check_several(modules, call, [mesh for mesh, _ in parts])
         taken = {""}
         for key, part in parts.items():
-            if key != (None, outer):
+            if key != (None, first):
                 part.path = _unused(taken, _common_path(part.own))
     return list(parts.values())
 
 
-def _check_several(modules: list[nn.Module], call: Part, meshes: list[int | None]) -> None:
-    """Raise if torch can't make several groups of a module, over these meshes; None is that of the call."""
+def _check_several(modules: list[nn.Module], call: Part, meshes: list[_MeshKey | None]) -> None:
+    """Raise if a module can't have several parts, over these meshes; None is that of the call."""
     name = type(modules[0]).__name__
+    if any(holds_base(module) for module in modules):
+        raise ValueError(
+            f"{name} has weights that are quantized already, and is to be sharded over several meshes or by several "
+            "strategies, which does not say where these weights belong; have the strategies quantize them (frozen=)"
+        )
     by_themselves = "shard the modules that overrides name first, by calls of their own"
     if not takes_mesh_per_parameter():
         raise ValueError(
@@ -138,17 +157,22 @@ def _own_mesh(info: FSDPMeshInfo | None, call: dict[str, Any]) -> dict[str, Any]
     if info is None:
         return None
     own = arguments_of(info)
+    if call["mesh"] is None:  # all ranks
+        mesh: DeviceMesh = own["mesh"]
+        of_all = mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == list(range(dist.get_world_size()))
+        return None if of_all and own["dp_mesh_dims"] is None else own
     return None if all(own[name] == call.get(name) for name in own) else own
 
 
-def _with_nodes(strategy: Strategy, call: DataParallelMesh, own: dict[str, Any] | None) -> Strategy:
-    """Return the strategy with the call's nodes, as they lie in the part's own mesh, if it has none of its own."""
-    gpus_per_node = call.strategy.gpus_per_node
+def _with_nodes(
+    strategy: Strategy, gpus_per_node: int | None, group: dist.ProcessGroup, own: dict[str, Any] | None
+) -> Strategy:
+    """Return the strategy with the nodes of the call's ranks, as they lie in the part's own mesh, if it has no own."""
     if strategy.gpus_per_node is not None or gpus_per_node is None:
         return strategy
     if own is None:
         return replace(strategy, gpus_per_node=gpus_per_node)
-    node_of = {rank: place // gpus_per_node for place, rank in enumerate(dist.get_process_group_ranks(call.group))}
+    node_of = {rank: place // gpus_per_node for place, rank in enumerate(dist.get_process_group_ranks(group))}
     mesh: DeviceMesh = own["mesh"]
     dims = own["dp_mesh_dims"]
     ranks = (mesh if dims is None else mesh[data_parallel_names(mesh, dims)]).mesh.flatten().tolist()

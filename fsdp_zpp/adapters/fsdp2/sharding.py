@@ -99,6 +99,7 @@ def fully_shard(
     for part in parts:
         others = [parameter for other in parts if other is not part for _, parameter in other.own]
         unit, is_stock = make_unit(part, modules, holds_packed, others)
+        unit.patterns = tuple(dict(strategy.overrides))
         units.append(unit)
         stock.append(is_stock)
     infos = mesh_infos(part.arguments for part in parts) if len(parts) > 1 else []
@@ -152,6 +153,7 @@ def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[
         The parts of the call, and whether any parameter that is to be sharded holds packed values.
     """
     overrides = strategy.overrides if isinstance(strategy, Strategy) else ()
+    given = dict(arguments)
     over = read_mesh(strategy_for(modules[0], strategy) if overrides else strategy, arguments)
     ranks = over.group if over.compared else None
     call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
@@ -166,7 +168,7 @@ def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[
     check_agreement(ranks, call, facts | packed_facts(held) | parameter_facts(own))
     whole = Part(over, own, arguments)
     is_split = isinstance(strategy, Strategy) and (overrides or arguments.get("shard_placement_fn") is not None)
-    return split(modules, strategy, whole) if is_split else [whole], bool(held)
+    return split(modules, strategy, whole, given) if is_split else [whole], bool(held)
 
 
 def _on_lazy_init(root: nn.Module) -> None:

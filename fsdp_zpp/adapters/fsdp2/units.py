@@ -48,7 +48,9 @@ def make_unit(
     ignored = {*(arguments.get("ignored_params") or ()), *others}
     dtype = None if policy is None else policy.param_dtype
     for each in modules:
-        unit.left_unquantized |= quantize_for(strategy, each, unit.ranks, ignored=ignored, dtype=dtype)
+        unit.left_unquantized |= quantize_for(
+            strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
+        )
     if holds_packed and packed(named_own_parameters(modules, ignored)):  # what is left of them
         can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments)
         unit.leave_weights_uncoded(in_place_of_torch=can_gather)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LoCo, Strategy, fully_shard, traffic
+from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LoCo, Strategy, fully_shard, quantize_frozen_params, traffic
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 WIDTH, HIDDEN, EXPERTS, STEPS = 36, 60, 4, 4
 TWO: dict[str, Any] = {"gpus_per_node": 2}
@@ -254,6 +255,55 @@ def test_frozen_experts_are_quantized_over_their_mesh(pool: Callable[[int], Pool
         assert not any(".experts." in name for name in names)
 
 
+def ranks_of_parameters(strategy: Strategy) -> dict[str, tuple[int, ...]]:
+    """In a worker: the ranks of parameters' meshes, each of which was given one made for it, without ``mesh=``."""
+    mesh = mesh_of("across")
+    everyone = mesh["efsdp", "ep"]._flatten("dp")
+
+    def place(parameter: nn.Parameter) -> Any:
+        own = mesh["efsdp"] if parameter.ndim == 3 else everyone
+        return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(own, shard_mesh_dim=0))
+
+    net = make(mesh["ep"].get_local_rank())
+    for block in net:
+        by(strategy)(block, shard_placement_fn=place)
+    parameters: dict[str, Any] = dict(net.named_parameters())
+    return {name: tuple(dist.get_process_group_ranks(p.device_mesh.get_group())) for name, p in parameters.items()}
+
+
+def test_each_parameter_is_sharded_over_the_mesh_that_it_was_given(pool: Callable[[int], Pool]) -> None:
+    for rank, ranks in enumerate(pool(4).run(ranks_of_parameters, Strategy("IGG", **TWO))):
+        for name, own in ranks.items():
+            assert own == ((rank % 2, rank % 2 + 2) if ".experts." in name else (0, 1, 2, 3))
+
+
+def levels_of_a_list(order: tuple[int, int]) -> list[str]:
+    """In a worker: the scopes of the units of a norm and a linear layer that are gathered together."""
+    parts: list[nn.Module] = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    model = nn.ModuleList(parts).to(models.device())
+    strategy = Strategy("IGG", overrides={"LayerNorm": Strategy("GGG")}, **TWO)
+    fully_shard([parts[place] for place in order], strategy=strategy)
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
+    assert all(unit.sharded.numel() for unit in units)
+    return sorted(f"{unit.strategy.levels} {unit.sharded.numel()}" for unit in units)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_overrides_of_one_module_of_a_list_leave_the_others(
+    pool: Callable[[int], Pool], order: tuple[int, int]
+) -> None:
+    for levels in pool(4).run(levels_of_a_list, order):
+        assert [each.split()[0] for each in levels] == ["GGG", "IGG"]
+
+
+def quantized_before() -> None:
+    block, mesh = make(0)[0], mesh_of("across")
+    block.experts.requires_grad_(False)
+    quantize_frozen_params(block, Int8(64))
+    block.experts.more = nn.Parameter(torch.zeros(2, 2, 2))
+    fully_shard(block, strategy=Strategy.zeropp(**TWO), shard_placement_fn=on_experts_mesh(block, mesh))
+
+
 def placed_wrongly() -> None:
     fully_shard(make(0), strategy=Strategy.zeropp(**TWO), shard_placement_fn=lambda p: "rows")
 
@@ -274,6 +324,7 @@ def over_other_ranks() -> None:
 REFUSED: dict[str, Refusal] = {
     "no placement": (placed_wrongly, ValueError, "must return a Shard or None, or a ShardPlacementResult"),
     "different on each rank": (in_two_ways, ValueError, "gave parameters other meshes or strategies than"),
+    "a base from before": (quantized_before, ValueError, "have the strategies quantize them"),
     "ranks of unknown nodes": (over_other_ranks, ValueError, "leave it to torchrun, or give it in the overrides"),
 }
 
