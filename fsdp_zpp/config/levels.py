@@ -29,7 +29,7 @@ def check_levels(levels: object) -> None:
     """Raise unless ``levels`` are three letters that are legal together.
 
     Raises:
-        TypeError: If they are no text.
+        TypeError: If ``levels`` is not a string.
         ValueError: If they are not legal; it says why, and which are.
     """
     if not isinstance(levels, str):

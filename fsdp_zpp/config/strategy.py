@@ -27,8 +27,9 @@ from .topology import Topology
 class Strategy:
     """Says where parameters, gradients and optimizer state live, how hops are encoded, how often the slow hop runs.
 
-    Pass it as ``FullyShardedDataParallel(..., sharding_strategy=strategy)``. ``None`` as a codec means full
-    precision: values are sent in the dtype in which FSDP would have sent them.
+    Pass it as ``fully_shard(module, strategy=strategy)`` or
+    ``FullyShardedDataParallel(..., sharding_strategy=strategy)``. ``None`` as a codec means full precision: values are
+    sent in the dtype in which FSDP would have sent them.
 
     Args:
         levels: Three letters for parameters, gradients and optimizer state: ``N`` replicated on every rank,
@@ -46,13 +47,13 @@ class Strategy:
         frozen: Codec of frozen parameters, which are quantized once.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
-            the third letter is ``I`` or ``N``.
+            the optimizer scope must be ``I`` or ``N``.
         gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
             many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
         overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
-            whose class matches is sharded by that strategy, with all in it that is not sharded by itself; the innermost
-            module decides, and the first pattern. Nodes are those of this strategy, unless the other has a
-            ``gpus_per_node`` of its own.
+            whose class matches is sharded by that strategy, with all in it that is not sharded by itself. Of nested
+            modules the innermost that matches decides, and of patterns the first. Nodes are those of this strategy,
+            unless the other has a ``gpus_per_node`` of its own.
 
     Raises:
         ValueError: If the letters are illegal, ``gpus_per_node`` is not positive, a codec does not suit its place,
@@ -159,7 +160,7 @@ class Strategy:
         )
 
     @property
-    def with_overrides(self) -> tuple[Strategy, ...]:
+    def all_strategies(self) -> tuple[Strategy, ...]:
         """Return all strategies that a model may be sharded by: this one and those of the overrides."""
         return (self, *dict(self.overrides).values())
 
@@ -172,63 +173,63 @@ class Strategy:
         return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node and not self.overrides
 
     @classmethod
-    def zeropp(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
+    def zeropp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO++ (arXiv 2306.10209): quantized gather, secondary shard, quantized reduction."""
         preset: StrategyArguments = {"levels": "IGG", "weights": Int8(256), "gradients": Int4(128)}
-        return cls(**preset | overrides)
+        return cls(**preset | arguments)
 
     @classmethod
-    def mixzpp(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """MixZ++: ZeRO++ whose frozen weights are quantized once and stay quantized."""
-        return cls.zeropp(**StrategyArguments(frozen=Int8(256)) | overrides)
+    def mixzpp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make MixZ++: ZeRO++ whose frozen weights are quantized once and stay quantized."""
+        return cls.zeropp(**StrategyArguments(frozen=Int8(256)) | arguments)
 
     @classmethod
-    def loco(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """ZeRO++ with LoCo's error feedback on the gradients (arXiv 2407.04480)."""
-        return cls.zeropp(**StrategyArguments(error_feedback=LoCo()) | overrides)
+    def loco(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO++ with LoCo's error feedback on the gradients (arXiv 2407.04480)."""
+        return cls.zeropp(**StrategyArguments(error_feedback=LoCo()) | arguments)
 
     @classmethod
-    def zero1(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """ZeRO-1: only the optimizer state is sharded."""
-        return cls(**StrategyArguments(levels="NNG") | overrides)
+    def zero1(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO-1: only the optimizer state is sharded."""
+        return cls(**StrategyArguments(levels="NNG") | arguments)
 
     @classmethod
-    def zero2(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """ZeRO-2: gradients and optimizer state are sharded."""
-        return cls(**StrategyArguments(levels="NGG") | overrides)
+    def zero2(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO-2: gradients and optimizer state are sharded."""
+        return cls(**StrategyArguments(levels="NGG") | arguments)
 
     @classmethod
-    def zero3(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """ZeRO-3, FSDP's FULL_SHARD: everything is sharded over all ranks."""
-        return cls(**StrategyArguments(levels="GGG") | overrides)
+    def zero3(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make ZeRO-3, FSDP's FULL_SHARD: everything is sharded over all ranks."""
+        return cls(**StrategyArguments(levels="GGG") | arguments)
 
     @classmethod
-    def mics(cls, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
-        return cls(**StrategyArguments(levels="III") | overrides)
+    def mics(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make MiCS, FSDP's HYBRID_SHARD: everything is sharded inside a node and replicated across nodes."""
+        return cls(**StrategyArguments(levels="III") | arguments)
 
     @classmethod
-    def diloco(cls, every: int | None = None, **overrides: Unpack[StrategyArguments]) -> Strategy:
-        """DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
+    def diloco(cls, every: int | None = None, **arguments: Unpack[StrategyArguments]) -> Strategy:
+        """Make DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
 
         Args:
             every: Steps between two exchanges of a unit; 64 by default.
-            **overrides: Other arguments of a strategy, ``local_steps`` in place of ``every`` among them.
+            **arguments: Other arguments of a strategy, ``local_steps`` in place of ``every`` among them.
 
         Raises:
             TypeError: If both ``every`` and ``local_steps`` are given.
             ValueError: If ``local_steps`` is None, which is another preset.
         """
-        if overrides.get("local_steps", True) is None:
+        if arguments.get("local_steps", True) is None:
             raise ValueError(
                 "local_steps=None (null or false in a file) makes diloco no DiLoCo but mics, which exchanges gradients "
                 "in every step; leave it out for the defaults, or choose mics"
             )
-        if every is not None and "local_steps" in overrides:
+        if every is not None and "local_steps" in arguments:
             raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
         local_steps = LocalSteps() if every is None else LocalSteps(every)
         preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
-        return cls(**preset | overrides)
+        return cls(**preset | arguments)
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, object] | str) -> Strategy:

@@ -32,7 +32,7 @@ class FrozenModule(nn.Module):
 
     @property
     def _fsdp_zpp_parts(self) -> list[Base]:
-        """Return the bases of its weights, for ``traffic(model)``; see ``PARTS`` in runtime/unit.py."""
+        """Return the bases of its weights, for ``traffic(model)``; see ``COMMUNICATORS`` in runtime/unit.py."""
         return [weight.base for weight in frozen_weights_of(self).values()]
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:

@@ -39,7 +39,7 @@ def with_strategy(
     """Make ``from_pretrained(distributed_config=...)`` shard its model by ``strategy``.
 
     transformers decides what is a unit (``fsdp_plan``) and makes the meshes, tensor and expert parallelism among them.
-    Trainer takes such a model as any that is sharded when it is loaded, without ``use_strategy``.
+    Pass the loaded model to Trainer as it is, without ``use_strategy``.
 
     Args:
         config: The sizes; ``fsdp_size`` or ``dp_replicate_size`` must be above 1. It is not changed.
@@ -61,10 +61,10 @@ def with_strategy(
     for each in (strategy, strategy if experts is None else experts):
         if not isinstance(each, Strategy):
             raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {each!r}")
-        if frozen := [part.frozen for part in each.with_overrides if part.frozen is not None]:
+        if frozen := [part.frozen for part in each.all_strategies if part.frozen is not None]:
             raise ValueError(
                 f"frozen={frozen[0]} quantizes weights when a model is sharded, but from_pretrained loads them "
-                "after that: load it without distributed_config, and give use_strategy the Trainer"
+                "after that: load the model without distributed_config, and call use_strategy(trainer, strategy)"
             )
     if isinstance(config, ShardingConfig):
         raise ValueError(f"this configuration has a strategy already, {config.strategy}")
@@ -109,7 +109,7 @@ def _sharding_by(config: ShardingConfig) -> Iterator[None]:
         nonlocal called
         called = True
         strategy = config.experts if _EXPERTS in (mesh.mesh_dim_names or ()) else config.strategy
-        if any(part.parameters == "N" for part in strategy.with_overrides):
+        if any(part.parameters == "N" for part in strategy.all_strategies):
             arguments.pop("reshard_after_forward", None)  # which transformers gives each unit; N keeps all of them
         return fully_shard(module, strategy=strategy, mesh=mesh, **arguments)
 

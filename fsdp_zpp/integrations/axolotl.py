@@ -238,7 +238,7 @@ def _check_training(config: Configuration) -> None:
 
 
 def _quantizes(value: object) -> bool:
-    return any(strategy.frozen is not None for strategy in strategy_of(value).with_overrides)
+    return any(strategy.frozen is not None for strategy in strategy_of(value).all_strategies)
 
 
 def _refuse(key: str, value: object, instead: str) -> None:

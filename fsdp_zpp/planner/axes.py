@@ -51,7 +51,7 @@ class Axes:
         """Raise unless the ranks of ``cluster`` can be laid out along these axes.
 
         Raises:
-            ValueError: If the degrees do not divide the ranks, or leave a node with a part of an axis.
+            ValueError: If the degrees do not divide the ranks, or if nodes would have unequal shares of an axis.
         """
         world, together = cluster.topology.world, self.tp * self.pp * self.cp
         if world % together:

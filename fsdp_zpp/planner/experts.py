@@ -13,7 +13,8 @@ def expert_parameters(model: nn.Module, routing: Routing | None) -> set[nn.Param
     """Return the parameters of experts that tokens are routed to, which expert parallelism splits.
 
     They are the parameters below a module named ``experts`` or ``routed_experts``, and if the number of experts is
-    known, any other 3-D parameters with one slice per expert. Experts that all tokens share are none of them.
+    known, any other 3-D parameters with one slice per expert. Shared experts, which every token uses, are not among
+    them.
     """
 
     def is_experts(name: str, parameter: nn.Parameter) -> bool:

@@ -11,7 +11,7 @@ from fsdp_zpp.config.topology import Topology
 
 from .axes import Axes
 from .config import Cluster, MemoryBudget, StepConfig
-from .letters import with_levels, with_local_steps
+from .levels import with_levels, with_local_steps
 from .model_config import Routing
 from .model_size import ModelSize
 
@@ -44,7 +44,7 @@ def notes_on(
     if cluster.nodes == 1:
         notes.append("A single node sends nothing to other nodes.")
     elif all(topology.nodes == 1 for topology in topologies):
-        notes.append("Each strategy's ranks share a node, so nothing of it goes to other nodes.")
+        notes.append("Each strategy's ranks share a node, so it sends nothing to other nodes.")
     if cluster.gpus_per_node == 1:
         notes.append("Nodes of one GPU send nothing inside.")
     return notes + _idle_codecs(size, topologies, codecs)

@@ -44,7 +44,8 @@ def parts_of(size: ModelSize, cluster: Cluster, axes: Axes, experts: Strategy | 
         experts: The strategy of the experts, if they have one of their own.
 
     Raises:
-        ValueError: If the model has no experts that are known, or too few of them or of layers for the degrees.
+        ValueError: If the planner knows of no experts in the model, if ``ep`` does not divide their number, or if there
+            are fewer layers than stages.
     """
     dense_topology = axes.dense_ranks(cluster).topology(cluster)
     stage = _stage(size, axes.pp)

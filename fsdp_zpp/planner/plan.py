@@ -18,7 +18,7 @@ from .axes import Axes
 from .config import Cluster, MemoryBudget, Precision, StepConfig
 from .estimate import choose, reason
 from .figures import estimate_of
-from .letters import with_levels, with_local_steps
+from .levels import with_levels, with_local_steps
 from .model_size import ModelSize, equal_units
 from .notes import notes_on, notes_on_experts, notes_on_local_steps
 from .parts import parts_of

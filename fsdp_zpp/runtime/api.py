@@ -12,7 +12,7 @@ from fsdp_zpp.collectives.hops import Kind, Level
 
 from .local_training import LocalTraining
 from .model_ranks import ranks_of
-from .unit import PARTS, Communicator, StrategyUnit, named_units
+from .unit import COMMUNICATORS, Communicator, StrategyUnit, named_units
 from .validation import check_module
 
 
@@ -25,7 +25,7 @@ def communicators(model: nn.Module) -> Iterator[Communicator]:
     check_module(model)
     # All modules of a frozen base list the base. A dict, since the order of a set would change from run to run.
     parts: dict[Communicator, None] = dict.fromkeys(named_units(model))
-    parts |= {part: None for module in model.modules() for part in getattr(module, PARTS, ())}
+    parts |= {part: None for module in model.modules() for part in getattr(module, COMMUNICATORS, ())}
     if not parts:
         raise ValueError(
             f"no part of this {type(model).__name__} communicates through fsdp_zpp; wrap it with a Strategy, register "

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from .unit import PARTS, named_units
+from .unit import COMMUNICATORS, named_units
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
@@ -33,7 +33,9 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -
 def _unit_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     # First, since what torch sees under the optimizer scopes I and N is a node or a rank.
     groups = [unit.ranks.group for unit in named_units(model)]
-    groups += [group for module in model.modules() for part in getattr(module, PARTS, ()) for group in part.groups]
+    groups += [
+        group for module in model.modules() for part in getattr(module, COMMUNICATORS, ()) for group in part.groups
+    ]
     return [group for group in groups if group is not None]
 
 

@@ -55,8 +55,8 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
         model: Its name.
         patterns: The patterns.
     """
-    # fully_shard has given modules classes of its own, derived from theirs.
-    classes = {each.__name__ for module in root.modules() for each in type(module).__mro__}
+    names = {type(module).__name__ for module in root.modules()}
+    classes = names | {name.removeprefix("FSDP") for name in names}  # as which fully_shard has renamed them
     for pattern in dict.fromkeys(patterns):
         if not any(fnmatchcase(name, pattern) for name in classes):
             near = difflib.get_close_matches(pattern.strip("*"), classes, n=3)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .local_training import LocalTraining
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
-PARTS = "_fsdp_zpp_parts"
+COMMUNICATORS = "_fsdp_zpp_parts"
 """Attribute in which a module lists what communicates for it besides its unit: its frozen base."""
 
 
@@ -135,7 +135,7 @@ class StrategyUnit:
         packed: Whether it holds packed values, so that no codec may touch its weights.
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
-        patterns: Patterns of the overrides beside which its strategy was given.
+        patterns: Patterns of the overrides that its call was given.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
         local_training: Decides when the fragment is exchanged; None before the first forward.

@@ -146,7 +146,7 @@ def comm_hook(adapter: Adapter, seed: int, group: Group, folder: Path) -> dict[s
     return {"losses": trained(adapter, model, group), "traffic": traffic(model)}
 
 
-PARTS = (strategies, local_steps, frozen_base, peft_adapter, comm_hook)
+COMMUNICATORS = (strategies, local_steps, frozen_base, peft_adapter, comm_hook)
 
 
 def on_half(adapter: Adapter, part: str, halves: tuple[int, ...], folder: str) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def on_its_own(adapter: Adapter, part: str, seed: int, folder: str) -> dict[str,
     return globals()[part](adapter, seed, None, Path(folder))
 
 
-@pytest.mark.parametrize("part", [part.__name__ for part in PARTS])
+@pytest.mark.parametrize("part", [part.__name__ for part in COMMUNICATORS])
 @over_adapters
 def test_models_on_halves_of_a_job_do_what_they_do_alone(
     pool: Callable[[int], Pool], adapter: Adapter, part: str, tmp_path: Path

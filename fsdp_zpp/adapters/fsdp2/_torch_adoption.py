@@ -38,9 +38,9 @@ def adopt_groups(
 
     Args:
         module: A module on which torch's ``fully_shard`` was just called, alone or with others.
-        units: The units, one for each mesh.
+        units: The units, one for each part of the call.
         paths: Their paths within the module.
-        infos: The meshes; empty if there is only one.
+        infos: The meshes of the parts; empty if the call has one part.
         on_lazy_init: Called with the root when FSDP has initialized all groups below it lazily.
 
     Returns:

@@ -37,7 +37,7 @@ def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
 
 
 def mesh_infos(calls: Iterable[Mapping[str, Any]]) -> list[FSDPMeshInfo]:
-    """Return the parameter's mesh for each of several arguments of ``fully_shard``. Collective over these meshes.
+    """Return torch's mesh info for each set of arguments of ``fully_shard``. Collective over these meshes.
 
     torch tells the parameter groups of a module apart by the process groups of their meshes, so no two have the same.
     """
@@ -46,9 +46,8 @@ def mesh_infos(calls: Iterable[Mapping[str, Any]]) -> list[FSDPMeshInfo]:
     for arguments in calls:
         mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
         info = _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
-        while (
-            info.shard_process_group in used
-        ):  # the mesh stays the same, or torch would not clip all gradients together
+        # The mesh stays the same, or torch would not clip all gradients together.
+        while info.shard_process_group in used:
             info.shard_process_group = twin_of(info.shard_process_group)
         used.add(info.shard_process_group)
         infos.append(info)

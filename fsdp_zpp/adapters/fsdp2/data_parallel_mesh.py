@@ -19,8 +19,9 @@ class DataParallelMesh:
     """Ranks over which a strategy shards, and the strategy on them.
 
     Attributes:
-        strategy: The strategy, with the node size of a mesh of several dimensions; what is no strategy, as it is.
-        mesh: The 1-D mesh of the ranks. Not so if all may be left to torch: None for all ranks, or what torch takes.
+        strategy: The strategy, with the node size of a mesh of several dimensions. If the caller passed something else,
+            that object.
+        mesh: The 1-D mesh of the ranks; None for all ranks; or, if everything is left to torch, the mesh as given.
         group: The ranks.
         compared: Whether these ranks can compare their arguments. With a mesh of several dimensions that is left to
             torch they can't: torch communicates, and the unit's own ranks are not used.
@@ -35,7 +36,8 @@ class DataParallelMesh:
 def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh:
     """Read ``mesh`` and ``dp_mesh_dims`` of a call of ``fully_shard``.
 
-    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along.
+    Replaces the mesh in ``arguments`` by a 1-D one, or the dimensions of an SPMD mesh by those to shard along. Makes
+    the default process group if there is none.
     """
     mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
     if isinstance(mesh, DeviceMesh) and isinstance(strategy, Strategy):

@@ -39,7 +39,8 @@ class Part:
         own: The parameters, with names.
         arguments: What ``fully_shard`` is called with; ``mesh`` and ``dp_mesh_dims`` are those of the part.
         placements: What the ``shard_placement_fn`` of the call returns for them, without meshes.
-        path: Of the part within the module, for names; empty for the part that has the call's own mesh and strategy.
+        path: The part's path within the module, for its name; empty for the part that has the call's own mesh and
+            strategy.
     """
 
     over: DataParallelMesh
@@ -59,8 +60,8 @@ def split(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[
         given: The arguments before the call's mesh was read.
 
     Raises:
-        ValueError: If a placement is none, if torch can't make several groups of a module, or if it is not known how
-            the ranks of a parameter's mesh lie on nodes.
+        ValueError: If ``shard_placement_fn`` returns something other than a placement, if torch can't make several
+            groups of a module, or if it is not known how the ranks of a parameter's mesh lie on nodes.
     """
     planned = agree(
         call.over.group if call.over.compared else None,
@@ -138,13 +139,14 @@ def _check_several(modules: list[nn.Module], call: Part, meshes: list[_MeshKey |
     if any(holds_base(module) for module in modules):
         raise ValueError(
             f"{name} has weights that are quantized already, and is to be sharded over several meshes or by several "
-            "strategies, which does not say where these weights belong; have the strategies quantize them (frozen=)"
+            "strategies, so it is not known to which of them these weights belong; leave them unquantized and pass "
+            "frozen= to the strategies"
         )
-    by_themselves = "shard the modules that overrides name first, by calls of their own"
+    by_themselves = "first shard each module that the overrides name by a call of its own"
     if not takes_mesh_per_parameter():
         raise ValueError(
             f"overrides give parameters of {name} different strategies, and torch makes several groups of a module "
-            f"from 2.12 on only; {by_themselves}"
+            f"only from 2.12 on; {by_themselves}"
         )
     if meshes.count(None) > 1 and not call.over.compared:
         raise ValueError(
@@ -177,10 +179,16 @@ def _with_nodes(
     dims = own["dp_mesh_dims"]
     ranks = (mesh if dims is None else mesh[data_parallel_names(mesh, dims)]).mesh.flatten().tolist()
     size = ranks_on_each_node([node_of.get(rank, -1) for rank in ranks])
-    if size is None or not node_of.keys() >= set(ranks):
+    own_nodes = "leave gpus_per_node to torchrun, or give the overrides for these parameters one of their own"
+    if not node_of.keys() >= set(ranks):
         raise ValueError(
-            f"gpus_per_node={gpus_per_node} says how the ranks {list(node_of)} lie on nodes, but not those of a "
-            f"parameter's mesh, {ranks}; leave it to torchrun, or give it in the overrides for these parameters"
+            f"gpus_per_node={gpus_per_node} counts the ranks {list(node_of)}, and a parameter's mesh has others, "
+            f"{ranks}; {own_nodes}"
+        )
+    if size is None:
+        raise ValueError(
+            f"gpus_per_node={gpus_per_node} puts the ranks of a parameter's mesh, {ranks}, on nodes in unequal shares "
+            f"or out of order; {own_nodes}"
         )
     return replace(strategy, gpus_per_node=size)
 

@@ -63,7 +63,7 @@ def fully_shard(
     """Apply torch's ``fully_shard`` to ``module``, in place, and shard it by ``strategy``.
 
     Call it bottom-up, like torch's. Different calls in one model may use different strategies, or torch's own. To clip
-    the gradients of parts with different third letters together, use :func:`clip_grad_norm_`.
+    the gradients of parts with different optimizer scopes together, use :func:`clip_grad_norm_`.
 
     Args:
         module: The module, or several that are gathered together.
@@ -71,7 +71,7 @@ def fully_shard(
         mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
             How they split into nodes is the strategy's ``gpus_per_node``, counted in ranks of this mesh. A 2-D mesh,
             as HSDP takes it, is read as nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
-        reshard_after_forward: As torch's, except that an int is refused: the strategy's first letter ``I`` keeps a
+        reshard_after_forward: As torch's, except that an int is refused: parameter scope ``I`` keeps a
             secondary shard inside each node. ``Strategy("GGG")`` on one node is torch's ``fully_shard`` itself, except
             for modules that hold packed values, and accepts all of its arguments.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``,

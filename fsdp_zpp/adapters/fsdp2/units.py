@@ -1,4 +1,4 @@
-"""Units of the parts of a call of ``fully_shard``: checked, made, and with what is frozen of them quantized."""
+"""Checks the parts of a call of ``fully_shard``, makes their units, and quantizes their frozen parameters."""
 
 from __future__ import annotations
 

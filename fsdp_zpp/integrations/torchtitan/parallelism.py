@@ -92,7 +92,7 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
             "training.disable_cuda_graphs=False would replay the communication of the first micro-batch in all others, "
             "and a strategy's differs between them; set --training.disable_cuda_graphs"
         )
-    for part in strategy.with_overrides:
+    for part in strategy.all_strategies:
         _check_part(part, parallelism)
 
 

@@ -41,7 +41,7 @@ def parallelize(
         **arguments: What else torchtitan passes to such a function.
 
     Raises:
-        ValueError: If the function does not call ``fully_shard``, or the strategy can't shard so.
+        ValueError: If the function does not call ``fully_shard``, or the strategy can't shard with its arguments.
         NotImplementedError: If the strategy can't be combined with another parallelism.
     """
     always = parallelism.fsdp_reshard_after_forward == "always"
@@ -57,7 +57,7 @@ def parallelize(
 
 
 def _sharding_by(strategy: Strategy, *, reshards_always: bool) -> Any:
-    """Return torch's ``fully_shard`` with a strategy.
+    """Return a function that takes the arguments of torch's ``fully_shard`` and shards by a strategy.
 
     torchtitan's default is to reshard after the forward. That is torch's default, too, and as such it is left to the
     strategy, whose parameter scope may keep the parameters.

@@ -213,5 +213,5 @@ def _has_codec_state(strategy: Strategy) -> bool:
     """Return whether any part has codec state; without, checkpoints are those of torchtitan's own FSDP."""
     return any(
         each.error_feedback is not None or each.local_steps is not None or isinstance(each.weights, Int4Delta)
-        for each in strategy.with_overrides
+        for each in strategy.all_strategies
     )

@@ -324,8 +324,8 @@ def over_other_ranks() -> None:
 REFUSED: dict[str, Refusal] = {
     "no placement": (placed_wrongly, ValueError, "must return a Shard or None, or a ShardPlacementResult"),
     "different on each rank": (in_two_ways, ValueError, "gave parameters other meshes or strategies than"),
-    "a base from before": (quantized_before, ValueError, "have the strategies quantize them"),
-    "ranks of unknown nodes": (over_other_ranks, ValueError, "leave it to torchrun, or give it in the overrides"),
+    "a base from before": (quantized_before, ValueError, "pass frozen= to the strategies"),
+    "ranks of unknown nodes": (over_other_ranks, ValueError, "leave gpus_per_node to torchrun, or give the overrides"),
 }
 
 
