@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._pytree import tree_map_only
 
 from fsdp_zpp import NF4, Int8, Strategy, fully_shard, quantize_frozen_params
-from fsdp_zpp.adapters.fsdp2 import sharding
+from fsdp_zpp.adapters.fsdp2 import units
 from fsdp_zpp.frozen.modules import FrozenModule
 
 WIDTH = 64
@@ -118,7 +118,7 @@ def test_packed_weights_arrive_unchanged(
 def warned(**arguments: Any) -> list[str]:
     """In a worker: what a stock strategy warns of if torch is to gather packed layers."""
     model = make()
-    sharding._warn_of_packed_values.cache_clear()
+    units._warn_of_packed_values.cache_clear()
     with collected() as records:
         for layer in model.children():
             fully_shard(layer, strategy=Strategy(gpus_per_node=4), **arguments)

@@ -21,6 +21,8 @@ class ImpatientPool(Pool):
     get two seconds.
     """
 
+    most_groups = 1 << 30  # workers keep what stock has shown for what ours will
+
     def __init__(self, world: int, patience: float = 6.0) -> None:
         super().__init__(world)
         self.patience = patience
@@ -32,10 +34,7 @@ class ImpatientPool(Pool):
         while len(replies) < self.world and time.monotonic() < busy + patience:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
             for pipe in wait(list(waiting), timeout=0.5):
-                try:
-                    replies[waiting[pipe]] = pipe.recv()
-                except EOFError:
-                    replies[waiting[pipe]] = (False, "the process died")
+                replies[waiting[pipe]] = self._receive(pipe)
             if any(not ok or _raised(result) for ok, result in replies.values()):
                 patience = 2.0
             elif (now := self._computed()) > computed + 0.05:

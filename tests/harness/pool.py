@@ -113,9 +113,9 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
         faulthandler.dump_traceback_later(max(deadline - GRACE - time.monotonic(), 1.0))
         try:
             result = getattr(importlib.import_module(module), name)(*args)
-            pipe.send((True, result))
+            pipe.send((True, result, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
         faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
@@ -126,10 +126,15 @@ class Pool:
     Functions are named by module and must be importable in the workers; results and arguments are pickled.
     """
 
+    most_groups = 40
+    """Process groups of a worker after which the pool starts afresh: each has a thread that gloo wakes a hundred times
+    a second, and tests of meshes leave groups behind."""
+
     def __init__(self, world: int) -> None:
         self.world = world
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._groups = 0
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(*args)`` on all ranks; return their results by rank.
@@ -150,6 +155,8 @@ class Pool:
             self.stop(kill=True)
             first, text = next(iter(failed.items()))
             raise WorkerError(f"failed on ranks {sorted(failed)} of {self.world}, first on rank {first}:\n{text}")
+        if self._groups > self.most_groups:
+            self.stop(kill=True)
         return [result for _, (_, result) in sorted(replies.items())]
 
     def _replies(self, deadline: float) -> dict[int, tuple[bool, Any]]:
@@ -158,14 +165,18 @@ class Pool:
         replies: dict[int, tuple[bool, Any]] = {}
         while waiting and (answered := wait(waiting, max(deadline - time.monotonic(), 0))):
             for pipe in answered:
-                try:
-                    reply = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    reply = (False, "the process died")
+                reply = self._receive(pipe)
                 replies[waiting.pop(pipe)] = reply
                 if not reply[0]:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return replies | dict.fromkeys(waiting.values(), (False, "no answer in time: hung in a collective?"))
+
+    def _receive(self, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            ok, result, self._groups = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return False, "the process died"
+        return ok, result
 
     def _start(self) -> None:
         context = start_method()
