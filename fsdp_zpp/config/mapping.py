@@ -63,12 +63,11 @@ def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object
         arguments["error_feedback"] = _error_feedback("error_feedback", arguments["error_feedback"])
     if "local_steps" in arguments:
         arguments["local_steps"] = _local_steps(arguments["local_steps"])
-    if "overrides" in arguments and arguments["overrides"] is None:
-        del arguments["overrides"]
-    if isinstance(overrides := arguments.get("overrides"), Mapping):
-        arguments["overrides"] = {
-            pattern: _at(f"overrides.{pattern}", read_strategy, value) for pattern, value in overrides.items()
-        }
+    overrides = arguments.pop("overrides", None)
+    if isinstance(overrides, Mapping):
+        overrides = {pattern: _at(f"overrides.{pattern}", read_strategy, each) for pattern, each in overrides.items()}
+    if overrides is not None:
+        arguments["overrides"] = overrides
     return preset, arguments
 
 

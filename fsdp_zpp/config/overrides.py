@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
@@ -45,7 +45,13 @@ def checked_overrides(given: object, kind: type[S]) -> tuple[tuple[str, S], ...]
     return tuple(checked)
 
 
+def pairs_of(overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> Iterable[tuple[str, S]]:
+    """Return the patterns with their strategies, in their order; a pattern may come twice, and its first one counts."""
+    return overrides.items() if isinstance(overrides, Mapping) else overrides
+
+
 def override_for(module_class: type, overrides: Mapping[str, S] | tuple[tuple[str, S], ...]) -> S | None:
     """Return the strategy of the first pattern that matches the name of a class, case included; None if none does."""
-    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
-    return next((strategy for pattern, strategy in pairs if fnmatchcase(module_class.__name__, pattern)), None)
+    return next(
+        (strategy for pattern, strategy in pairs_of(overrides) if fnmatchcase(module_class.__name__, pattern)), None
+    )

@@ -17,7 +17,7 @@ from .error_feedback import LoCo, check_error_feedback
 from .levels import check_levels
 from .local_steps import LocalSteps
 from .mapping import arguments_from_mapping, mapping_from_arguments
-from .overrides import checked_overrides
+from .overrides import checked_overrides, pairs_of
 from .resolve import ResolvedStrategy, intra_node_codec, resolve
 from .strategy_arguments import StrategyArguments
 from .topology import Topology
@@ -162,7 +162,7 @@ class Strategy:
     @property
     def all_strategies(self) -> tuple[Strategy, ...]:
         """Return all strategies that a model may be sharded by: this one and those of the overrides."""
-        return (self, *dict(self.overrides).values())
+        return (self, *(strategy for _, strategy in pairs_of(self.overrides)))
 
     @property
     def is_plain(self) -> bool:

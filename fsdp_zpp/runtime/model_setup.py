@@ -63,7 +63,7 @@ def set_up_model(
 def repeated_if_failed(root: nn.Module, set_up: Callable[[nn.Module], None]) -> Iterator[None]:
     """Call ``set_up(root)`` before the next forward if the block, which sets up a model, raises.
 
-    after a first forward that failed, torch counts the model as initialized, and would train it unchecked.
+    After a first forward that failed, torch counts the model as initialized, and would train it unchecked.
     """
 
     def before_forward(root: nn.Module, inputs: object) -> None:

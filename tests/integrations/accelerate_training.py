@@ -45,9 +45,13 @@ class Training:
         return [self.micro_batch(*next(batches)) for _ in range((last - first) * MICRO_BATCHES)]
 
     def micro_batch(self, tokens: Tensor) -> float:
+        """Train a micro-batch of some sequences."""
+        return self.train_on(input_ids=tokens, labels=tokens)
+
+    def train_on(self, **batch: Tensor) -> float:
         """Train a micro-batch as accelerate's documentation does."""
         with self.accelerator.accumulate(self.model):
-            loss = self.model(input_ids=tokens, labels=tokens).loss
+            loss = self.model(**batch).loss
             self.accelerator.backward(loss)
             if self.accelerator.sync_gradients:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)

@@ -118,16 +118,7 @@ class ContextParallelTraining(Training):
         with self.accelerator.maybe_context_parallel(
             buffers=split, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(split)
         ):
-            batch = {"input_ids": tokens, "labels": labels, "shift_labels": labels, "position_ids": positions}
-            with self.accelerator.accumulate(self.model):
-                loss = self.model(**batch).loss
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-        return float(self.accelerator.reduce(loss.detach(), "mean"))
+            return self.train_on(input_ids=tokens, labels=labels, shift_labels=labels, position_ids=positions)
 
 
 def training_on(accelerator: Accelerator, strategy: Strategy | None) -> Training:

@@ -23,6 +23,7 @@ __all__ = [
     "FSDPState",
     "ReduceScatter",
     "after_moves",
+    "groups_below",
     "groups_of",
     "init_groups_lazily",
     "names_in",
@@ -68,15 +69,15 @@ def names_in(group: FSDPParamGroup) -> dict[FSDPParam, str]:
     return {param: f"{paths[info.module]}.{info.param_name}" for param, info in infos}
 
 
+def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
+    """Return the parameter groups of all modules below ``root``, outermost first; that of a list of modules once."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(group for state in states for group in groups_of(state)))
+
+
 def sizes_of_other_groups(root: nn.Module, groups: Collection[FSDPParamGroup]) -> list[int]:
     """Return the numbers of values of the parameter groups below ``root`` that are not among ``groups``."""
-    below = {
-        id(group): group
-        for module in root.modules()
-        if isinstance(module, FSDPModule)
-        for group in groups_of(module._get_fsdp_state())
-    }
-    return [numel_of(group) for group in below.values() if group not in groups]
+    return [numel_of(group) for group in groups_below(root) if group not in groups]
 
 
 def after_moves(callback: Callable[[nn.Module], None]) -> None:

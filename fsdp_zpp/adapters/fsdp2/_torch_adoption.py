@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp.runtime.unit import StrategyUnit
 
-from ._torch import FSDPParamGroup, groups_of, state_of
+from ._torch import FSDPParamGroup, groups_below, groups_of, state_of
 from ._torch_group import StrategyGroup
 from ._torch_mesh_info import FSDPMeshInfo
 from .comms import StrategyAllReduce
@@ -49,9 +48,10 @@ def adopt_groups(
     state = state_of(module)
     # Without FSDPMeshInfo it is not sharded: dp_mesh_dims that replicate alone, which are left to torch.
     sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
-    by_ranks = {cast(FSDPMeshInfo, group.mesh_info).shard_process_group: group for group in sharded if infos}
-    groups: list[FSDPParamGroup | None] = [by_ranks.get(info.shard_process_group) for info in infos]
-    groups = groups if infos else [*sharded] or [None]
+    groups: list[FSDPParamGroup | None] = [*sharded] or [None]
+    if infos:
+        by_ranks = {cast(FSDPMeshInfo, group.mesh_info).shard_process_group: group for group in sharded}
+        groups = [by_ranks.get(info.shard_process_group) for info in infos]
     adopted: list[StrategyGroup | None] = []
     for group, unit, path in zip(groups, units, paths, strict=True):
         if group is None:
@@ -83,6 +83,4 @@ def adopt_groups(
 
 def strategy_groups_below(root: nn.Module) -> list[StrategyGroup]:
     """Return the groups of strategies below ``root``, outermost first."""
-    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
-    groups = dict.fromkeys(group for state in states for group in groups_of(state))  # of a list of modules, once
-    return [group for group in groups if isinstance(group, StrategyGroup)]
+    return [group for group in groups_below(root) if isinstance(group, StrategyGroup)]
