@@ -59,7 +59,7 @@ def sharding_over(
     group; everything else goes over ``group``.
     """
     strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
-    strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
+    init_handle = _init_utils._init_param_handle_from_params
     init_group = _wrapper._init_process_group_state
     synchronize = _init_utils._sync_module_params_and_buffers
     users_group: dist.ProcessGroup | None = None
@@ -79,11 +79,19 @@ def sharding_over(
         assert users_group is not None
         synchronize(module, params, users_group)
 
+    def init_own_handle(state: FullyShardedDataParallel, *args: Any) -> None:
+        # Not before: instances within are constructed with the same strategy, whose overrides may say otherwise.
+        if state is module:
+            strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
+        init_handle(state, *args)
+
+    _init_utils._init_param_handle_from_params = init_own_handle
     _wrapper._init_process_group_state = init_shard_group
     _init_utils._sync_module_params_and_buffers = synchronize_all
     try:
         yield
     finally:
+        _init_utils._init_param_handle_from_params = init_handle
         _wrapper._init_process_group_state = init_group
         _init_utils._sync_module_params_and_buffers = synchronize
     users_mesh = module._device_mesh
@@ -92,27 +100,6 @@ def sharding_over(
         module._device_mesh = mesh_over(group, users_mesh)
     if not sharded:
         module.sharding_strategy = ShardingStrategy.NO_SHARD  # which torch's state dicts ask for
-
-
-@contextmanager
-def flattening_by(module: FullyShardedDataParallel, strategy: Hashable, *, sharded: bool) -> Iterator[None]:
-    """Let FSDP look up how to shard ``module`` as it has been told, whatever instances within it were told.
-
-    They are constructed first, with the same ``strategy``, whose overrides may say something else of them.
-    """
-    strategies: dict[Any, HandleShardingStrategy] = _init_utils.SHARDING_STRATEGY_MAP
-    init_handle = _init_utils._init_param_handle_from_params
-
-    def init_own(state: FullyShardedDataParallel, *args: Any) -> None:
-        if state is module:
-            strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
-        init_handle(state, *args)
-
-    _init_utils._init_param_handle_from_params = init_own
-    try:
-        yield
-    finally:
-        _init_utils._init_param_handle_from_params = init_handle
 
 
 @contextmanager

@@ -99,12 +99,11 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         given = {name: value for name, value in arguments.items() if name != "self"}
         return FullyShardedDataParallel(**given | done_outside | {"ignored_modules": None, "ignored_states": others})
 
-    shard_group = _group_of(unit)
+    hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
+    shard_group = own_rank() if hop is None else hop
     packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
-        if strategy.overrides:
-            stack.enter_context(_torch.flattening_by(module, strategy, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
         if shard_group is not group and shard_group.size() == 1:  # as it is to be
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
@@ -125,12 +124,6 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
     attach(module, unit)
-
-
-def _group_of(unit: StrategyUnit) -> dist.ProcessGroup:
-    """Return the ranks of FSDP's process group for ``unit``, over which it shards the weights if it shards them."""
-    group = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
-    return own_rank() if group is None else group
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
