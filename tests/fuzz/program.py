@@ -331,20 +331,3 @@ class Program:
         """Whether something is in 16 bits."""
         units = [unit for model in self.models for unit in model.units]
         return self.precision is not None or any(u.half or any(b.half for b in u.branches) for u in units)
-
-
-SCRIPT = """\
-# cd tests && torchrun --standalone --nproc-per-node {world} this.py
-from fsdp_zpp import *
-from fuzz.program import *
-from fuzz.compare import main
-
-main(
-    {program}
-)
-"""
-
-
-def as_script(program: Program) -> str:
-    """A script that runs ``program`` and says where ours and stock differ."""
-    return SCRIPT.format(program=repr(program), world=program.world)

@@ -19,7 +19,8 @@ import pytest
 from fuzz import compare, features
 from fuzz.features import HAS_RESET, HAS_UNUSED_FLAG, is_left_out
 from fuzz.found import FOUND
-from fuzz.program import Program, as_script
+from fuzz.program import Program
+from fuzz.script import as_script
 from fuzz.strategies import programs
 from harness.impatient_pool import ImpatientPool
 from harness.pool import WorkerError, device_type
