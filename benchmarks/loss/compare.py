@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import train
 from figures import draw_losses
+from full_shard import full_shard_sends
 from manifest import manifest
 from markdown_tables import aligned
 from nodes import join
@@ -32,9 +33,8 @@ from result_files import Row
 from tables import comparison
 from torch import Tensor, nn
 
-from fsdp_zpp import Strategy, plan, traffic
+from fsdp_zpp import Strategy, traffic
 from fsdp_zpp.planner.arguments import codec
-from fsdp_zpp.planner.model_size import module_size
 
 HOPS = ("inter", "intra")
 WINDOW = 10
@@ -127,7 +127,10 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     model = train.make_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    full_shard_sent = full_shard_sends(model, options, device)
+    gpus_per_node = options.gpus_per_node or int(os.environ["LOCAL_WORLD_SIZE"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    nodes = dist.get_world_size() // gpus_per_node
+    full_shard_sent = full_shard_sends(model, nodes, gpus_per_node, dtype, options.micro_batches)
     model = train.shard(model, strategy, options.fsdp2, device)
     log = run_steps(model, label, strategy, options, text)
     result = {
@@ -197,28 +200,6 @@ def validate(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> f
     model.train()
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
-
-
-def full_shard_sends(model: nn.Module, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
-    """Return the bytes that one rank has to send in a step of FULL_SHARD, which torch does not count.
-
-    FULL_SHARD accumulates whole gradients under ``no_sync``, which is what the planner calls GNG. It counts two hops: a
-    shard goes once to each other node, and is passed on inside. A flat ring, as NCCL may choose it, sends more.
-    """
-    gpus_per_node = options.gpus_per_node or int(os.environ["LOCAL_WORLD_SIZE"])
-    cluster = {"nodes": dist.get_world_size() // gpus_per_node, "gpus_per_node": gpus_per_node}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    planned = plan(
-        module_size(model),
-        **cluster,
-        inter_gbps=1,  # any: bytes are asked for, not seconds
-        intra_gbps=1,
-        micro_batches=options.micro_batches,
-        compute=dtype,
-        reduce=dtype,
-    )
-    volume = planned["GNG"].volume
-    return {"inter": volume.inter, "intra": volume.intra}
 
 
 def sent_by(model: nn.Module, strategy: Strategy | None) -> dict[str, int]:
