@@ -1,6 +1,6 @@
 """Effects of sharding strategies and their codecs on the loss. Studies, each with its own ``--help``:
 
-    torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --gpus-per-node 2    # which is ./run train
+    python benchmarks/loss/run.py compare                                           # which is ./run train
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 1 --batch 64 --seeds 0,1,2
     python benchmarks/loss/run.py local-steps --nodes 2 --gpus-per-node 1 --seeds 0,1,2
     python benchmarks/loss/run.py muon --nodes 2 --gpus-per-node 1 --seeds 0,1,2
