@@ -35,7 +35,7 @@ def milliseconds_between(start: Mark, end: Mark) -> float:
         assert isinstance(start, float)
         assert isinstance(end, float)
         return 1e3 * (end - start)
-    return start.elapsed_time(end)
+    return float(start.elapsed_time(end))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_zpp.collectives.hop_timer import HopTimer, Mark, TimedHop, has_come, mark, milliseconds_between
 from fsdp_zpp.collectives.hops import Traffic
@@ -23,6 +24,7 @@ from fsdp_zpp.collectives.kinds import Kind, Level
 from .api import communicators
 from .communication_waits import CommunicationWaits
 from .full_shard import FullShardUnit, full_shard_bytes
+from .unit import units_of
 
 _KINDS: dict[Kind, str] = {"gather": "weights", "reduce": "gradients"}
 _LEVELS: tuple[Level, ...] = ("inter", "intra")
@@ -64,7 +66,8 @@ class Monitor:
         # On a CPU the host itself makes each hop, so all of its time is exposed.
         self._waits = CommunicationWaits(model, self._device) if self._device.type == "cuda" else None
         self._micro_batches = 0
-        self._counted = model.register_forward_pre_hook(self._count_forward)
+        outermost = next((module for module in model.modules() if units_of(module)), model)
+        self._counted: RemovableHandle | None = outermost.register_forward_pre_hook(self._count_forward)
         self._steps: deque[_Step] = deque()
         self._number = 0
         self._last: dict[str, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def gathers_outside_waits(adapter: Adapter) -> tuple[int, int]:
         waits.remove()
         train(adapter, model, case)
         assert not waits.take()
-    assert all(one[0] <= one[1] <= other[0] for one, other in zip(intervals, intervals[1:], strict=False))
+    assert all(one[0] <= one[1] <= other[0] for one, other in pairwise(intervals))
     outside = [hop for hop in hops if not any(a <= hop.start and hop.end <= b for a, b in intervals)]
     return len(outside), len(hops)
 

@@ -53,7 +53,10 @@ class ShardedInstance(Sharded):
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients."""
         handle = self._instance._handle
-        return super().wire_dtypes() if handle is None else (handle._fwd_bwd_param_dtype, handle._reduce_dtype)
+        if handle is None:
+            return super().wire_dtypes()
+        weights = handle._fwd_bwd_param_dtype or handle._orig_param_dtype
+        return weights, handle._reduce_dtype or weights
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as an optimizer may hold them by now: original, or flat."""
