@@ -56,7 +56,7 @@ class DispatchedExperts(nn.Module):
 
 
 class ExpertParallel(TorchFSDP):
-    """``fully_shard`` with the experts of each layer spread over :data:`EXPERT_PARALLEL` ranks; names: ``fsdp2:ep2-...``.
+    """``fully_shard`` with the experts of each layer spread over :data:`EXPERT_PARALLEL` ranks: ``fsdp2:ep2-...``.
 
     Args:
         task: Task that is trained: a mixture of experts.
