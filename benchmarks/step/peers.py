@@ -130,6 +130,8 @@ class MegatronHFSDP(Training):
             dp_outer_dim="outer",
             tp_dim="tensor",
             hybrid_fsdp_group=dist.group.WORLD,
+            expt_device_mesh=mesh,  # parameters called experts have theirs, without expert parallelism, too
+            hybrid_fsdp_expt_group=dist.group.WORLD,
             fsdp_unit_modules=[type(layers[0])],
             zero_dp_strategy="optim_grads_params",
             outer_dp_sharding_strategy="optim",
