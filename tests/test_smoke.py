@@ -32,6 +32,7 @@ from fsdp_zpp import (
     Int8,
     LocalSteps,
     LoCo,
+    Monitor,
     QuantizedReduceState,
     Strategy,
     agreed_weights,
@@ -41,6 +42,7 @@ from fsdp_zpp import (
     exchange_weights,
     invalidate,
     load_frozen_params,
+    monitor,
     plan,
     quantize_frozen_params,
     quantized_reduce_hook,
@@ -87,10 +89,14 @@ def losses(adapter: Adapter, strategy: Strategy) -> tuple[float, float]:
     means = []
     for each in (strategy, STOCK):
         model = adapter.make(Case(), each)
+        if each is not STOCK:
+            watch: Monitor = monitor(model)
         train(adapter, model, Case(steps=3))
         if each is not STOCK:
             invalidate(model)
             assert traffic(model)["gather"]["inter"] > 0
+            assert watch.step()["weights/inter/bytes"] > 0
+            watch.close()
         means.append(mean_loss(model, 9))
     return means[0], means[1]
 
