@@ -210,8 +210,11 @@ class StrategyUnit:
         replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
         outer = OuterStep(local_steps, self.ranks, self.traffic)
         share = None if replicas is None else NodeShare(replicas, self.traffic)
-        shards, trained = lambda: self.sharded.named_shards(), lambda: self.sharded.trained_names()
-        return Fragment(local_steps, outer, share, shards, trained, self.invalidate)
+        # Looked up anew, since an adapter sets what it has sharded after this.
+        shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
+        return Fragment(
+            local_steps, outer, share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
+        )
 
     @property
     def keeps_weights(self) -> bool:

@@ -88,10 +88,14 @@ def check_exchanges(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]
     Raises:
         NotImplementedError: It names a parameter that another parallelism has sharded, beside which copies lie.
     """
-    local_steps = strategy.local_steps
+    codec = None if strategy.local_steps is None else strategy.local_steps.codec
+    if codec is None or codec.block_numel:
+        return
     for name, parameter in parameters:
-        if isinstance(parameter, DTensor) and local_steps is not None and local_steps.codec is not None:
+        if isinstance(parameter, DTensor):
             raise NotImplementedError(
-                f"local_steps with codec={local_steps.codec} can't be combined with another parallelism, but {name} is "
-                "sharded already; use LocalSteps(codec=None)"
+                f"local_steps with codec={codec} can't be combined with another parallelism, but {name} is sharded "
+                "already: the codec's block_numel is 0, so all values depend on each other, and copies of a parameter "
+                "would be rounded as their neighbours on each rank demand; return the size of a block, or use "
+                "LocalSteps(codec=None)"
             )
