@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
 from .rank_layout import launched_node_size, node_size
@@ -82,13 +83,13 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
             )
 
 
-def check_exchanges(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if exchanges would round parameters of which another parallelism has copies, each rank in its own way.
 
     Raises:
         NotImplementedError: It names a parameter that another parallelism has sharded, beside which copies lie.
     """
-    codec = None if strategy.local_steps is None else strategy.local_steps.codec
+    codec = local_steps.codec
     if codec is None or codec.block_numel:
         return
     for name, parameter in parameters:

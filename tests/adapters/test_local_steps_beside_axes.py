@@ -14,7 +14,7 @@ from harness.covering import over_adapters
 from harness.pool import Pool
 from tensor_parallel_nets import TWO, copies_that_differ, trained
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
 
 STEPS = 9
 CODED = {
@@ -48,3 +48,16 @@ def test_copies_stay_equal_bit_for_bit(pool: Callable[[int], Pool], adapter: Ada
     losses, expected = coded[0][1], exact[0][1]
     assert losses == pytest.approx(expected, rel=2e-2)
     assert losses != expected
+
+
+class Whole(Int8):
+    """A codec that does not tell which values of a chunk depend on each other."""
+
+    block_numel = Codec.block_numel
+
+
+@over_adapters
+def test_a_codec_without_blocks_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    strategy = Strategy.diloco(local_steps=LocalSteps(2, codec=Whole(64)), **TWO)
+    with pytest.raises(Exception, match=r"up\.weight is sharded already: the codec's block_numel is 0"):
+        pool(8).run(outcome, adapter, strategy)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_zpp.adapters._torch_mesh import flattened
+from fsdp_zpp.adapters._torch_mesh import flattened, name_ranks
 from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh, read_hsdp_mesh
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
@@ -51,6 +51,8 @@ def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh
     has_one_dimension = mesh is None or getattr(mesh, "ndim", None) == 1
     group = mesh.get_group() if mesh is not None and has_one_dimension else dist.group.WORLD
     assert group is not None
+    if isinstance(mesh, DeviceMesh) and has_one_dimension:
+        name_ranks(group, mesh)
     return DataParallelMesh(strategy, mesh, group, has_one_dimension)
 
 

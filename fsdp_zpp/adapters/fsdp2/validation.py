@@ -51,7 +51,8 @@ def check_arguments(
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
     check_dtypes(own, "pass others in ignored_params")
-    check_exchanges(strategy, own)
+    if strategy.local_steps is not None:
+        check_exchanges(strategy.local_steps, own)
     return layout
 
 
