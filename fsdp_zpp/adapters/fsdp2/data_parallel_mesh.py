@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +69,18 @@ def _read_spmd_mesh(
         return strategy, mesh
     arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
     return read
+
+
+def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
+    """Return the last of the dimensions ``names`` of an SPMD mesh, along which the ranks of a node lie.
+
+    It is None if nodes end within a dimension.
+    """
+    dims = mesh.mesh_dim_names or ()
+    for first in range(len(names), -1, -1):
+        if math.prod(mesh.size(dims.index(name)) for name in names[first:]) == gpus_per_node:
+            return names[first:]
+    return None
 
 
 def data_parallel_names(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:

@@ -63,10 +63,11 @@ def distance_to_stock(strategy: Strategy, dims: dict[str, Any]) -> float:
     stock, _ = trained(fsdp.fully_shard, shard=("replicate", "shard"))
     weights, net = trained(ours, **dims)
     assert traffic(net)["reduce"]["inter"] > 0
+    assert strategy.optimizer == "G" or traffic(net)["gather"]["inter"] == 0
     return max(float((weight - expected).abs().max()) for weight, expected in zip(weights, stock, strict=True))
 
 
-@pytest.mark.parametrize("levels", ["GGG", "IGG", "NNG"])
+@pytest.mark.parametrize("levels", ["GGG", "IGG", "NNG", "III", "IIG", "INI", "NNN"])
 @pytest.mark.parametrize(
     "dims",
     [{"shard": ("replicate", "shard")}, {"shard": "shard", "replicate": "replicate"}],
@@ -82,6 +83,18 @@ def test_all_data_parallel_dimensions_are_sharded_over(
     assert max(pool(8).run(distance_to_stock, Strategy(levels, gpus_per_node=2), dims)) <= 1e-6
 
 
-def test_a_part_of_the_data_parallel_ranks_is_refused(pool: Callable[[int], Pool]) -> None:
-    with pytest.raises(Exception, match="dp_mesh_dims can't be combined with 'III'"):
-        pool(8).run(distance_to_stock, Strategy("III", gpus_per_node=2), {"shard": ("replicate", "shard")})
+def sharded_on_one_dimension(levels: str) -> None:
+    """In a worker: shard inside nodes of two where data parallelism has one dimension of four."""
+    mesh = init_device_mesh(device_type(), (4, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Linear(16, 32).to(models.device())
+    for name, parameter in list(net.named_parameters()):
+        placed = distribute_tensor(parameter.detach(), mesh, [Replicate(), Shard(0)])
+        setattr(net, name, nn.Parameter(placed))
+    strategy = Strategy(levels, gpus_per_node=2)
+    fully_shard(net, strategy=strategy, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
+
+
+def test_nodes_that_are_no_dimension_are_refused(pool: Callable[[int], Pool]) -> None:
+    with pytest.raises(Exception, match="'III' shards inside nodes of 2 ranks, which are no data-parallel dimensions"):
+        pool(8).run(sharded_on_one_dimension, "III")
+    pool(8).run(sharded_on_one_dimension, "NNN")
