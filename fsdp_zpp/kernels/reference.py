@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .nf4 import LEVELS
 from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE, PayloadLayout
 
 
@@ -100,6 +101,24 @@ def dequantize_rows(
     """See ``kernels.dequantize_rows``."""
     in_order = dequantize_sum(1, numel, chunks, 1, layout, dtype)
     return lambda payload, out: in_order(payload, out, 1.0)
+
+
+def dequantize_nf4_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """See ``kernels.dequantize_nf4_rows``."""
+
+    def call(payload: Tensor, out: Tensor) -> None:
+        if numel == 0:  # torch views no rows without bytes as floats
+            return
+        levels = torch.tensor(LEVELS, device=payload.device)
+        packed = layout.codes(payload, numel)
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).int()  # the first value of a byte is its high nibble
+        blocks = (chunks, layout.blocks(numel), layout.block)
+        scales = layout.scales(payload, numel).unsqueeze(-1)
+        out.view(blocks).copy_(levels[codes.view(blocks)].mul_(scales))
+
+    return call
 
 
 def _encode_with_feedback(
