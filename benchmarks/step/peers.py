@@ -162,7 +162,7 @@ class MegatronHFSDP(Training):
 
 
 class BitsandbytesQLoRA(Training):
-    """QLoRA as it is run on several GPUs today: PEFT's adapters on ``Linear4bit``, sharded layer by layer by fully_shard.
+    """QLoRA as it is run today: PEFT's adapters on ``Linear4bit``, sharded layer by layer by torch's fully_shard.
 
     Codes are stored as bf16, which FSDP can shard; scales stay whole on every rank. The head stays in bf16, as
     transformers leaves it.

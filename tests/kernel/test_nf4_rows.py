@@ -36,9 +36,7 @@ def by_bitsandbytes(rows: Tensor, numel: int, block: int, dtype: torch.dtype) ->
 
 
 @over_pairs(shape=SHAPES, dtype=DTYPES, chunks=[1, 3])
-def test_as_bitsandbytes_decodes(
-    device: torch.device, chunks: int, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_as_bitsandbytes_decodes(device: torch.device, chunks: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     block, numel = shape
     rows = apart(chunks, numel, block, device)
     out = torch.empty(chunks * numel, dtype=dtype, device=device)
@@ -47,9 +45,7 @@ def test_as_bitsandbytes_decodes(
 
 
 @over_pairs(shape=SHAPES, dtype=DTYPES, chunks=[1, 3])
-def test_triton_equals_reference(
-    device: torch.device, chunks: int, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_triton_equals_reference(device: torch.device, chunks: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     block, numel = shape
     rows = apart(chunks, numel, block, torch.device("cpu"))
     expected = torch.empty(chunks * numel)
