@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -146,23 +146,28 @@ class StrategyUnit:
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
-        self.ranks = ranks
-        # On one node there is nothing to exchange.
-        local_steps = None if ranks.inter is None else strategy.local_steps
-        self.mesh = ranks if local_steps is None else ranks.own_node()
-        self.resolved = strategy.resolve(ranks.topology)
-        self.scopes = self.resolved.scopes
         self.traffic = Traffic()
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
         self.packed = self._in_place_of_torch = self.stock = False
-        self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.patterns: tuple[str, ...] = ()
+        self.local_training: LocalTraining | None = None
+        self._communicate_over(ranks)
+
+    def _communicate_over(self, ranks: ProcessMesh) -> None:
+        # On one node there is nothing to exchange.
+        local_steps = None if ranks.inter is None else self.strategy.local_steps
+        self.ranks = ranks
+        self.mesh = ranks if local_steps is None else ranks.own_node()
+        self.resolved = self.strategy.resolve(ranks.topology)
+        if self.packed:
+            self.resolved = replace(self.resolved, weights=None)
+        self.scopes = self.resolved.scopes
+        self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
-        self.local_training: LocalTraining | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
 
     def _make_gather(self) -> WeightGather | None:
@@ -185,9 +190,7 @@ class StrategyUnit:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        self.resolved = replace(self.resolved, weights=None)
-        self.gather = self._make_gather()
-        self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
+        self._communicate_over(as_launched(self.ranks))  # packed values are a frozen base: see [Note: Links]
 
     def _make_reduce(self) -> GradientReduce | None:
         intra, inter = self.resolved.gradient_codecs

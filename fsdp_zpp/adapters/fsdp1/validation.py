@@ -19,7 +19,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
-from fsdp_zpp.runtime.rank_layout import RankLayout
+from fsdp_zpp.runtime.rank_layout import RankLayout, ask_machine
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
@@ -55,6 +55,7 @@ def check_arguments(
         )
     assert group is not None
     by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
+    ask_machine(by, group, compute_device(group, arguments["device_id"]))
     return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
 
 

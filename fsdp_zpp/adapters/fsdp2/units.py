@@ -17,7 +17,7 @@ from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for
 from fsdp_zpp.runtime.packed_weights import packed
-from fsdp_zpp.runtime.rank_layout import RankLayout
+from fsdp_zpp.runtime.rank_layout import RankLayout, ask_machine
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from .parts import Part
@@ -42,6 +42,8 @@ def make_unit(
     """
     over, arguments = part.over, part.arguments
     strategy, group = over.strategy, over.group
+    if over.compared and isinstance(strategy, Strategy):  # else only errors are left
+        ask_machine(strategy, group)
     layout = agree(group if over.compared else None, lambda: check_arguments(part.own, strategy, group, arguments))
     unit = _unit_for(strategy, layout, arguments)
     policy = arguments.get("mp_policy")
