@@ -175,9 +175,9 @@ class Strategy:
 
     @property
     def follows_links(self) -> bool:
-        """Return whether the links of a machine may decide what a node is; see [Note: Links] in resolve.py."""
+        """Return whether the machine's links decide what a node is, if it is not named; [Note: Links] in resolve.py."""
         encodes = self.weights is not None or (self.gradients is not None and not self.keeps_secondary)
-        return self.gpus_per_node is None and self.optimizer == "G" and encodes
+        return self.optimizer == "G" and encodes
 
     @classmethod
     def zeropp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:

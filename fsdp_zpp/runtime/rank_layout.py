@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from fsdp_zpp.collectives.links import find_links, known_links
+from fsdp_zpp.collectives.links import known_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, mesh_on, topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -34,28 +33,18 @@ class RankLayout:
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
         """Return the layout of ``group``, without communication; raise what :func:`topology_of` raises.
 
-        Links count if :func:`ask_machine` was called before.
+        Links count if they were found before: see :func:`find_links`.
         """
         topology = topology_of(group, node_size(strategy, group))
-        if strategy.follows_links and (joined := joined_by_links(group)) is not None:
-            return cls(group, joined, stock=False, by_links=True)
+        if strategy.gpus_per_node is None and strategy.follows_links:
+            joined = joined_by_links(group)
+            if joined is not None:
+                return cls(group, joined, stock=False, by_links=True)
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
 
     def mesh(self) -> ProcessMesh:
         """Return the mesh of the ranks. Collective over them at the first call for each layout."""
         return mesh_on(self.group, self.topology, by_links=self.by_links)
-
-
-def ask_machine(strategy: Strategy, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-    """Find the links of ``group`` if ``strategy`` does not say what a node is. Collective at the first such call.
-
-    Args:
-        strategy: The strategy, the same on all ranks.
-        group: The ranks.
-        device: This rank's GPU; see :func:`find_links`.
-    """
-    if strategy.gpus_per_node is None:
-        find_links(group, device)
 
 
 def joined_by_links(group: dist.ProcessGroup) -> Topology | None:

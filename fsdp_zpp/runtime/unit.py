@@ -146,28 +146,23 @@ class StrategyUnit:
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
+        self.ranks = ranks
+        # On one node there is nothing to exchange.
+        local_steps = None if ranks.inter is None else strategy.local_steps
+        self.mesh = ranks if local_steps is None else ranks.own_node()
+        self.resolved = strategy.resolve(ranks.topology)
+        self.scopes = self.resolved.scopes
         self.traffic = Traffic()
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
         self.packed = self._in_place_of_torch = self.stock = False
+        self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.patterns: tuple[str, ...] = ()
-        self.local_training: LocalTraining | None = None
-        self._communicate_over(ranks)
-
-    def _communicate_over(self, ranks: ProcessMesh) -> None:
-        # On one node there is nothing to exchange.
-        local_steps = None if ranks.inter is None else self.strategy.local_steps
-        self.ranks = ranks
-        self.mesh = ranks if local_steps is None else ranks.own_node()
-        self.resolved = self.strategy.resolve(ranks.topology)
-        if self.packed:
-            self.resolved = replace(self.resolved, weights=None)
-        self.scopes = self.resolved.scopes
-        self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
+        self.local_training: LocalTraining | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
 
     def _make_gather(self) -> WeightGather | None:
@@ -190,7 +185,13 @@ class StrategyUnit:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        self._communicate_over(as_launched(self.ranks))  # packed values are a frozen base: see [Note: Links]
+        if self.ranks.by_links:  # packed values are a frozen base: see [Note: Links] in resolve.py
+            self.ranks = self.mesh = as_launched(self.ranks)
+            self.resolved = self.strategy.resolve(self.ranks.topology)
+            self.scopes, self.reduce = self.resolved.scopes, self._make_reduce()
+        self.resolved = replace(self.resolved, weights=None)
+        self.gather = self._make_gather()
+        self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
 
     def _make_reduce(self) -> GradientReduce | None:
         intra, inter = self.resolved.gradient_codecs

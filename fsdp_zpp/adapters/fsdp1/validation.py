@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import compute_device
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
-from fsdp_zpp.runtime.rank_layout import RankLayout, ask_machine
+from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
@@ -55,7 +56,8 @@ def check_arguments(
         )
     assert group is not None
     by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
-    ask_machine(by, group, compute_device(group, arguments["device_id"]))
+    if by.gpus_per_node is None:
+        find_links(group, compute_device(group, arguments["device_id"]))
     return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
 
 
