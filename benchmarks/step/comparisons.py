@@ -148,6 +148,13 @@ STEP_TIME = {
         ("zeropp", *DELTAS, HSDP),
     ),
 }
+NO_NVLINK = {
+    "no-peer-to-peer": Comparison(
+        {"24 layers": "moe-2.6B-2x1-no-p2p", "12 layers": "moe-2.7B-2x1-no-p2p"},
+        (STEP, AGAINST_FSDP2, PEAK),
+        below="mixture of experts",
+    ),
+}
 LORA = {
     "lora": one("lora-6.7B-2x2", *USUAL, share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")),
     "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
@@ -161,4 +168,4 @@ LORA = {
     ),
     "lora-one-node": one("lora-6.7B-1x2-in-turn", STEP, PAIRED),
 }
-"""By the names of the tables in docs/results/step-time.md and lora.md."""
+"""By the names of the tables in docs/results/step-time.md, docs/guides/one-machine-without-nvlink.md and lora.md."""

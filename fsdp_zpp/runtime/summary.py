@@ -80,7 +80,7 @@ def summarize(
         encoded: The units whose weights are encoded. Default: all; others hold packed values.
         links: The links of the ranks, if they are known.
     """
-    no_gain = f"one node, {links}: no gain" if links is not None and not links.are_slow else _FAST_LINKS
+    no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
     exchanges: list[tuple[str, str | None]] = []
     if strategy.local_steps is not None:

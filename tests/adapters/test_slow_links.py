@@ -136,7 +136,7 @@ def nodes_and_line(adapter: Adapter, strategy: Strategy, sets: Sets, launched: i
             "WARNING",
             "among ranks 0, 2, ranks 1, 3 alone: the host counts as one node; order",
         ),
-        (Strategy.zeropp(), JOINED, "WARNING", "(one node, 4 GPUs with NVLink: no gain)"),
+        (Strategy.zeropp(), JOINED, "WARNING", "(one node, 4 GPUs with NVLink: no gain from codecs)"),
         (
             Strategy("III"),
             NONE,
