@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from expert_parallel import ExpertParallel
 from models import Task
 from peers import PEERS, peer
 from strategies import STRATEGIES
@@ -12,12 +13,12 @@ from training import Training
 
 def is_known(name: str) -> bool:
     """Return whether there is a contender of this name."""
-    return name.removeprefix("fsdp2:") in STRATEGIES or name in PEERS
+    return name.removeprefix("fsdp2:").removeprefix("ep2-") in STRATEGIES or name in PEERS
 
 
 def names() -> str:
     """Return all names, for help and errors."""
-    return ", ".join([*STRATEGIES, *PEERS])
+    return ", ".join([*STRATEGIES, *PEERS, "and ep2-... for experts spread over two ranks, under fsdp2:"])
 
 
 def training_under(task: Task, name: str) -> Training:
@@ -29,4 +30,6 @@ def training_under(task: Task, name: str) -> Training:
     if task.compile:
         # Graphs of earlier contenders would count toward the number that a function may have.
         torch._dynamo.reset()
-    return peer(task, name) if name in PEERS else TorchFSDP(task, name)
+    if name in PEERS:
+        return peer(task, name)
+    return ExpertParallel(task, name) if name.startswith("fsdp2:ep2-") else TorchFSDP(task, name)

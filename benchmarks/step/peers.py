@@ -16,7 +16,6 @@ from models import Task, base_of, prepare, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import Training
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp")
 
@@ -121,7 +120,8 @@ class MegatronHFSDP(Training):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
-        for index in range(len(layers := base_of(model).model.layers)):
+        layers = base_of(model).model.layers
+        for index in range(len(layers)):
             prepare(task, layers, index)
         self._model = fully_shard_model(
             model,
@@ -130,7 +130,9 @@ class MegatronHFSDP(Training):
             dp_outer_dim="outer",
             tp_dim="tensor",
             hybrid_fsdp_group=dist.group.WORLD,
-            fsdp_unit_modules=[LlamaDecoderLayer],
+            expt_device_mesh=mesh,  # parameters called experts have theirs, without expert parallelism, too
+            hybrid_fsdp_expt_group=dist.group.WORLD,
+            fsdp_unit_modules=[type(layers[0])],
             zero_dp_strategy="optim_grads_params",
             outer_dp_sharding_strategy="optim",
             device=task.place,

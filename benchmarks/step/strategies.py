@@ -18,6 +18,8 @@ STRATEGIES: dict[str, Any] = {
     "zeropp": Strategy.zeropp(),
     "zeropp-delta": Strategy.zeropp(weights=Int4Delta()),
     "zeropp-delta-IIG": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
+    "zeropp-alone": Strategy.zeropp(gpus_per_node=1),
+    "zeropp-delta-alone": Strategy.zeropp(weights=Int4Delta(), gpus_per_node=1),
     "loco": Strategy.loco(),
     "loco-int8": Strategy.loco(error_feedback=LoCo(dtype=Int8(256))),
     "loco-both": Strategy.loco(error_feedback=LoCo(hops="both", dtype=Int8(256))),
@@ -31,6 +33,8 @@ STRATEGIES: dict[str, Any] = {
     **{f"once-zeropp{base}": Strategy.zeropp() for base in ("", "-int4", "-nf4")},
 }
 """For FullyShardedDataParallel, and with ``fsdp2:`` before the name for fully_shard.
+
+``...-alone``: each GPU counts as a node, wherever it is.
 
 ``once-...``: the model is wrapped once, not layer by layer, on a base in int8, or with ``-int4`` and ``-nf4`` in 4
 bits; all adapters are one unit.
