@@ -174,9 +174,10 @@ STEP_TIME = {
 }
 NO_NVLINK = {
     "no-peer-to-peer": Comparison(
-        {"24 layers": "moe-2.6B-2x1-no-p2p", "12 layers": "moe-2.7B-2x1-no-p2p"},
+        NO_PEER_TO_PEER | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
         (STEP, AGAINST_FSDP2, PEAK),
-        below="mixture of experts",
+        ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
+        below="model, GPUs",
     ),
 }
 LORA = {

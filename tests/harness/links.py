@@ -31,11 +31,11 @@ def reports_of(world: int, sets: Sets) -> list[GpuReport]:
 
 
 @contextmanager
-def machine(sets: Sets) -> Iterator[None]:
-    """In a worker: NVLink joins GPUs in these sets; nothing is known of groups from before."""
+def machine(sets: Sets | None) -> Iterator[None]:
+    """In a worker: NVLink joins GPUs in these sets, or nothing is known; nor is it of groups from before."""
 
     def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
-        return reports_of(dist.get_world_size(), sets)[dist.get_rank()]
+        return GpuReport(None) if sets is None else reports_of(dist.get_world_size(), sets)[dist.get_rank()]
 
     with (
         patch.object(links, "own_report", own_report),
