@@ -172,6 +172,14 @@ STEP_TIME = {
         ("zeropp", *DELTAS, HSDP),
     ),
 }
+NO_NVLINK = {
+    "no-peer-to-peer": Comparison(
+        NO_PEER_TO_PEER | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
+        (STEP, AGAINST_FSDP2, PEAK),
+        ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
+        below="model, GPUs",
+    ),
+}
 LORA = {
     "lora": one("lora-6.7B-2x2", *USUAL, share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")),
     "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
@@ -186,4 +194,4 @@ LORA = {
     ),
     "lora-one-node": one("lora-6.7B-1x2-in-turn", STEP, PAIRED),
 }
-"""By the names of the tables in docs/results/step-time.md and lora.md."""
+"""By the names of the tables in docs/results/step-time.md, docs/guides/one-machine-without-nvlink.md and lora.md."""

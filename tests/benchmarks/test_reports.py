@@ -47,8 +47,8 @@ def test_pages_and_figures_show_what_the_results_say(folder: str) -> None:
 def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     for folder in ("common", "step"):
         shutil.copytree(BENCHMARKS / folder, tmp_path / "benchmarks" / folder)
-    shutil.copytree(DOCS / "results", tmp_path / "docs/results")
-    shutil.copytree(DOCS / "figures", tmp_path / "docs/figures")
+    for folder in ("results", "guides", "figures"):
+        shutil.copytree(DOCS / folder, tmp_path / "docs" / folder)
     readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
     shutil.copy(DOCS.parent / "README.md", readme)
     result = tmp_path / "benchmarks/step/results/1.35B-2x2-eager.json"

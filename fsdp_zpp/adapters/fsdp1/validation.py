@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_zpp.adapters._torch_mesh import name_ranks
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import compute_device
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
@@ -56,6 +57,8 @@ def check_arguments(
         )
     assert group is not None
     by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
+    if by.gpus_per_node is None:
+        find_links(group, compute_device(group, arguments["device_id"]))
     return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
 
 

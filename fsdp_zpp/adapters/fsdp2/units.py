@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_zpp.adapters._torch_mesh import flattened, mesh_over
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import default_device_type
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for
@@ -44,6 +45,8 @@ def make_unit(
     """
     over, arguments = part.over, part.arguments
     strategy, group = over.strategy, over.group
+    if over.compared and isinstance(strategy, Strategy) and strategy.gpus_per_node is None:
+        find_links(group)
     layout = agree(group if over.compared else None, lambda: check_arguments(part.own, strategy, group, arguments))
     unit = _unit_for(part, layout)
     policy = arguments.get("mp_policy")
