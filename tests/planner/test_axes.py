@@ -18,7 +18,7 @@ from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.planner.memory import Memory
 from fsdp_zpp.planner.model_config import LayerShape, Routing
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
-from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.planner.json_report import plan_to_json
 from fsdp_zpp.planner.volume import Volume
 
 GBPS = {"inter_gbps": 100, "intra_gbps": 2400}

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_zpp import Int4, Int8, LoCo, plan
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.planner.json_report import plan_to_json
 
 CLUSTER = "--nodes 16 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
 JOB = ["--params", "70e9", *CLUSTER, "--micro-batches", "10", "--gpu-memory", "80"]

@@ -10,7 +10,7 @@ from harness.strategies import FOURTEEN, PARO
 
 from fsdp_zpp import Int8, LocalSteps, LoCo, plan
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.planner.json_report import plan_to_json
 
 LETTERS = "NNN NNI NII INI III".split()
 CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
