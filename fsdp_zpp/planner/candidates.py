@@ -39,8 +39,9 @@ class Candidate:
 def lettered(codecs: Strategy, cluster: Cluster, local_steps: LocalSteps | None) -> list[Candidate]:
     """Return the 14 letters under the codecs of a strategy, then those of them that can have local steps."""
     strategies = [with_levels(codecs, levels) for levels in LEGAL_LEVELS]
-    if local_steps is not None and cluster.nodes > 1:
-        strategies += [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
+    if local_steps is not None:
+        local = [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
+        strategies += local if cluster.nodes > 1 else []
     return [Candidate(strategy) for strategy in strategies]
 
 

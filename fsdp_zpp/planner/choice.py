@@ -16,7 +16,7 @@ from .estimate import Estimate
 from .table import listed, seconds
 
 TOLERANCE = 0.03
-"""Times within this fraction of the least count as equal: predictions are no better."""
+"""Times within this fraction of the shortest step count as equal: predictions are no better."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
@@ -61,8 +61,8 @@ def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
 
 
 def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list[Estimate]:
-    """Return the estimates with the least cost, within :data:`TOLERANCE`."""
-    bound = min(map(cost, estimates)) * (1 + TOLERANCE)
+    """Return the estimates with the least cost, in seconds, within :data:`TOLERANCE`."""
+    bound = min(map(cost, estimates)) + TOLERANCE * min(estimate.time.total for estimate in estimates)
     return [estimate for estimate in estimates if cost(estimate) <= bound]
 
 

@@ -136,7 +136,7 @@ def format_plan(plan: Plan) -> str:
         lines.insert(len(_HEADER) + first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
     lines.insert(len(_HEADER), rule)
     more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
-    verdict = [plan.reason] if plan.choice is None else [plan.reason, f"    {plan.choice.paste}"]
+    verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
     by_axis = table_of_axes(ranked[0], plan.activations, plan.cluster) if plan.has_axes else []
     return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", *by_axis, *_legend(plan), *plan.notes])
 

@@ -63,7 +63,8 @@ def step_time(
     The GPUs of a node share its network, which therefore sends gpus_per_node * volume.inter bytes at inter_gbps. Tensor
     parallelism and a pipeline divide the computation; bubbles of the pipeline are left out.
     """
-    encodes = resolved.weights is not None or resolved.gradient_codecs != (None, None)
+    # Beside a quantized base, what is trained and encoded is a small part, in one unit if the model is wrapped once.
+    encodes = resolved.frozen is None and (resolved.weights, *resolved.gradient_codecs) != (None, None, None)
     launches = size.count * work.micro_batches / axes.pp
     return StepTime(
         inter=_seconds(cluster.gpus_per_node * volume.inter, cluster.inter_gbps),
