@@ -29,11 +29,13 @@ class Candidate:
         title: Name of a preset, with what is different from its defaults, or of torch's strategy; None has letters
             alone.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
+        coarser: Whether the base is coarser than the preset's, and takes longer to decode: to fit, or to send less.
     """
 
     strategy: Strategy
     title: str | None = None
     torch: str | None = None
+    coarser: bool = False
 
 
 def lettered(codecs: Strategy, cluster: Cluster, local_steps: LocalSteps | None) -> list[Candidate]:
@@ -92,11 +94,11 @@ def _with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
 
 
 def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec]) -> Iterator[Candidate]:
-    for codec in codecs:
+    for index, codec in enumerate(codecs):
         name = "mixzpp" if codec == Int8(256) else f"mixzpp {codec}"
-        yield Candidate(Strategy.mixzpp(frozen=codec), name)
+        yield Candidate(Strategy.mixzpp(frozen=codec), name, coarser=index > 0)
         if accumulates:
-            yield Candidate(Strategy.mixzpp(frozen=codec, levels="IIG"), f"{name} IIG")
+            yield Candidate(Strategy.mixzpp(frozen=codec, levels="IIG"), f"{name} IIG", coarser=index > 0)
 
 
 def _base_codecs() -> Iterator[Codec]:

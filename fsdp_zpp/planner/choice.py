@@ -2,7 +2,8 @@
 
 The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE` the one is chosen that
 communicates least over a slow network, since computation hides communication on paper better than in practice; of
-equals one with a name that people know, of torch's or a preset's; of those the smallest.
+equals one with a name that people know, torch's or a preset's, before presets with a coarser base; of those the
+smallest.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
     gains = all(estimate.strategy.local_steps is not None for estimate in _fastest(fitting))
     quiet = _quietest(_fastest(local if gains else in_step), slow_links)
     # Where letters coincide, the usual name wins: False sorts before True.
-    return min(quiet, key=lambda each: (each.title is None, each.memory.total, _goes_by_another_name(each)))
+    return min(quiet, key=lambda each: (*_fame(each), each.memory.total, _goes_by_another_name(each)))
 
 
 def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Estimate]]:
     """Return the estimates without local steps, and those with them."""
     in_step = [estimate for estimate in estimates if estimate.strategy.local_steps is None]
     return in_step, [estimate for estimate in estimates if estimate.strategy.local_steps is not None]
+
+
+def _fame(estimate: Estimate) -> tuple[bool, bool]:
+    """Return a key that sorts presets and torch's strategies first, and variations of presets behind them."""
+    return estimate.title is None, estimate.candidate is not None and estimate.candidate.coarser
 
 
 def _goes_by_another_name(estimate: Estimate) -> bool:
@@ -66,9 +72,7 @@ def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list
     return [estimate for estimate in estimates if cost(estimate) <= bound]
 
 
-def reason(
-    estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget, slow_links: bool
-) -> str:
+def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget, slow_links: bool) -> str:
     """Say in one sentence why ``choice`` is the choice, or why there is none."""
     if choice is None:
         smallest = min(estimates, key=lambda estimate: estimate.memory.total)
@@ -101,7 +105,7 @@ def _on_ties(choice: Estimate, alike: list[Estimate], slow_links: bool) -> str:
     fast = _fastest(alike)
     quiet = _quietest(fast, slow_links)
     louder = [each.name for each in fast if each not in quiet]
-    larger = [each.name for each in quiet if each.memory.total > choice.memory.total and (each.title is None) == (choice.title is None)]
+    larger = [each.name for each in quiet if each.memory.total > choice.memory.total and _fame(each) == _fame(choice)]
     said = ""
     if louder:
         said += f"; it communicates less than {listed(louder)}"

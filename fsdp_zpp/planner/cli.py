@@ -41,7 +41,8 @@ def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> Non
         usage="python -m fsdp_zpp plan [options]",
         formatter_class=formatter,
         help="memory, traffic and step time of torch's strategies, presets and all letters, and the choice",
-        description="Show memory, traffic and predicted step time of torch's strategies, presets and all 14 combinations of letters, and choose one.",
+        description="Show memory, traffic and predicted step time of torch's strategies, presets and all 14 "
+        "combinations of letters, and choose one.",
         epilog=f"Example: {EXAMPLE}. Exit status: 0 if a strategy fits, {NOTHING_FITS} if none does, 2 for errors.",
     )
     add_arguments(parser)

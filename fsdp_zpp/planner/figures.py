@@ -79,9 +79,8 @@ def _of_part(
         # Said explicitly, a node size would hold for the base, too.
         trained, base = _without_frozen(part.units), _without_trainable(part.units)
         over_machine = strategy.resolve(part.topology)
-        volumes, memories = zip(figures(trained, in_step), figures(base, over_machine), strict=True)
-        volume, memory = volumes[0] + volumes[1], memories[0] + memories[1]
-        return PartEstimate(strategy, topology, volume, memory)
+        (sent, kept), (sent_of_base, base_kept) = figures(trained, in_step), figures(base, over_machine)
+        return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept)
     volume, memory = figures(part.units, in_step)
     return PartEstimate(replace(strategy, gpus_per_node=topology.gpus_per_node), topology, volume, memory)
 

@@ -80,9 +80,7 @@ class Hardware:
             inter_gbps = network_named(self.net).gbps
         return Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps, bool(slow_links))
 
-    def work(
-        self, micro_batches: int, tokens: int | None, tflops: float | None, launch_ms: float | None
-    ) -> StepConfig:
+    def work(self, micro_batches: int, tokens: int | None, tflops: float | None, launch_ms: float | None) -> StepConfig:
         """Return the work of a step; numbers that are given override names."""
         if self.gpu is not None and tokens is not None:
             # Numbers say more than a name: who gives TFLOP/s may have measured them.
@@ -96,4 +94,3 @@ class Hardware:
         if gpu_memory is None and self.gpu is not None:
             gpu_memory = gpu_named(self.gpu).memory
         return MemoryBudget(gpu_memory, activations, reserve)
-

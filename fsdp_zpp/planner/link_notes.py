@@ -15,10 +15,11 @@ def notes_on_links(cluster: Cluster, rows: Sequence[Estimate]) -> list[str]:
     if not cluster.slow_links or cluster.gpus_per_node == 1:
         return []
     if cluster.nodes == 1:
-        return [
-            "Links inside the node are slow: each GPU counts as a node to strategies with codecs and optimizer scope G. A "
-            "quantized base stays sharded over the machine."
-        ]
+        note = (
+            "Links inside the node are slow: each GPU counts as a node to strategies with codecs and optimizer scope G."
+            " A quantized base stays sharded over the machine."
+        )
+        return [note]
     by_size = [[row for row in rows if row.fits and _splits(row) == splits] for splits in (False, True)]
     machine, gpu = (choose([row for row in of if row.torch is None], slow_links=True) for of in by_size)
     return [] if machine is None or gpu is None else [_recommendation(machine, gpu)]

@@ -1,4 +1,4 @@
-"""``plan``: figures of torch's strategies, of presets and of all 14 letters for one model and cluster, and the choice."""
+"""``plan``: torch's strategies, presets and all 14 letters for one model and cluster, and the choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.error_feedback import LoCo
-from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -21,8 +20,8 @@ from .config import Cluster, MemoryBudget, Precision, StepConfig
 from .figures import estimate_of
 from .hardware import Hardware
 from .levels import with_levels
-from .model_size import ModelSize, equal_units
 from .link_notes import notes_on_links
+from .model_size import ModelSize, equal_units
 from .notes import notes_on, notes_on_experts, notes_on_local_steps
 from .parts import parts_of
 from .report import Plan

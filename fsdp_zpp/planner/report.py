@@ -125,7 +125,7 @@ _LETTERS = 4
 
 def format_plan(plan: Plan) -> str:
     """Return a table (the choice first, then by speed, those that do not fit last), the reason, and a legend."""
-    ranked, left_out = _shown(plan)
+    ranked, left_out = shown_rows(plan)
     rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
     zeros = {_HEADER[1].index(name) for name in _columns_of_zeros(plan)}
     rows = [tuple(cell for column, cell in enumerate(row) if column not in zeros) for row in rows]
@@ -141,7 +141,7 @@ def format_plan(plan: Plan) -> str:
     return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", *by_axis, *_legend(plan), *plan.notes])
 
 
-def _shown(plan: Plan) -> tuple[list[Estimate], int]:
+def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
     """Return the rows to show in their order, and how many are left out."""
     ranked = sorted(
         plan.rows,

@@ -46,8 +46,8 @@ def choose_strategy(
         slow_links: Whether the links inside a node are slow, as in ``plan``. None concludes it from a measurement, if
             ``gpus_per_node`` is None, too: a node size that is given stays.
         **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
-            of hardware replace measurements. With experts on ranks of their own, the result is the strategy of the other
-            parameters; ``plan`` has both.
+            of hardware replace measurements. With experts on ranks of their own, the result is the strategy of the
+            other parameters; ``plan`` has both.
 
     Raises:
         ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.

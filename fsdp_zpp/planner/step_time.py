@@ -118,5 +118,3 @@ def _computation(size: ModelSize, work: StepConfig) -> float:
         return 0.0
     flops = (6 * size.active_trainable + 4 * size.active_frozen) * work.tokens * work.micro_batches
     return flops / (work.tflops * 1e12)
-
-

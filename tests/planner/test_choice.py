@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_zpp import Int4, Int8, plan
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.planner.config import GIB
 from fsdp_zpp.planner.choice import TOLERANCE
+from fsdp_zpp.planner.config import GIB
 from fsdp_zpp.planner.report import Plan
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, choose_strategy, plan
-from fsdp_zpp.planner.config import GIB, Cluster
 from fsdp_zpp.planner.choice import TOLERANCE
+from fsdp_zpp.planner.config import GIB, Cluster
 from fsdp_zpp.planner.step_time import StepTime, with_exchanges
 from fsdp_zpp.planner.volume import Volume
 

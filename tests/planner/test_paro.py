@@ -94,8 +94,7 @@ def test_a_small_model_gets_one_that_crosses_nodes_as_rarely_as_paros() -> None:
 
 def test_fine_tuning_shards_weights_inside_the_node() -> None:
     made = plan(65e9, trainable=0.003 * 65e9, units=80, **PARO)
-    # PaRO took ING. IGG takes 2.9 % more of the time, for gradients that cross nodes in all micro-batches, and the least
-    # memory.
+    # PaRO took ING. IGG takes 2.9 % longer, for gradients that cross nodes in all micro-batches, and the least memory.
     assert made.choice is made["IGG"]
     assert made["ING"].time.total < made["IIG"].time.total < made["ING"].time.total * 1.002
     assert made.choice.time.total < made["ING"].time.total * 1.03

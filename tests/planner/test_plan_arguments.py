@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from fsdp_zpp import Int4, Int8, LoCo, plan
-from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units, module_size
 from fsdp_zpp.planner.json_report import plan_to_json
+from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units, module_size
 
 CODECS = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
 ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}
