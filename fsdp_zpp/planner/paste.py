@@ -28,8 +28,9 @@ def line_of_torch(name: str) -> str:
 
 def _call(strategy: Strategy) -> tuple[str, set[str]]:
     """Return the shortest call that makes ``strategy``, and the names in it."""
-    # Of equally short calls the first is taken; that of a quantized base is MixZ++'s.
-    names = sorted(PRESETS, key=lambda name: name != "mixzpp") if strategy.frozen is not None else PRESETS
+    # Of equally short calls the first is taken: of a quantized base MixZ++'s, of local steps DiLoCo's.
+    first = {"mixzpp": strategy.frozen is not None, "diloco": strategy.local_steps is not None}
+    names = sorted(PRESETS, key=lambda name: not first.get(name, False))
     calls = [(f"Strategy.{name}", _differences(strategy, getattr(Strategy, name)())) for name in names]
     calls.append(("Strategy", {"levels": strategy.levels} | _differences(strategy, Strategy())))
     return _written(*min(calls, key=lambda call: len(call[1]) - (call[0] == "Strategy")))
