@@ -111,7 +111,8 @@ _LEGEND = """\
 weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.
 working: units that are gathered at a time, and a unit's gradient. total: with activations and reserve.
 out of node: sent by all GPUs of a node together. in node: sent by one GPU, to others of its node.
-communication: both, one after the other. step: the longer of communication and computation."""
+communication: both, one after the other. step: the longest of communication, computation
+and the CPU's launches."""
 
 _LOCAL_STEPS_LEGEND = """\
 outer: agreed weights and momentum of local steps. Bytes and times of exchanges are averaged over the steps, and
