@@ -33,7 +33,7 @@ from tables import comparison
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, plan, traffic
-from fsdp_zpp.planner.arguments import codec
+from fsdp_zpp.planner.argument_types import codec
 from fsdp_zpp.planner.model_size import module_size
 
 HOPS = ("inter", "intra")

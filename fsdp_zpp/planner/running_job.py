@@ -27,9 +27,12 @@ def choose_strategy(
     inter_gbps: float | None = None,
     intra_gbps: float | None = None,
     gpu_memory: float | None = None,
+    slow_links: bool | None = None,
     **options: Any,
 ) -> Strategy:
-    """Return the strategy that :func:`plan` predicts to be the fastest of those that fit.
+    """Return the strategy that :func:`plan` chooses; for one of torch's, that which does the same here.
+
+    Without codecs among the options, presets with their codecs are compared with torch's strategies.
 
     If a process group is initialized, all ranks must call this with the same arguments; they get the same strategy.
 
@@ -40,24 +43,33 @@ def choose_strategy(
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        **options: The other options of ``plan``: codecs, ``micro_batches``, ``tp``, ``activations``, ... With experts
-            on ranks of their own, the result is the strategy of the other parameters; ``plan`` has both.
+        slow_links: Whether the links inside a node are slow, as in ``plan``. None concludes it from a measurement, if
+            ``gpus_per_node`` is None, too: a node size that is given stays.
+        **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
+            of hardware replace measurements. With experts on ranks of their own, the result is the strategy of the
+            other parameters; ``plan`` has both.
 
     Raises:
         ValueError: If nothing fits, an argument is out of range, or one is missing and no process group is initialized.
         TypeError: If an argument has the wrong type.
     """
     group = dist.group.WORLD
+    asks_machine = gpus_per_node is None and slow_links is None
     size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
-    missing = (inter_gbps is None and nodes > 1) or (intra_gbps is None and gpus_per_node > 1)
+    unknown_inter = inter_gbps is None and nodes > 1 and options.get("net") is None
+    named = options.get("gpu") is not None or options.get("link") is not None
+    unknown_intra = intra_gbps is None and gpus_per_node > 1 and not named
+    measures = unknown_inter or unknown_intra
     facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    facts |= {"measured bandwidth": missing, "memory of the GPU": gpu_memory is None}  # each of them by a collective
+    facts |= {"measured bandwidth": measures, "memory of the GPU": gpu_memory is None}  # each of them by a collective
     check_agreement(group, "choose_strategy", facts)
-    if missing and group is not None:
+    if measures and group is not None:
         measured = measure_bandwidth(group, gpus_per_node)
-        inter_gbps = measured.inter_gbps if inter_gbps is None else inter_gbps
-        intra_gbps = measured.intra_gbps if intra_gbps is None else intra_gbps
-    on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+        inter_gbps = measured.inter_gbps if unknown_inter else inter_gbps
+        if unknown_intra:
+            intra_gbps = measured.intra_gbps
+            slow_links = measured.slow_links if asks_machine else slow_links
+    on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "slow_links": slow_links}
     on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
     on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
     agreed = agree(group, lambda: plan(size, **on, **options))
