@@ -7,10 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
+import throttle
 import torch
 import torch.distributed as dist
 
@@ -43,7 +42,7 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     """
     if not arguments.worker:
         if (gbps := getattr(arguments, "gbps", None)) is not None:
-            throttle(gbps)
+            os.environ |= throttle.per_process(gbps)
         slow = not getattr(arguments, "fast_network", False)
         command = [*sys.argv, "--worker"]
         run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, command, slow=slow, gpus=arguments.gpus)
@@ -62,14 +61,6 @@ def join(device: str) -> torch.device:
     torch.cuda.set_device(own)
     dist.init_process_group("nccl", device_id=own)
     return own
-
-
-def throttle(gbps: float) -> None:
-    """Limit each process started from now on to ``gbps`` Gbit/s sent by NCCL's sockets; see throttle.c."""
-    library = Path(tempfile.mkdtemp()) / "throttle.so"
-    source = Path(__file__).with_name("throttle.c")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    os.environ |= {"LD_PRELOAD": str(library), "THROTTLE_GBPS": str(gbps)}
 
 
 def command() -> list[str]:

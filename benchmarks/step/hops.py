@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from manifest import manifest
 
-from fsdp_zpp.collectives.hops import Hop, Kind, Level, Traffic, hop_over
+from fsdp_zpp.collectives.hops import Hop, Traffic, hop_over
+from fsdp_zpp.collectives.kinds import Kind, Level
 from fsdp_zpp.collectives.mesh import process_mesh
 
 WARMUP = 3

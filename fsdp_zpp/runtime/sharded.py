@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,6 +24,13 @@ class Sharded:
     def numel(self) -> int:
         """Return the number of values of the parameters, on all ranks together."""
         return 0
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients.
+
+        They are known after the first forward.
+        """
+        return torch.float32, torch.float32
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters, as an optimizer holds them."""

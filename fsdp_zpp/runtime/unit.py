@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,7 @@ from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
 from .fragment import Fragment
+from .full_shard import FullShardUnit
 from .sharded import Sharded
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Communicator(Protocol):
 
     def invalidate(self) -> None:
         """Declare the secondary shard stale."""
+
+    def full_shard_units(self, is_outermost: bool) -> Sequence[FullShardUnit] | None:
+        """Return what FULL_SHARD would communicate; None if torch sends something of this part itself, uncounted."""
 
 
 Checksums = Mapping[str, tuple[str, int]]
@@ -177,6 +181,18 @@ class StrategyUnit:
         if mesh.inter is None and not (mesh.intra is not None and replaces_one_hop):
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
+
+    def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit] | None:
+        """Return what FULL_SHARD would communicate of it; None if torch sends something itself, uncounted."""
+        if self.ranks.topology.world == 1:
+            return []
+        torch_gathers = self.gather is None and self.scopes.optimizer != "N"
+        if self.stock or torch_gathers or (self.reduce is not None and self.reduce.is_native):
+            return None
+        weights, gradients = self.sharded.wire_dtypes()
+        reduced = gradients.itemsize if self.sharded.is_trained() else 0
+        numel = self.sharded.numel()
+        return [FullShardUnit(numel, weights.itemsize, reduced, not is_outermost, self.ranks.topology)]
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
         """Gather the weights as they are, since they hold packed values; to be called before the unit is used.

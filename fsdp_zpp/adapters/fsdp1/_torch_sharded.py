@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -48,6 +49,14 @@ class ShardedInstance(Sharded):
         """Return the number of values of the parameters, without padding."""
         flat_param = self._flat_param
         return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients."""
+        handle = self._instance._handle
+        if handle is None:
+            return super().wire_dtypes()
+        weights = handle._fwd_bwd_param_dtype or handle._orig_param_dtype
+        return weights, handle._reduce_dtype or weights
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as an optimizer may hold them by now: original, or flat."""

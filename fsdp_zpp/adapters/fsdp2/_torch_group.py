@@ -239,6 +239,12 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Return the number of values of its parameters, on all ranks together."""
         return numel_of(self)
 
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights, those of a uniform group, and reduces them."""
+        first = self.fsdp_params[0]
+        weights = first.param_dtype or first.sharded_param.dtype
+        return weights, self._reduce_dtype or weights
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, as an optimizer holds them."""
         return [param.sharded_param for param in self.fsdp_params]

@@ -52,6 +52,7 @@ class StrategyParallelism(ParallelismConfig):
 
     Raises:
         TypeError: If ``strategy`` is neither a ``Strategy`` nor None.
+        ValueError: If it is None and there is to be a monitor.
     """
 
     strategy: Annotated[Strategy | None, _FLAG] = None
@@ -60,10 +61,15 @@ class StrategyParallelism(ParallelismConfig):
     '{"preset": "zeropp", "gpus_per_node": 8}'. None is torchtitan's own FSDP or HSDP.
     """
 
+    monitor: bool = False
+    """Log what the model communicates in each step, and how long it takes, among torchtitan's metrics."""
+
     def __post_init__(self) -> None:
         ParallelismConfig.__post_init__(self)  # super() does not work in a dataclass with slots
         if self.strategy is not None:
             _check_type(self.strategy)
+        elif self.monitor:
+            raise ValueError("parallelism.monitor measures what a strategy sends; set parallelism.strategy, too")
 
     def to_dict(self) -> dict[str, object]:
         """Return the whole section, in types that JSON has, since torchtitan logs it."""
