@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import result_files
 import torch
 import torch.distributed as dist
 import train
@@ -33,6 +32,7 @@ from tables import comparison
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, plan, traffic
+from fsdp_zpp.bench.result_file import write
 from fsdp_zpp.planner.arguments import codec
 from fsdp_zpp.planner.model_size import module_size
 
@@ -242,7 +242,7 @@ def report(rows: list[Row], options: argparse.Namespace, text: Text) -> None:
     lengths = {"training_bytes": len(text.training), "held_out_bytes": len(text.held_out)}
     folder = Path(options.output)
     made_by, ranks = manifest(command), dist.get_world_size()
-    result_files.write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
+    write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
     draw_losses(rows, folder / "loss.png")
     print(aligned(comparison(rows)))
     print("Bytes are what one rank sends in a step; FULL_SHARD's are counted, not measured: the fewest that do.")

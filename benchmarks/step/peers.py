@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task, base_of, prepare, whole
+from models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import Training
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fsdp_zpp.bench.models import base_of, layer_places, prepare
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.training import Training
 
 PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp")
 
@@ -121,7 +124,7 @@ class MegatronHFSDP(Training):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
-        for index in range(len(layers := base_of(model).model.layers)):
+        for layers, index in list(layer_places(model)):
             prepare(task, layers, index)
         self._model = fully_shard_model(
             model,

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from overlap import Interval, events_of, kernels, length, union
+from fsdp_zpp.bench.overlap import Interval, events_of, kernels, length, union
 
 BETWEEN, INSIDE, COMPUTATION = "between nodes", "inside the node", "computation"
 COLORS = {BETWEEN: "tab:red", INSIDE: "tab:blue", COMPUTATION: "tab:gray"}

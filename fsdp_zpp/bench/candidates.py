@@ -1,0 +1,73 @@
+"""Strategies that a run tries unless it is told which: torch's own, and those of fsdp_zpp that may pay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from importlib.util import find_spec
+from itertools import islice
+
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.planner.estimate import Estimate
+
+from .contenders import BASES, FULL_SHARD, HSDP
+from .fitting import Planner
+
+_PLANNED = 2
+"""How many of the planner's first strategies are tried for each size of a node."""
+_SLOW_GBPS = 500
+"""Gbit/s of a rank inside its node below which its links are not NVLink, so that each GPU may count as a node."""
+
+
+def candidates(planner: Planner, frozen: str | None) -> list[str]:
+    """Return the names of strategies to try, the plainest first.
+
+    Args:
+        planner: Planner of the run.
+        frozen: Word for the codec of a frozen base; None tries all that can be made here.
+    """
+    nodes = planner.links.nodes
+    torchs = [FULL_SHARD, HSDP] if nodes > 1 else [FULL_SHARD]
+    ours = _for_adapters(frozen) if planner.task.lora else _for_full_training(planner)
+    return list(dict.fromkeys([*torchs, *ours]))
+
+
+def _for_adapters(frozen: str | None) -> Iterator[str]:
+    """Yield strategies on a quantized base: whole on each rank, and sharded."""
+    bases = [frozen] if frozen else [base for base in BASES if base != "nf4" or find_spec("bitsandbytes")]
+    for name in ("once-zeropp", "mixzpp"):
+        for base in bases:
+            yield name if base == "int8" else f"{name}-{base}"
+
+
+def _for_full_training(planner: Planner) -> Iterator[str]:
+    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first."""
+    accumulates = planner.task.micro_batches > 1
+    for gpus_per_node in _node_sizes(planner):
+        at = "" if gpus_per_node == planner.links.gpus_per_node else f"@{gpus_per_node}"
+        names = ["zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ())]
+        estimates = planner.best(gpus_per_node, weights=Int8(256), gradients=Int4(128))
+        others = _beside(("IGG", "IIG") if accumulates else ("IGG",), estimates)
+        names += [f"zeropp-{levels}" for levels in islice(others, _PLANNED)]
+        yield from (f"{name}{at}" for name in (*names, "zeropp-GGG"))
+
+
+def _beside(tried: Collection[str], estimates: Sequence[Estimate]) -> Iterator[str]:
+    """Yield the letters of estimates that are not ``tried`` under other letters: on nodes of one, I is N."""
+    scopes = {one.levels: one.strategy.resolve(one.topology).scopes for one in estimates}
+    known = {scopes[levels] for levels in tried if levels in scopes}
+    for levels, own in scopes.items():
+        if own not in known:
+            known.add(own)
+            yield levels
+
+
+def _node_sizes(planner: Planner) -> Iterator[int]:
+    """Yield the numbers of GPUs that may count as a node: those of the machine, and 1 where that may pay.
+
+    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node.
+    """
+    links = planner.links
+    if links.nodes > 1:
+        yield links.gpus_per_node
+    if links.gpus_per_node > 1 and (links.nodes == 1 or (links.intra and links.intra.gbps < _SLOW_GBPS)):
+        yield 1
