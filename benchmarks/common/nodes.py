@@ -73,10 +73,16 @@ def environment() -> dict[str, str]:
 
 
 def run_on_emulated_nodes(
-    nodes: int, gpus_per_node: int, command: list[str], port: int = 29511, slow: bool = True, gpus: int | None = None
+    nodes: int,
+    gpus_per_node: int,
+    command: list[str],
+    port: int = int(os.environ.get("MASTER_PORT", "29511")),
+    slow: bool = True,
+    gpus: int | None = None,
 ) -> None:
     """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
 
+    ``CUDA_VISIBLE_DEVICES`` and ``MASTER_PORT`` are honoured, so that two runs fit on one host.
     ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated. Nodes that share
     GPUs also share their speed, so the strategy that computes longest loses most; they need NVIDIA's MPS
     (``nvidia-cuda-mps-control -d``), or kernels that wait for other ranks hold up those they wait for.
@@ -94,6 +100,7 @@ def run_on_emulated_nodes(
         RuntimeError: If any node fails; the others are ended.
     """
     gpus = nodes * gpus_per_node if gpus is None else gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     if gpus < gpus_per_node or (gpus < nodes * gpus_per_node and not slow):
         raise ValueError(
             f"{nodes} nodes of {gpus_per_node} on {gpus} GPUs: ranks of one host need GPUs of their own, as NCCL has it"
@@ -102,7 +109,7 @@ def run_on_emulated_nodes(
     for node in range(nodes):
         variables = dict(os.environ)
         first = node * gpus_per_node
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + gpu) % gpus) for gpu in range(gpus_per_node))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(first + gpu) % gpus] for gpu in range(gpus_per_node))
         if nodes > 1 and slow:
             variables |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         variables.setdefault("OMP_NUM_THREADS", "4")

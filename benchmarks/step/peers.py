@@ -15,7 +15,6 @@ import torch.distributed as dist
 from models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_zpp.bench.models import base_of, layer_places, prepare
 from fsdp_zpp.bench.task import Task
@@ -124,6 +123,7 @@ class MegatronHFSDP(Training):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
+        layer = type(base_of(model).model.layers[0])
         for layers, index in list(layer_places(model)):
             prepare(task, layers, index)
         self._model = fully_shard_model(
@@ -133,7 +133,9 @@ class MegatronHFSDP(Training):
             dp_outer_dim="outer",
             tp_dim="tensor",
             hybrid_fsdp_group=dist.group.WORLD,
-            fsdp_unit_modules=[LlamaDecoderLayer],
+            expt_device_mesh=mesh,  # parameters called experts have theirs, without expert parallelism, too
+            hybrid_fsdp_expt_group=dist.group.WORLD,
+            fsdp_unit_modules=[layer],
             zero_dp_strategy="optim_grads_params",
             outer_dp_sharding_strategy="optim",
             device=task.place,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_zpp.planner.config import whole
 
-from .contenders import BASES, NAMES, Contender, contender
+from .contenders import ALONE, BASES, NAMES_ON_NODES, Contender, contender
 
 _AT_LEAST = {
     "lora": 1,
@@ -76,7 +76,8 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
         "--strategies",
         metavar="NAMES",
         help="the only strategies to try, several by commas, with fsdp1: in front under FullyShardedDataParallel: "
-        f"{', '.join(NAMES)}; with @1 behind, each GPU counts as a node (default: those that may pay)",
+        f"{', '.join(NAMES_ON_NODES)}; with {ALONE} behind those that are not torch's, each GPU counts as a node "
+        "(default: those that may pay)",
     )
     add("--steps", type=float, default=8, metavar="N", help="timed steps of each strategy (default: 8)")
     add("--warmup", type=float, default=3, metavar="N", help="steps before them (default: 3)")

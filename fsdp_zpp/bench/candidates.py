@@ -9,13 +9,13 @@ from itertools import islice
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.planner.estimate import Estimate
 
-from .contenders import BASES, FULL_SHARD, HSDP
+from .contenders import ALONE, BASES, FULL_SHARD, HSDP
 from .fitting import Planner
 
 _PLANNED = 2
 """How many of the planner's first strategies are tried for each size of a node."""
 _SLOW_GBPS = 500
-"""Gbit/s of a rank inside its node below which its links are not NVLink, so that each GPU may count as a node."""
+"""Gbit/s of a rank inside its node below which its links are not NVLink."""
 
 
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
@@ -40,15 +40,29 @@ def _for_adapters(frozen: str | None) -> Iterator[str]:
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:
-    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first."""
+    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first.
+
+    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node. With several
+    nodes, that may pay where links inside them are slow, too.
+    """
+    links = planner.links
+    if links.nodes > 1:
+        yield from _on_nodes(planner, links.gpus_per_node)
+    if links.gpus_per_node == 1 or links.intra is None:
+        return
+    if links.nodes == 1:
+        yield from (f"{name}{ALONE}" for name in _on_nodes(planner, 1))
+    elif links.intra.gbps < _SLOW_GBPS:
+        yield from (f"zeropp{ALONE}", f"zeropp-delta{ALONE}")
+
+
+def _on_nodes(planner: Planner, gpus_per_node: int) -> Iterator[str]:
     accumulates = planner.task.micro_batches > 1
-    for gpus_per_node in _node_sizes(planner):
-        at = "" if gpus_per_node == planner.links.gpus_per_node else f"@{gpus_per_node}"
-        names = ["zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ())]
-        estimates = planner.best(gpus_per_node, weights=Int8(256), gradients=Int4(128))
-        others = _beside(("IGG", "IIG") if accumulates else ("IGG",), estimates)
-        names += [f"zeropp-{levels}" for levels in islice(others, _PLANNED)]
-        yield from (f"{name}{at}" for name in (*names, "zeropp-GGG"))
+    yield from ("zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ()))
+    estimates = planner.best(gpus_per_node, weights=Int8(256), gradients=Int4(128))
+    others = _beside(("IGG", "IIG") if accumulates else ("IGG",), estimates)
+    yield from (f"zeropp-{levels}" for levels in islice(others, _PLANNED))
+    yield "zeropp-GGG"  # which needs the least memory
 
 
 def _beside(tried: Collection[str], estimates: Sequence[Estimate]) -> Iterator[str]:
@@ -59,15 +73,3 @@ def _beside(tried: Collection[str], estimates: Sequence[Estimate]) -> Iterator[s
         if own not in known:
             known.add(own)
             yield levels
-
-
-def _node_sizes(planner: Planner) -> Iterator[int]:
-    """Yield the numbers of GPUs that may count as a node: those of the machine, and 1 where that may pay.
-
-    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node.
-    """
-    links = planner.links
-    if links.nodes > 1:
-        yield links.gpus_per_node
-    if links.gpus_per_node > 1 and (links.nodes == 1 or (links.intra and links.intra.gbps < _SLOW_GBPS)):
-        yield 1

@@ -43,7 +43,7 @@ def add_bench(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Measure, report and return the exit status. Rank 0 alone reports."""
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("fsdp_zpp").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
+    logging.getLogger(__package__).setLevel(logging.INFO)
     try:
         check(arguments)
         config = load_config(arguments.model)

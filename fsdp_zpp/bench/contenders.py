@@ -115,16 +115,23 @@ _ON_A_BASE: dict[str, tuple[str, dict[str, Any]]] = {
     "once-NNN": ("", {"levels": "NNN"}),
     "once-zeropp": ("zeropp", {}),
 }
-NAMES = (*_PRESETS, *_ON_A_BASE, *(f"{name}-{base}" for name in ("once-zeropp", "mixzpp") for base in ("int4", "nf4")))
+NAMES_ON_NODES = (
+    *_PRESETS,
+    *_ON_A_BASE,
+    *(f"{name}-{base}" for name in ("once-zeropp", "mixzpp") for base in ("int4", "nf4")),
+)
+ALONE = "-alone"
+NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
 """All names. ``once-...``: the model is wrapped once, not layer by layer, on a whole base in int8, or with ``-int4``
-and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer, and the base is sharded."""
+and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer, and the base is sharded. ``...-alone``: each GPU counts as a node,
+wherever it is."""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:
     """Return the contender of a name.
 
     Args:
-        name: One of :data:`NAMES`, with ``@N`` behind it for nodes of N GPUs.
+        name: One of :data:`NAMES`.
         fsdp2: Whether ``fully_shard`` shards it, or ``FullyShardedDataParallel``.
         called: Its name in a result; by default, ``name``.
 
@@ -132,14 +139,13 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
         ValueError: If there is none of this name.
         ModuleNotFoundError: If its codec needs a package that is not installed.
     """
-    own, at, nodes_of = name.partition("@")
-    if own not in NAMES or (at and (not nodes_of.isdecimal() or int(nodes_of) < 1 or own in TORCHS)):
+    if name not in NAMES:
         raise ValueError(
-            f"{name!r} is not a strategy; allowed are {', '.join(NAMES)}, and with @N behind those that are not "
-            "torch's, such as zeropp@1, nodes of N GPUs"
+            f"{name!r} is not a strategy; allowed are {', '.join(NAMES_ON_NODES)}, and those that are not torch's with "
+            f"{ALONE} behind, each GPU a node"
         )
-    found = _named(own, fsdp2, called or name)
-    return found.on_nodes_of(int(nodes_of)) if at else found
+    found = _named(name.removesuffix(ALONE), fsdp2, called or name)
+    return found.on_nodes_of(1) if name.endswith(ALONE) else found
 
 
 def _named(name: str, fsdp2: bool, called: str) -> Contender:

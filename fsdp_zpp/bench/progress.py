@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-_log = logging.getLogger("fsdp_zpp")
+_log = logging.getLogger(__name__)
 
 
 def with_progress(named: Sequence[tuple[str, T]], shown: bool) -> Iterator[T]:

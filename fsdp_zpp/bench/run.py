@@ -34,7 +34,7 @@ from .timing import PeakMemory
 from .torch_fsdp import TorchFSDP
 from .training import Training
 
-_log = logging.getLogger("fsdp_zpp")
+_log = logging.getLogger(__name__)
 _ON_CPU = (
     "on CPUs: ranks share this machine's cores and talk through its memory (gloo), so times show that all of this "
     "runs, not what GPUs would gain; bytes are those of GPUs"
