@@ -14,7 +14,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Result = dict[str, Any]
-NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "parser")
+NOT_RECORDED = ("out", "output", "resume", "worker", "json", "chart", "run", "parser", "version")
 """Options that change no figure: where a result goes, and those of a script to its own processes."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def _exposed(task: Task, folder: Path) -> Callable[[Training, PeakMemory], Row]:
 def _write(arguments: argparse.Namespace, findings: Findings) -> None:
     write(
         arguments.json,
-        manifest(),
+        manifest(["python", "-m", "fsdp_zpp", *sys.argv[1:]]),
         arguments,
         findings.rows,
         links=vars(findings.links) | {"inter": _shown(findings.links.inter), "intra": _shown(findings.links.intra)},
