@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.planner.config import whole
 
 from .contenders import ALONE, BASES, NAMES_ON_NODES, Contender, contender
 
+_SHOWN = [name for name in NAMES_ON_NODES if not name.endswith(LEGAL_LEVELS)]
 _AT_LEAST = {
     "lora": 1,
     "micro_batch": 1,
@@ -76,8 +78,8 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
         "--strategies",
         metavar="NAMES",
         help="the only strategies to try, several by commas, with fsdp1: in front under FullyShardedDataParallel: "
-        f"{', '.join(NAMES_ON_NODES)}; with {ALONE} behind those that are not torch's, each GPU counts as a node "
-        "(default: those that may pay)",
+        f"{', '.join(_SHOWN)}; levels alone (IIG) are without codecs, with zeropp- in front with those of zeropp; with "
+        f"{ALONE} behind those that are not torch's, each GPU counts as a node (default: those that may pay)",
     )
     add("--steps", type=float, default=8, metavar="N", help="timed steps of each strategy (default: 8)")
     add("--warmup", type=float, default=3, metavar="N", help="steps before them (default: 3)")

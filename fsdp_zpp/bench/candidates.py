@@ -11,6 +11,7 @@ from fsdp_zpp.planner.estimate import Estimate
 
 from .contenders import ALONE, BASES, FULL_SHARD, HSDP
 from .fitting import Planner
+from .links import Links
 
 _PLANNED = 2
 """How many of the planner's first strategies are tried for each size of a node."""
@@ -25,38 +26,43 @@ def candidates(planner: Planner, frozen: str | None) -> list[str]:
         planner: Planner of the run.
         frozen: Word for the codec of a frozen base; None tries all that can be made here.
     """
-    nodes = planner.links.nodes
-    torchs = [FULL_SHARD, HSDP] if nodes > 1 else [FULL_SHARD]
-    ours = _for_adapters(frozen) if planner.task.lora else _for_full_training(planner)
+    torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
+    ours = _for_adapters(planner, frozen) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))
 
 
-def _for_adapters(frozen: str | None) -> Iterator[str]:
-    """Yield strategies on a quantized base: whole on each rank, and sharded."""
+def _for_adapters(planner: Planner, frozen: str | None) -> Iterator[str]:
+    """Yield strategies on a quantized base: sharded inside each node, and whole on each GPU where that may pay."""
     bases = [frozen] if frozen else [base for base in BASES if base != "nf4" or find_spec("bitsandbytes")]
-    for name in ("once-zeropp", "mixzpp"):
-        for base in bases:
-            yield name if base == "int8" else f"{name}-{base}"
+    for alone in ("", ALONE) if _may_pay_alone(planner.links) else ("",):
+        yield from (f"once-zeropp{_suffix(base)}{alone}" for base in bases)
+    yield f"mixzpp{_suffix(bases[0])}"
+
+
+def _suffix(base: str) -> str:
+    return "" if base == "int8" else f"-{base}"
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:
-    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first.
+    """Yield those for the nodes that there are, then those for nodes of one GPU where that may pay.
 
-    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node. With several
-    nodes, that may pay where links inside them are slow, too.
+    One node has no slow hop, so fsdp_zpp is torch's FSDP there, unless each of its GPUs counts as a node.
     """
     links = planner.links
     if links.nodes > 1:
         yield from _on_nodes(planner, links.gpus_per_node)
-    if links.gpus_per_node == 1 or links.intra is None:
-        return
-    if links.nodes == 1:
-        yield from (f"{name}{ALONE}" for name in _on_nodes(planner, 1))
-    elif links.intra.gbps < _SLOW_GBPS:
-        yield from (f"zeropp{ALONE}", f"zeropp-delta{ALONE}")
+    if _may_pay_alone(links):
+        names = _on_nodes(planner, 1) if links.nodes == 1 else iter(("zeropp", "zeropp-delta"))
+        yield from (f"{name}{ALONE}" for name in names)
+
+
+def _may_pay_alone(links: Links) -> bool:
+    """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
+    return links.intra is not None and (links.nodes == 1 or links.intra.gbps < _SLOW_GBPS)
 
 
 def _on_nodes(planner: Planner, gpus_per_node: int) -> Iterator[str]:
+    """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first."""
     accumulates = planner.task.micro_batches > 1
     yield from ("zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ()))
     estimates = planner.best(gpus_per_node, weights=Int8(256), gradients=Int4(128))

@@ -122,9 +122,9 @@ NAMES_ON_NODES = (
 )
 ALONE = "-alone"
 NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
-"""All names. ``once-...``: the model is wrapped once, not layer by layer, on a whole base in int8, or with ``-int4``
-and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer, and the base is sharded. ``...-alone``: each GPU counts as a node,
-wherever it is."""
+"""All names. ``once-...``: the model is wrapped once, not layer by layer, on a base that was quantized before, in int8,
+or with ``-int4`` and ``-nf4`` in 4 bits. ``mixzpp`` wraps each layer. ``...-alone``: each GPU counts as a node, so that
+it has a whole base."""
 
 
 def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Contender:

@@ -6,6 +6,7 @@ gradients whole until the last, in the dtype in which these are reduced.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ class Planner:
             scopes = "INI" if contender.preset == HSDP else "GNG"
             strategy = Strategy(scopes if micro_batches > 1 else scopes.replace("N", scopes[0]))
         if contender.base is not None:
-            strategy = Strategy("NNG", frozen=contender.base)
+            strategy = dataclasses.replace(strategy, frozen=contender.base)
         codecs = {name: getattr(strategy, name) for name in ("weights", "gradients", "intra_gradients", "frozen")}
         codecs["error_feedback"] = strategy.error_feedback
         gpus_per_node = strategy.gpus_per_node or self.links.gpus_per_node
