@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.planner.config import MemoryBudget
 from fsdp_zpp.planner.estimate import Estimate
 from fsdp_zpp.planner.model_size import ModelSize
 from fsdp_zpp.planner.plan import plan
@@ -43,7 +44,9 @@ class Planner:
 
     def best(self, gpus_per_node: int, **codecs: Any) -> list[Estimate]:
         """Return the estimates that fit with these codecs on nodes of this size, fastest first, then smallest."""
-        estimates = self._plan(gpus_per_node, self.task.micro_batches, codecs)
+        # What is beside model states is not known yet: as the planner assumes.
+        beside = MemoryBudget.activations + MemoryBudget.reserve
+        estimates = self._plan(gpus_per_node, self.task.micro_batches, codecs, beside)
         return sorted(
             (one for one in estimates if one.fits),
             key=lambda one: (one.time.total, one.memory.total),
@@ -86,7 +89,9 @@ class Planner:
         gpus_per_node = strategy.gpus_per_node or self.links.gpus_per_node
         return next(one for one in self._plan(gpus_per_node, micro_batches, codecs) if one.levels == strategy.levels)
 
-    def _plan(self, gpus_per_node: int, micro_batches: int, codecs: dict[str, Any]) -> tuple[Estimate, ...]:
+    def _plan(
+        self, gpus_per_node: int, micro_batches: int, codecs: dict[str, Any], beside: float = 0.0
+    ) -> tuple[Estimate, ...]:
         links = self.links.layout_of(gpus_per_node)
         base_dtype = torch.bfloat16 if self.task.lora and codecs.get("frozen") is None else None
         return plan(
@@ -97,7 +102,7 @@ class Planner:
             intra_gbps=_gbps(links.intra),
             micro_batches=micro_batches,
             gpu_memory=self.free,
-            activations=0,
+            activations=beside,
             reserve=0,
             frozen_storage=base_dtype,
             **codecs,

@@ -94,7 +94,7 @@ def _check_command(words: list[str], folder: Path) -> None:
             command = [sys.executable, "-m", "fsdp_zpp", *options]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
-        case ["torchrun", *_, "-m", "fsdp_zpp", "bench", *_]:
+        case ["torchrun", *_] if "bench" in words:
             parser = argparse.ArgumentParser()
             add_arguments(parser)
             check(parser.parse_args(words[words.index("bench") + 1 :]))
