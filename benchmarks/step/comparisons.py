@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from columns import (
-    AGAINST_FSDP2,
-    AGAINST_FULL_SHARD,
-    AGAINST_HSDP,
-    BETWEEN_NODES,
-    GENERATED,
-    HOST,
-    MEDIAN,
-    PAIRED,
-    PEAK,
-    STEP,
-    Column,
-    share,
-)
+from columns import AGAINST_FSDP2, AGAINST_FULL_SHARD, AGAINST_HSDP, GENERATED, MEDIAN, PAIRED, share
 from labels import label
 from markdown_tables import markdown
 from result_files import Result
+
+from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)

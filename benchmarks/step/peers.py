@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task, adapted, base_of, materialize, network, prepare, whole
+from models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from training import Training
+
+from fsdp_zpp.bench.materialize import materialize
+from fsdp_zpp.bench.models import adapted, base_of, layer_places, network, prepare
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.training import Training
 
 PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp", "bitsandbytes")
 
@@ -124,8 +128,8 @@ class MegatronHFSDP(Training):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
-        layers = base_of(model).model.layers
-        for index in range(len(layers)):
+        layer = type(base_of(model).model.layers[0])
+        for layers, index in list(layer_places(model)):
             prepare(task, layers, index)
         self._model = fully_shard_model(
             model,
@@ -136,7 +140,7 @@ class MegatronHFSDP(Training):
             hybrid_fsdp_group=dist.group.WORLD,
             expt_device_mesh=mesh,  # parameters called experts have theirs, without expert parallelism, too
             hybrid_fsdp_expt_group=dist.group.WORLD,
-            fsdp_unit_modules=[type(layers[0])],
+            fsdp_unit_modules=[layer],
             zero_dp_strategy="optim_grads_params",
             outer_dp_sharding_strategy="optim",
             device=task.place,
@@ -180,10 +184,10 @@ class BitsandbytesQLoRA(Training):
         mesh = init_device_mesh(task.device, (dist.get_world_size(),))
         for index, layer in enumerate(layers):
             _quantize(layer, task.place)
-            materialize(layer, task.place)
+            materialize(layer, base, task.place)
             prepare(task, layers, index)
             fully_shard(layers[index], mesh=mesh, mp_policy=policy)
-        fully_shard(materialize(self._model, task.place), mesh=mesh, mp_policy=policy)
+        fully_shard(materialize(self._model, base, task.place), mesh=mesh, mp_policy=policy)
         self._optimizer = torch.optim.AdamW(trainable(self._model), lr=1e-4, fused=task.device == "cuda")
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from fsdp_zpp.config.topology import Topology
 
 from ._nvml import NvlinkPeers, nvlink_peers
-from .agreement import from_each_rank, named_ranks
+from .agreement import from_each_rank
 from .mesh import topology_of
+from .rank_names import named_ranks
 
 
 @dataclass(frozen=True)
