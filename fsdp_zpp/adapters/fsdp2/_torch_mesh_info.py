@@ -60,7 +60,8 @@ def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[s
 def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -> list[FSDPMeshInfo]:
     """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the one given with it.
 
-    Collective over these meshes. torch tells the parameter groups of a module apart by the process groups of their meshes, so no two have the same.
+    Collective over these meshes. torch tells the parameter groups of a module apart by the process groups of their
+    meshes, so no two have the same.
     """
     infos: list[FSDPMeshInfo] = []
     used: set[dist.ProcessGroup] = set()

@@ -92,9 +92,9 @@ def _check_nodes(strategy: Strategy, layout: RankLayout, mesh: DeviceMesh, names
     if strategy.optimizer == "I" and names_of_node(mesh, names, size) is None:
         shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         raise NotImplementedError(
-            f"{strategy.levels!r} shards inside nodes of {size} ranks, which are no data-parallel dimensions of the mesh "
-            f"{shape} that dp_mesh_dims names: parameters are placed along whole dimensions; make the mesh with one "
-            "for the nodes and one for the ranks of a node, or use optimizer scope G or N"
+            f"{strategy.levels!r} shards inside nodes of {size} ranks, which are no data-parallel dimensions of the "
+            f"mesh {shape} that dp_mesh_dims names: parameters are placed along whole dimensions; make the mesh with "
+            "one for the nodes and one for the ranks of a node, or use optimizer scope G or N"
         )
 
 
