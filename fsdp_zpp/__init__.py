@@ -23,6 +23,7 @@ from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.running_job import choose_strategy
 from fsdp_zpp.runtime.api import agreed_weights, exchange_weights, invalidate, traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.monitor import Monitor, monitor
 
 __all__ = [
     "NF4",
@@ -33,6 +34,7 @@ __all__ = [
     "Int8",
     "LoCo",
     "LocalSteps",
+    "Monitor",
     "QuantizedReduceState",
     "Strategy",
     "agreed_weights",
@@ -43,6 +45,7 @@ __all__ = [
     "fully_shard",
     "invalidate",
     "load_frozen_params",
+    "monitor",
     "plan",
     "quantize_frozen_params",
     "quantized_reduce_hook",

@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
+import throttle
 import torch.distributed as dist
+
+from fsdp_zpp.bench.job import join
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
 """Environment variable that tells ranks of emulated nodes the command that started them."""
@@ -43,7 +43,7 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     """
     if not arguments.worker:
         if (gbps := getattr(arguments, "gbps", None)) is not None:
-            throttle(gbps)
+            os.environ |= throttle.per_process(gbps)
         slow = not getattr(arguments, "fast_network", False)
         command = [*sys.argv, "--worker"]
         run_on_emulated_nodes(arguments.nodes, arguments.gpus_per_node, command, slow=slow, gpus=arguments.gpus)
@@ -51,25 +51,6 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     join(arguments.device)
     work(arguments)
     dist.destroy_process_group()
-
-
-def join(device: str) -> torch.device:
-    """Join the process group under torchrun and return this rank's device."""
-    if device == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(own)
-    dist.init_process_group("nccl", device_id=own)
-    return own
-
-
-def throttle(gbps: float) -> None:
-    """Limit each process started from now on to ``gbps`` Gbit/s sent by NCCL's sockets; see throttle.c."""
-    library = Path(tempfile.mkdtemp()) / "throttle.so"
-    source = Path(__file__).with_name("throttle.c")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    os.environ |= {"LD_PRELOAD": str(library), "THROTTLE_GBPS": str(gbps)}
 
 
 def command() -> list[str]:
@@ -83,10 +64,16 @@ def environment() -> dict[str, str]:
 
 
 def run_on_emulated_nodes(
-    nodes: int, gpus_per_node: int, command: list[str], port: int = 29511, slow: bool = True, gpus: int | None = None
+    nodes: int,
+    gpus_per_node: int,
+    command: list[str],
+    port: int = int(os.environ.get("MASTER_PORT", "29511")),
+    slow: bool = True,
+    gpus: int | None = None,
 ) -> None:
     """Run ``command`` under one torchrun a node, each seeing its own share of the GPUs.
 
+    ``CUDA_VISIBLE_DEVICES`` and ``MASTER_PORT`` are honoured, so that two runs fit on one host.
     ``NCCL_HOSTID`` makes NCCL take the shares for different hosts. With one node nothing is emulated. Nodes that share
     GPUs also share their speed, so the strategy that computes longest loses most; they need NVIDIA's MPS
     (``nvidia-cuda-mps-control -d``), or kernels that wait for other ranks hold up those they wait for.
@@ -104,6 +91,7 @@ def run_on_emulated_nodes(
         RuntimeError: If any node fails; the others are ended.
     """
     gpus = nodes * gpus_per_node if gpus is None else gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     if gpus < gpus_per_node or (gpus < nodes * gpus_per_node and not slow):
         raise ValueError(
             f"{nodes} nodes of {gpus_per_node} on {gpus} GPUs: ranks of one host need GPUs of their own, as NCCL has it"
@@ -112,7 +100,7 @@ def run_on_emulated_nodes(
     for node in range(nodes):
         variables = dict(os.environ)
         first = node * gpus_per_node
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + gpu) % gpus) for gpu in range(gpus_per_node))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(first + gpu) % gpus] for gpu in range(gpus_per_node))
         if nodes > 1 and slow:
             variables |= {"NCCL_HOSTID": f"node{node}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         variables.setdefault("OMP_NUM_THREADS", "4")

@@ -1,9 +1,10 @@
 """Training of examples/train.py under strategies and under torch's FULL_SHARD: loss, time, memory, bytes.
 
-    torchrun --nproc-per-node 4 benchmarks/loss/run.py compare --gpus-per-node 2 --strategy zeropp
+    python benchmarks/loss/run.py compare --strategy zeropp
 
-Runs have the same initial weights and the same data, and are made one after the other. Writes ``result.json`` and
-``loss.png`` to ``--output``, and prints a table.
+takes all GPUs, or four processes without one, as two nodes with slow links between them (emulated_nodes.py). Under
+torchrun it takes what it is given, and slows down nothing. Runs have the same initial weights and the same data, and
+are made one after the other. Writes ``result.json`` and ``loss.png`` to ``--output``, and prints a table.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import result_files
+import emulated_nodes
 import torch
 import torch.distributed as dist
 import train
 from figures import draw_losses
+from full_shard import full_shard_sends
 from manifest import manifest
 from markdown_tables import aligned
-from nodes import join
+from nodes import STARTED_BY, command, join
 from result_files import Row
-from tables import comparison
+from tables import comparison, gain
 from torch import Tensor, nn
 
-from fsdp_zpp import Strategy, plan, traffic
+from fsdp_zpp import Strategy, traffic
+from fsdp_zpp.bench.result_file import write
 from fsdp_zpp.planner.argument_types import codec
-from fsdp_zpp.planner.model_size import module_size
 
 HOPS = ("inter", "intra")
 WINDOW = 10
@@ -59,6 +61,10 @@ def main(arguments: list[str]) -> None:
         strategies = labelled_strategies(options)
     except ValueError as error:
         parser.error(str(error))
+    if "RANK" not in os.environ:
+        emulated_nodes.start(options.gpus_per_node, options.gbps)
+        return
+    options.gbps = emulated_nodes.throttled_to()
     device = join("cuda" if torch.cuda.is_available() else "cpu")
     tokens = train.load_text(options.data, device)
     held_out = len(tokens) // 50
@@ -76,9 +82,12 @@ def main(arguments: list[str]) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Make a parser of the options of examples/train.py, and of those that change its strategy."""
     parser = train.make_parser(__doc__)
+    if not torch.cuda.is_available():
+        parser.set_defaults(steps=200)  # two runs in two minutes on two cores
     parser.add_argument("--levels", nargs="+", metavar="XYZ", help="scopes instead of the strategy's; each is compared")
     for name in ("weights", "gradients"):
         parser.add_argument(f"--{name}", help="codec instead of the strategy's: none, int8, int4:256, ...")
+    emulated_nodes.add_gbps(parser)
     return parser
 
 
@@ -127,7 +136,10 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     model = train.make_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    full_shard_sent = full_shard_sends(model, options, device)
+    gpus_per_node = options.gpus_per_node or int(os.environ["LOCAL_WORLD_SIZE"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    nodes = dist.get_world_size() // gpus_per_node
+    full_shard_sent = full_shard_sends(model, nodes, gpus_per_node, dtype, options.micro_batches)
     model = train.shard(model, strategy, options.fsdp2, device)
     log = run_steps(model, label, strategy, options, text)
     result = {
@@ -181,7 +193,8 @@ def run_steps(model: Any, label: str, strategy: Strategy | None, options: argpar
             log.seconds.append((time.perf_counter() - since) / len(pending))
             if validated:
                 log.validation.append((done, validate(model, text.held_out, options)))
-                say(f"{label}: step {done}, loss {log.losses[-1]:.4f}, validation {log.validation[-1][1]:.4f}")
+                losses = f"loss {log.losses[-1]:.4f}, validation {log.validation[-1][1]:.4f}"
+                say(f"{label}: step {done} of {options.steps}, {losses}")
             pending, since = [], time.perf_counter()
     return log
 
@@ -197,28 +210,6 @@ def validate(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> f
     model.train()
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
-
-
-def full_shard_sends(model: nn.Module, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
-    """Return the bytes that one rank has to send in a step of FULL_SHARD, which torch does not count.
-
-    FULL_SHARD accumulates whole gradients under ``no_sync``, which is what the planner calls GNG. It counts two hops: a
-    shard goes once to each other node, and is passed on inside. A flat ring, as NCCL may choose it, sends more.
-    """
-    gpus_per_node = options.gpus_per_node or int(os.environ["LOCAL_WORLD_SIZE"])
-    cluster = {"nodes": dist.get_world_size() // gpus_per_node, "gpus_per_node": gpus_per_node}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    planned = plan(
-        module_size(model),
-        **cluster,
-        inter_gbps=1,  # any: bytes are asked for, not seconds
-        intra_gbps=1,
-        micro_batches=options.micro_batches,
-        compute=dtype,
-        reduce=dtype,
-    )
-    volume = planned["GNG"].volume
-    return {"inter": volume.inter, "intra": volume.intra}
 
 
 def sent_by(model: nn.Module, strategy: Strategy | None) -> dict[str, int]:
@@ -238,14 +229,17 @@ def peak_memory(device: torch.device) -> int | None:
 
 def report(rows: list[Row], options: argparse.Namespace, text: Text) -> None:
     """Print a table, and write the figure and the result."""
-    command = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
+    torchrun = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
     lengths = {"training_bytes": len(text.training), "held_out_bytes": len(text.held_out)}
     folder = Path(options.output)
-    made_by, ranks = manifest(command), dist.get_world_size()
-    result_files.write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
+    made_by, ranks = manifest(command() if STARTED_BY in os.environ else torchrun), dist.get_world_size()
+    write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
     draw_losses(rows, folder / "loss.png")
     print(aligned(comparison(rows)))
     print("Bytes are what one rank sends in a step; FULL_SHARD's are counted, not measured: the fewest that do.")
+    links = f"links of {options.gbps:g} Gbit/s between nodes" if options.gbps else "links that are not throttled"
+    print(f"\nOver {options.steps} steps, on {links}:")
+    print("\n".join(f"- {gain(row, rows[0])}" for row in rows[1:]))
     print(f"Wrote loss.png and result.json to {folder}")
 
 

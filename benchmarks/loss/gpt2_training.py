@@ -1,11 +1,11 @@
-"""One training of a study: a small GPT-2 on bytes, under one sharding strategy and one seed."""
+"""One training of a study: a small GPT-2 on bytes, sharded and optimized in one way, with one seed."""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,30 @@ class Settings:
         return math.ceil(self.tokens / self.tokens_a_step)
 
 
-def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, device: torch.device) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Trainee:
+    """A sharded model and what trains it.
+
+    Args:
+        model: Sharded model.
+        optimizers: Optimizers, each of some of its parameters.
+        clip: Clips the norm of all gradients.
+        has_local_steps: Whether nodes hold weights of their own.
+        stepping: Makes a context that the optimizers step in.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    clip: Callable[[float], object]
+    has_local_steps: bool = False
+    stepping: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+Prepare = Callable[[GPT2LMHeadModel, torch.device], Trainee]
+"""Shards a model, which has the same weights on all ranks, and makes its optimizers."""
+
+
+def train(settings: Settings, prepare: Prepare, seed: int, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     """Train once. Collective.
 
     With local steps nodes hold weights of their own, and the one model that nodes agree on is validated: in the middle
@@ -88,7 +111,7 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
 
     Args:
         settings: Model, data and schedule.
-        strategy: Sharding of the model.
+        prepare: Shards the model and makes its optimizers.
         seed: Seed of the initial weights and of the order of the data.
         corpus: Text on ``device``.
         device: This rank's device.
@@ -99,32 +122,35 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
     """
     began = time.perf_counter()
     network, parameters = build(settings, seed, device)
-    model = shard(network, strategy, device)
+    trainee = prepare(network, device)
+    model, is_local = trainee.model, trainee.has_local_steps
     # From here on random numbers are for rounding, whose errors must not be the same on all ranks.
     torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    has_local_steps = isinstance(strategy, Strategy) and strategy.local_steps is not None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    schedule = LambdaLR(optimizer, learning_rate(settings))
+    schedules = [LambdaLR(optimizer, learning_rate(settings)) for optimizer in trainee.optimizers]
     order = data_order(settings, seed, corpus.training)
     validation: list[tuple[int, Tensor]] = []
     losses = torch.zeros(settings.steps, device=device)
     for step in range(settings.steps):
         if step % settings.validate_every == 0:
-            with agreed(model, has_local_steps and step > 0):
+            with agreed(model, is_local and step > 0):
                 validation.append((step, validate(settings, model, corpus.held_out)))
         loss = cross_entropy(model, windows(corpus.training, order[step], settings.sequence))
         loss.backward()
         losses[step] = loss.detach()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        trainee.clip(1.0)
+        with trainee.stepping():
+            for optimizer in trainee.optimizers:
+                optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        for optimizer in trainee.optimizers:
+            optimizer.zero_grad()
     before_last_exchange = None
-    if has_local_steps:
+    if is_local:
         with agreed(model, True):
             before_last_exchange = validate(settings, model, corpus.held_out).item()
         exchange_weights(model)
-    with agreed(model, has_local_steps):
+    with agreed(model, is_local):
         validation.append((settings.steps, validate(settings, model, corpus.held_out)))
     dist.all_reduce(losses)
     result = {
@@ -134,7 +160,7 @@ def train(settings: Settings, strategy: Sharding, seed: int, corpus: Corpus, dev
         "training": [part.mean().item() for part in (losses / dist.get_world_size()).split(settings.validate_every)],
         "seconds": time.perf_counter() - began,
     }
-    del network, model, optimizer, schedule, loss
+    del network, model, trainee, schedules, loss
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -167,9 +193,9 @@ def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHe
     return model, sum(parameter.numel() for parameter in model.parameters())
 
 
-def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> FullyShardedDataParallel:
-    """Make every layer a unit, with bf16 compute and communication and fp32 master weights."""
-    return FullyShardedDataParallel(
+def under_fsdp1(model: GPT2LMHeadModel, device: torch.device, *, strategy: Sharding, lr: float) -> Trainee:
+    """Make every layer a unit, with bf16 compute and communication and fp32 master weights, and AdamW of all."""
+    sharded = FullyShardedDataParallel(
         model,
         # fsdp_zpp teaches FSDP to take a Strategy, which torch's annotation doesn't know.
         sharding_strategy=strategy,  # type: ignore[arg-type]
@@ -178,9 +204,16 @@ def shard(model: GPT2LMHeadModel, strategy: Sharding, device: torch.device) -> F
         device_id=device,
         use_orig_params=True,
     )
+    has_local_steps = isinstance(strategy, Strategy) and strategy.local_steps is not None
+    return Trainee(sharded, [adamw(sharded.parameters(), lr)], sharded.clip_grad_norm_, has_local_steps)
 
 
-def agreed(model: FullyShardedDataParallel, is_local: bool) -> AbstractContextManager[None]:
+def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    """Make the studies' AdamW."""
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def agreed(model: nn.Module, is_local: bool) -> AbstractContextManager[None]:
     """Return a context in which the model is the one that nodes agree on, if they have weights of their own."""
     return agreed_weights(model) if is_local else nullcontext()
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ import torch
 import torch.distributed as dist
 from configurations import sharding
 from corpus import Corpus, load_corpus
-from gpt2_training import Settings, train
+from gpt2_training import Settings, train, under_fsdp1
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
-from result_files import Result, read, write
+from result_files import Result, Row, read
+
+from fsdp_zpp.bench.result_file import write
 
 
 @dataclass(frozen=True)
@@ -82,22 +85,31 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     add("--job", type=int, help=argparse.SUPPRESS)  # number of this worker's job; without it, it trains all runs
 
 
-def settings_of(arguments: argparse.Namespace, sha256: str, **others: Any) -> Settings:
+def settings_of(arguments: argparse.Namespace, sha256: str, kind: type[Settings] = Settings, **others: Any) -> Settings:
     """Return the settings on the command line.
 
     Args:
         arguments: The command line.
         sha256: SHA-256 of the text.
+        kind: Class of the settings.
         others: Settings instead of those on the command line.
     """
-    given = {field.name: getattr(arguments, field.name) for field in fields(Settings) if field.name != "text"}
-    return Settings(**given | {"text": sha256} | others)
+    given = {field.name: getattr(arguments, field.name) for field in fields(kind) if field.name != "text"}
+    return kind(**given | {"text": sha256} | others)
+
+
+def train_under_fsdp1(run: Run, corpus: Corpus, device: torch.device) -> Row:
+    """Train with AdamW under ``FullyShardedDataParallel``, as the run's configuration says. Collective."""
+    strategy = sharding(run.name, run.settings.gpus_per_node)
+    prepare = partial(under_fsdp1, strategy=strategy, lr=run.settings.lr)
+    return train(run.settings, prepare, run.seed, corpus, device)
 
 
 def carry_out(
     arguments: argparse.Namespace,
     runs_on: Callable[[str], list[Run]],
     report: Callable[[Path, list[Result], Settings], None],
+    train_run: Callable[[Run, Corpus, torch.device], Row] = train_under_fsdp1,
 ) -> None:
     """Train the runs that are not there yet and report, or, with ``--worker``, be a rank of a job. Exits.
 
@@ -105,15 +117,15 @@ def carry_out(
         arguments: The command line.
         runs_on: Returns all runs on the text of an SHA-256, the most important first.
         report: Reports results in a folder that have these settings.
+        train_run: Trains a run and returns its figures.
     """
     corpus = load_corpus(arguments.text)
     runs = runs_on(corpus.sha256)
     if arguments.worker:
         device = join(arguments.device)
         # The share of a job does not depend on finished runs, since jobs look at different times.
-        _work(
-            arguments.output, runs[arguments.job or 0 :: 1 if arguments.job is None else arguments.jobs], corpus, device
-        )
+        mine = runs if arguments.job is None else runs[arguments.job :: arguments.jobs]
+        _work(arguments.output, mine, corpus, device, train_run)
         dist.destroy_process_group()
         return
     succeeded = _run_jobs(arguments, min(arguments.jobs, len(runs)), corpus)
@@ -145,7 +157,13 @@ def _run_jobs(arguments: argparse.Namespace, jobs: int, corpus: Corpus) -> bool:
         return all(pool.map(job, range(jobs)))
 
 
-def _work(output: Path, runs: list[Run], corpus: Corpus, device: torch.device) -> None:
+def _work(
+    output: Path,
+    runs: list[Run],
+    corpus: Corpus,
+    device: torch.device,
+    train_run: Callable[[Run, Corpus, torch.device], Row],
+) -> None:
     """Train the runs that are not there yet, as one rank of a job; rank 0 writes."""
     results = read(output).values()
     finished = [(row["name"], row["seed"], result["arguments"]) for result in results for row in result["rows"]]
@@ -155,8 +173,7 @@ def _work(output: Path, runs: list[Run], corpus: Corpus, device: torch.device) -
     for run in runs:
         if (run.name, run.seed, asdict(run.settings)) in finished:
             continue
-        strategy = sharding(run.name, run.settings.gpus_per_node)
-        row = {"name": run.name, "seed": run.seed, **train(run.settings, strategy, run.seed, on_device, device)}
+        row = {"name": run.name, "seed": run.seed, **train_run(run, on_device, device)}
         if dist.get_rank() == 0:
             # The command without the options that a job adds.
             made_by = manifest(["python", *sys.argv[: sys.argv.index("--worker")]])

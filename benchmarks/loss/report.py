@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import gaps
 import local_gaps
+import muon_table
 import result_pages
 import tables
 from result_files import Result, read
@@ -46,6 +47,7 @@ TABLES: dict[str, tuple[Callable[[list[Result]], str], tuple[str, ...]]] = {
     "small parameters": (lambda results: tables.small_parameters(results[0]["rows"]), ("small-parameters-cpu",)),
     "straddling": (lambda results: tables.straddling(results[0]["rows"]), ("straddling-cpu",)),
     "local steps": (local_gaps.table, (LOCAL_STEPS,)),
+    "Muon on CPUs": (muon_table.table, ("muon-2x2-cpu/*",)),
 }
 """Functions that make the tables, by their names on the page, and the paths of the results that they take."""
 

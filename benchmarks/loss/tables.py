@@ -94,6 +94,16 @@ def difference(run: Row, reference: Row) -> str:
     return f"{100 * (final(run) / final(reference) - 1):+.2f} %"
 
 
+def gain(run: Row, reference: Row) -> str:
+    """Return in words what a run sends between nodes and how long it takes, beside another."""
+    sent, instead = (megabytes(each, reference, "inter") for each in (run, reference))
+    faster = reference["step_seconds"] / run["step_seconds"]
+    return (
+        f"{run['label']} sends {sent} between nodes a step, {reference['label']} {instead}; a step takes "
+        f"{milliseconds(run)} instead of {milliseconds(reference)}: {faster:.2f} times as fast"
+    )
+
+
 def milliseconds(run: Row) -> str:
     """Return the time of a step as text."""
     return f"{1e3 * run['step_seconds']:.0f} ms"

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from columns import (
-    AGAINST_FSDP2,
-    AGAINST_FULL_SHARD,
-    AGAINST_HSDP,
-    BETWEEN_NODES,
-    GENERATED,
-    HOST,
-    MEDIAN,
-    PAIRED,
-    PEAK,
-    STEP,
-    Column,
-    share,
-)
+from columns import AGAINST_FSDP2, AGAINST_FULL_SHARD, AGAINST_HSDP, GENERATED, MEDIAN, PAIRED, share
 from labels import label
 from markdown_tables import markdown
 from result_files import Result
+
+from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
@@ -88,6 +77,21 @@ MIXTURES = {
     "12 layers, 2 x 1, NVLink": "moe-2.7B-2x1-fast",
 }
 """Of mixtures of experts, below each other: a further run is a further line."""
+MIXTURES_BESIDE_PEERS = {
+    "2 x 1, sockets": "moe-2.6B-2x1-peers",
+    "2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p-peers",
+    "2 x 1, NVLink": "moe-2.6B-2x1-fast-peers",
+    "2 x 2, sockets": "moe-2.6B-2x2-expert-parallel",
+}
+NO_PEER_TO_PEER = {
+    "6.7B, 2 GPUs": "6.7B-2x1-no-p2p",
+    "6.7B, checkpointing, 2 GPUs": "6.7B-2x1-no-p2p-checkpointing",
+    "6.7B, 4 GPUs": "6.7B-1x4-no-p2p",
+    "1.35B, 2 GPUs": "1.35B-2x1-no-p2p",
+    "1.35B, compiled, 2 GPUs": "1.35B-2x1-no-p2p-compiled",
+    "1.35B, 4 GPUs": "1.35B-1x4-no-p2p",
+}
+"""Of one host whose GPUs copy through its memory."""
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *USUAL),
@@ -100,6 +104,15 @@ STEP_TIME = {
         (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
         below="layers, nodes x GPUs, link",
     ),
+    "mixtures-beside-peers": Comparison(
+        MIXTURES_BESIDE_PEERS,
+        (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
+        below="nodes x GPUs, link",
+    ),
+    "no-peer-to-peer": Comparison(
+        NO_PEER_TO_PEER, (STEP, AGAINST_FSDP2, PEAK, HOST, BETWEEN_NODES), below="model, GPUs"
+    ),
+    "hosts-without-peer-to-peer": one("1.35B-2x2-no-p2p", STEP, AGAINST_HSDP, PEAK, BETWEEN_NODES),
     "four-micro-batches": Comparison({"eager": f"{FOUR}-eager", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)),
     "four-micro-batches-delta": one(
         f"{FOUR}-delta",
@@ -148,6 +161,14 @@ STEP_TIME = {
         ("zeropp", *DELTAS, HSDP),
     ),
 }
+NO_NVLINK = {
+    "no-peer-to-peer": Comparison(
+        NO_PEER_TO_PEER | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
+        (STEP, AGAINST_FSDP2, PEAK),
+        ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
+        below="model, GPUs",
+    ),
+}
 LORA = {
     "lora": one("lora-6.7B-2x2", *USUAL, share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")),
     "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
@@ -155,10 +176,11 @@ LORA = {
         {"two of 2": "lora-70B-2x2", "one of 2": "lora-70B-1x2"}, (STEP, PEAK, GENERATED), below="nodes"
     ),
     "lora-nodes-of-one": one("lora-6.7B-2x1", STEP, PEAK, GENERATED),
+    "lora-no-peer-to-peer": one("lora-6.7B-2x1-no-p2p", STEP, AGAINST_FSDP2, PEAK, HOST),
     "lora-shared": Comparison(
         {"first machine": "lora-6.7B-2x2-shared-first", "second machine": "lora-6.7B-2x2-shared-second"},
         (STEP, PEAK),
     ),
     "lora-one-node": one("lora-6.7B-1x2-in-turn", STEP, PAIRED),
 }
-"""By the names of the tables in docs/results/step-time.md and lora.md."""
+"""By the names of the tables in docs/results/step-time.md, docs/guides/one-machine-without-nvlink.md and lora.md."""

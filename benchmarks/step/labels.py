@@ -12,11 +12,13 @@ _WHOLE = {
     "megatron-hfsdp": "Megatron-FSDP HFSDP",
     "deepspeed-zeropp": "DeepSpeed ZeRO++",
     "deepspeed-zero3": "DeepSpeed ZeRO-3",
+    "bitsandbytes": "bitsandbytes under FSDP2, NF4 base",
     "mixzpp": "FSDP mixzpp, each layer",
     "fsdp2:mixzpp": "FSDP2 mixzpp, each layer",
 }
 _PARTS = {
     "delta": "Int4Delta",
+    "alone": "each GPU a node",
     "overlap": "overlap",
     "int8": "int8 errors",
     "both": "both hops",
@@ -37,6 +39,8 @@ def label(name: str) -> str:
     if short in _WHOLE:
         return _WHOLE[short] + more
     adapter, own = ("FSDP2" if short.startswith("fsdp2:") else "FSDP"), short.removeprefix("fsdp2:")
+    if own.startswith("ep2-"):
+        return f"{label(short.replace('ep2-', ''))}, experts over two ranks{more}"
     if own.startswith("once-"):
         kind, _, base = own.removeprefix("once-").partition("-")
         return f"{adapter} {kind}, {_BASES[base]}{more}"

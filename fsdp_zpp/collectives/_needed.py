@@ -8,5 +8,6 @@ from fsdp_zpp.torch_internals import Needed, check_needed
 NEEDED = (
     Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
+    Needed("torch.autograd.Variable", "_execution_engine", "the end of a backward, while a model is monitored"),
 )
 check_needed("collectives", NEEDED)

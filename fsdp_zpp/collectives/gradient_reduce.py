@@ -55,6 +55,7 @@ class GradientReduce:
     Attributes:
         accumulated: The gradients of earlier micro-batches.
         errors: The errors that are fed back, if any.
+        is_native: True if a reduction is torch's own reduce-scatter.
         has_two_hops: True if gradients make an intra-node and an inter-node hop, which take two networks.
         communicates_early: True if a micro-batch that is not the last makes hops.
         defers_hops: True if a micro-batch that is not the last leaves hops to be made by the last one.
@@ -85,8 +86,8 @@ class GradientReduce:
         intra = hop_over(mesh.intra, "reduce", "intra", traffic)
         inter = hop_over(mesh.inter, "reduce", "inter", traffic)
         kind = TwoHopReduceScatter if optimizer_scope == "G" else TwoHopAllReduce
-        native = native and inter is None and intra_codec is None and gradient_scope == "G"
-        self._two_hop = kind(mesh, (intra, inter), self._codecs, self.errors, label, optimizer_scope, native)
+        self.is_native = native and inter is None and intra_codec is None and gradient_scope == "G"
+        self._two_hop = kind(mesh, (intra, inter), self._codecs, self.errors, label, optimizer_scope, self.is_native)
         self.accumulated = AccumulatedGradient()
         self.has_two_hops = intra is not None and inter is not None
         self.communicates_early = gradient_scope != "N"

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,11 @@ from fsdp_zpp.codecs.exact_tail import exact_tail
 
 from .error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from .exact_places import ExactPlaces
+from .hop_timer import HopTimer
+from .kinds import Kind, Level
 from .streams import keep_until_read
 
 logger = logging.getLogger("fsdp_zpp")
-
-Kind = Literal["gather", "reduce"]
-Level = Literal["inter", "intra"]
-
 
 _NOTHING = nullcontext()
 
@@ -41,13 +38,34 @@ class Traffic:
 
     An all-gather of a payload of b bytes over n ranks sends b * (n - 1), an all-to-all b * (n - 1) / n: what
     each rank must put on the wire when every byte goes to its destination once.
+
+    Attributes:
+        sent: The bytes.
+        before_reset: Those of them that were sent before the last reset.
+        timer: Notes when hops run, while the model is monitored.
     """
 
     sent: dict[tuple[Kind, Level], int] = field(default_factory=dict)
+    before_reset: dict[tuple[Kind, Level], int] = field(default_factory=dict)
+    timer: HopTimer | None = None
 
     def add(self, kind: Kind, level: Level, nbytes: int) -> None:
         """Count ``nbytes`` sent."""
         self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
+
+    def since_reset(self) -> dict[tuple[Kind, Level], int]:
+        """Return the bytes sent since the last reset."""
+        return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
+
+    def reset(self) -> None:
+        """Begin to count anew what :meth:`since_reset` returns."""
+        self.before_reset = dict(self.sent)
+
+    def take_over(self, other: Traffic) -> None:
+        """Count what another one has counted as one's own."""
+        for mine, others in ((self.sent, other.sent), (self.before_reset, other.before_reset)):
+            for key, nbytes in others.items():
+                mine[key] = mine.get(key, 0) + nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +101,8 @@ class Hop:
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather as :meth:`all_gather` does, uncounted: for payloads of several units, each of which counts its own."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
-        with labelled("all_gather", label, self.level):
+        timer = self.traffic.timer
+        with labelled("all_gather", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
             all_gather_single()(gathered, payload, group=self.group)
         return gathered
 
@@ -91,14 +110,19 @@ class Hop:
         """Send part i of ``payload`` [size * chunks, nbytes] to rank i; return the parts from all ranks, by rank."""
         received = torch.empty_like(payload)
         self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
-        with labelled("all_to_all", label, self.level):
+        timer = self.traffic.timer
+        with labelled("all_to_all", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
             dist.all_to_all_single(received, payload, group=self.group)
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
         """Reduce by torch's own reduce-scatter into ``out``; not counted, as torch's collectives never are."""
-        with labelled("reduce_scatter", label, self.level):
+        timer = self.traffic.timer
+        with labelled("reduce_scatter", label, self.level), _NOTHING if timer is None else self._timed(timer, values):
             _reduce_scatter_single()(out, values, group=self.group)
+
+    def _timed(self, timer: HopTimer, sent: Tensor) -> AbstractContextManager[None]:
+        return timer.timing(self.kind, self.level, sent.device)
 
 
 class PendingReduction(ABC):

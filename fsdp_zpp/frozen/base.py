@@ -21,6 +21,7 @@ from fsdp_zpp.collectives.agreement import check_agreement
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.module_names import original_path, parameter_name
+from fsdp_zpp.runtime.full_shard import FullShardUnit
 
 from ._torch_replacing import refuse_replacing
 from .double_buffer import DoubleBuffer
@@ -79,8 +80,7 @@ class FrozenBase:
     def _take_over(self, part: FrozenBase) -> None:
         self.weights += part.weights
         self.reports += part.reports
-        for (kind, level), sent in part.traffic.sent.items():
-            self.traffic.add(kind, level, sent)
+        self.traffic.take_over(part.traffic)
         for weight in part.weights:
             # Out of their units, which are made again for the larger model, with one pair of buffers.
             weight.base, weight.holder = self, UngroupedPayload(weight.holder.local_payload(weight))
@@ -106,6 +106,13 @@ class FrozenBase:
 
     def invalidate(self) -> None:
         """Do nothing, since frozen weights don't change."""
+
+    def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit]:
+        """Return what FULL_SHARD would communicate of the weights, in the dtype that they show."""
+        return [
+            FullShardUnit(w.shape.numel(), w.dtype.itemsize, 0, not is_outermost, w.placement.mesh.topology)
+            for w in self.weights
+        ]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

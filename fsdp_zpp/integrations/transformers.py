@@ -42,10 +42,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from . import accelerate as sharding
 from ._load_time_sharding import with_strategy
-from ._trainer_callbacks import AnnouncesWrites
+from ._trainer_callbacks import AnnouncesWrites, MonitorCallback
 from ._trl import prepare_by_strategy
 
-__all__ = ["ShardingTrainer", "use_strategy", "with_strategy"]
+__all__ = ["MonitorCallback", "ShardingTrainer", "use_strategy", "with_strategy"]
 
 T = TypeVar("T", bound=Trainer)
 

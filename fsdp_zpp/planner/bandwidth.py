@@ -9,7 +9,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from fsdp_zpp.collectives.hops import Hop, Level, Traffic, hop_over
+from fsdp_zpp.collectives.hops import Hop, Traffic, hop_over
+from fsdp_zpp.collectives.kinds import Level
 from fsdp_zpp.collectives.mesh import process_mesh
 
 from .config import positive, whole

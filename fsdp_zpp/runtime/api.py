@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import agree
-from fsdp_zpp.collectives.hops import Kind, Level
+from fsdp_zpp.collectives.kinds import Kind, Level
 
 from .local_training import LocalTraining
 from .model_ranks import ranks_of
@@ -57,8 +57,8 @@ def invalidate(model: nn.Module) -> None:
         part.invalidate()
 
 
-def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
-    """Return the bytes that this rank has sent for ``model`` so far, by kind and hop.
+def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, int]]:
+    """Return the bytes that this rank has sent for ``model`` so far, or since the last reset, by kind and hop.
 
     It counts what the strategies, comm hooks and frozen bases of fsdp_zpp send. It does not count torch's own
     collectives: full-precision gathers for state dicts and ``summon_full_params``, and, on one node, whatever is not
@@ -67,6 +67,7 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
     Args:
         model: A model, or a part of one, that is wrapped with a ``Strategy``, has a
             ``quantized_reduce_hook``, or has a quantized frozen base.
+        reset: Whether to begin to count anew; the next call then returns what was sent after this one.
 
     Returns:
         ``{"gather": {"inter": ..., "intra": ...}, "reduce": {"inter": ..., "intra": ...}}``, in bytes.
@@ -80,8 +81,10 @@ def traffic(model: nn.Module) -> dict[Kind, dict[Level, int]]:
     }
     # By identity, since all units of a model with a comm hook count into the one Traffic of its state.
     for counter in {id(part.traffic): part.traffic for part in communicators(model)}.values():
-        for (kind, level), nbytes in counter.sent.items():
+        for (kind, level), nbytes in counter.since_reset().items():
             total[kind][level] += nbytes
+        if reset:
+            counter.reset()
     return total
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,6 +24,13 @@ class Sharded:
     def numel(self) -> int:
         """Return the number of values of the parameters, on all ranks together."""
         return 0
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients.
+
+        They are known after the first forward.
+        """
+        return torch.float32, torch.float32
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters, as an optimizer holds them."""
@@ -56,6 +64,10 @@ class Sharded:
 
     def named_shards(self) -> Mapping[str, Tensor]:
         """Return what this rank holds of each parameter, by FQN, ready to be read and written to."""
+        return {}
+
+    def placements(self) -> Mapping[str, Hashable]:
+        """Return how FSDP and other parallelisms have placed each parameter, by FQN, in the order of the shards."""
         return {}
 
     def weights_changed(self, by_step: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -19,6 +19,7 @@ from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
 from .fragment import Fragment
+from .full_shard import FullShardUnit
 from .sharded import Sharded
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Communicator(Protocol):
 
     def invalidate(self) -> None:
         """Declare the secondary shard stale."""
+
+    def full_shard_units(self, is_outermost: bool) -> Sequence[FullShardUnit] | None:
+        """Return what FULL_SHARD would communicate; None if torch sends something of this part itself, uncounted."""
 
 
 Checksums = Mapping[str, tuple[str, int]]
@@ -178,6 +182,18 @@ class StrategyUnit:
             return None
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
+    def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit] | None:
+        """Return what FULL_SHARD would communicate of it; None if torch sends something itself, uncounted."""
+        if self.ranks.topology.world == 1:
+            return []
+        torch_gathers = self.gather is None and self.scopes.optimizer != "N"
+        if self.stock or torch_gathers or (self.reduce is not None and self.reduce.is_native):
+            return None
+        weights, gradients = self.sharded.wire_dtypes()
+        reduced = gradients.itemsize if self.sharded.is_trained() else 0
+        numel = self.sharded.numel()
+        return [FullShardUnit(numel, weights.itemsize, reduced, not is_outermost, self.ranks.topology)]
+
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
         """Gather the weights as they are, since they hold packed values; to be called before the unit is used.
 
@@ -185,6 +201,10 @@ class StrategyUnit:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
+        if self.ranks.by_links:  # packed values are a frozen base: see [Note: Links] in resolve.py
+            self.ranks = self.mesh = as_launched(self.ranks)
+            self.resolved = self.strategy.resolve(self.ranks.topology)
+            self.scopes, self.reduce = self.resolved.scopes, self._make_reduce()
         self.resolved = replace(self.resolved, weights=None)
         self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
@@ -210,8 +230,11 @@ class StrategyUnit:
         replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
         outer = OuterStep(local_steps, self.ranks, self.traffic)
         share = None if replicas is None else NodeShare(replicas, self.traffic)
-        shards, trained = lambda: self.sharded.named_shards(), lambda: self.sharded.trained_names()
-        return Fragment(local_steps, outer, share, shards, trained, self.invalidate)
+        # Looked up anew, since an adapter sets what it has sharded after this.
+        shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
+        return Fragment(
+            local_steps, outer, share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
+        )
 
     @property
     def keeps_weights(self) -> bool:

@@ -31,8 +31,9 @@ from fsdp_zpp import (
 )
 
 NOT_COLLECTIVE = {
-    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Strategy"),
-    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "plan", "quantized_reduce_hook", "traffic"),
+    *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Monitor", "Strategy"),
+    *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "monitor", "plan", "quantized_reduce_hook"),
+    "traffic",
 }
 """The public names that ranks may use one by one, or that communicate in training alone."""
 

@@ -93,6 +93,7 @@ NEEDED = (
     Needed(_INSTANCE, "training_state", "telling which phase an instance is in"),
     Needed(_INSTANCE, "_sync_gradients", "telling whether no_sync is on"),
     Needed(_INSTANCE, "_device_handle", "reducing in two streams"),
+    Needed(_HANDLE, "_fwd_bwd_param_dtype", "the dtype that weights are gathered in"),
     Needed(_HANDLE, "_reduce_dtype", "the dtype that gradients are reduced in"),
     Needed(_HANDLE, "prepare_gradient_for_backward", "adding to gradients of earlier backwards"),
     Needed(_HANDLE, "_use_sharded_grad_views _reset_is_grad_none", "showing the gradients of original parameters"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -9,7 +10,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.runtime.sharded import Sharded
 
-from ._torch_flat_layout import FlatParameterLayout
+from ._torch_flat_layout import FlatParameterLayout, axes_of
 from ._torch_handle import StrategyHandle
 from ._torch_replaced import copy_replaced
 
@@ -48,6 +49,14 @@ class ShardedInstance(Sharded):
         """Return the number of values of the parameters, without padding."""
         flat_param = self._flat_param
         return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
+
+    def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients."""
+        handle = self._instance._handle
+        if handle is None:
+            return super().wire_dtypes()
+        weights = handle._fwd_bwd_param_dtype or handle._orig_param_dtype
+        return weights, handle._reduce_dtype or weights
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as an optimizer may hold them by now: original, or flat."""
@@ -92,6 +101,11 @@ class ShardedInstance(Sharded):
         )
         held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Return the mesh dimensions along which another parallelism shards each original parameter, by FQN."""
+        flat_param = self._flat_param
+        return {} if flat_param is None else dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
 
     def weights_changed(self, by_step: bool) -> None:
         """Drop what the handle keeps of the old weights, if a strategy has adopted it."""

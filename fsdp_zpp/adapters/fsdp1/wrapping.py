@@ -53,6 +53,9 @@ class CommHookUnit:
     def invalidate(self, *, by_step: bool = False) -> None:
         """Do nothing, for stock FSDP keeps no secondary shard."""
 
+    def full_shard_units(self, is_outermost: bool) -> None:
+        """Return None, for torch gathers the weights."""
+
     def weights_loaded(self) -> None:
         """Handle weights that were loaded, from a state dict."""
         self.loads += 1

@@ -52,6 +52,7 @@ class StrategyParallelism(ParallelismConfig):
 
     Raises:
         TypeError: If ``strategy`` is neither a ``Strategy`` nor None.
+        ValueError: If it is None and there is to be a monitor.
     """
 
     strategy: Annotated[Strategy | None, _FLAG] = None
@@ -60,10 +61,15 @@ class StrategyParallelism(ParallelismConfig):
     '{"preset": "zeropp", "gpus_per_node": 8}'. None is torchtitan's own FSDP or HSDP.
     """
 
+    monitor: bool = False
+    """Log what the model communicates in each step, and how long it takes, among torchtitan's metrics."""
+
     def __post_init__(self) -> None:
         ParallelismConfig.__post_init__(self)  # super() does not work in a dataclass with slots
         if self.strategy is not None:
             _check_type(self.strategy)
+        elif self.monitor:
+            raise ValueError("parallelism.monitor measures what a strategy sends; set parallelism.strategy, too")
 
     def to_dict(self) -> dict[str, object]:
         """Return the whole section, in types that JSON has, since torchtitan logs it."""
@@ -97,12 +103,6 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
 
 
 def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
-    if parallelism.spmd_backend != "partial_dtensor" and strategy.optimizer != "G":
-        raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend} can't be combined with {strategy.levels!r}, which "
-            "shards over a part of the data-parallel ranks: parameters then have no one mesh with the other "
-            "parallelisms; set --parallelism.spmd_backend partial_dtensor, or choose optimizer scope G, such as IGG"
-        )
     if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
         raise ValueError(
             f"parallelism.fsdp_reshard_after_forward=always contradicts {strategy.levels!r}, whose parameter "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.integrations._turns import Turn
 from fsdp_zpp.runtime.api import traffic
 from fsdp_zpp.runtime.checkpoint import CodecState
+from fsdp_zpp.runtime.monitor import Monitor, monitor
 
 from .parallelism import StrategyParallelism, check_combination
 from .sharding import parallelize
@@ -74,6 +75,11 @@ class StrategyTrainer(Trainer):
             is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
             if is_sharded and _has_codec_state(strategy):
                 self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
+        self._monitor: Monitor | None = None
+        self._figures: dict[str, float] = {}
+        if config.parallelism.monitor:
+            self._monitor = monitor(nn.ModuleList(self.model_parts))
+            self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
 
     def train(self) -> None:
         """Train as torchtitan does, and log at the end what this rank has sent."""
@@ -85,6 +91,14 @@ class StrategyTrainer(Trainer):
         """Train one step as torchtitan does, and count its micro-batches."""
         self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
+        if self._monitor is not None:
+            self._figures = {f"fsdp_zpp/{name}": figure for name, figure in self._monitor.step().items()}
+
+    def _log(
+        self, log: Callable[..., None], *arguments: object, extra_metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Log as torchtitan does, with the figures of the latest step before this one."""
+        log(*arguments, extra_metrics={**(extra_metrics or {}), **self._figures})
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
         """Run one micro-batch; gradients before the last one are accumulated as the strategy's scopes say.

@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Case
+from harness.benchmarks import load
 from harness.fsdp2 import Fsdp2
-from harness.launch import ROOT
 from harness.pool import Pool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_zpp import Strategy
 
+dtensor_collectives = load("loss", "dtensor_collectives")
 STEPS = 3
 ROWS = {"even": 32, "uneven": 37, "few": 3}
 """Rows of the matrices: a multiple of the four ranks, not a multiple, and fewer than ranks."""
@@ -29,11 +28,7 @@ ROWS = {"even": 32, "uneven": 37, "few": 3}
 
 def whole_muon(matrices: Any, **arguments: Any) -> torch.optim.Optimizer:
     """Make the optimizer of the guide."""
-    before, start, after = (ROOT / "docs/concepts/scopes.md").read_text().partition("class WholeMuon")
-    code = before.rpartition("```python\n")[2] + start + after.partition("\nstrategy = ")[0]
-    names: dict[str, Any] = {"torch": torch}
-    exec(code, names)
-    optimizer: torch.optim.Optimizer = names["WholeMuon"](matrices, **arguments)
+    optimizer: torch.optim.Optimizer = load("loss", "guides_muon").whole_muon(matrices, **arguments)
     return optimizer
 
 
@@ -116,32 +111,14 @@ def test_torchs_muon_refuses_fewer_rows_than_ranks(pool: Callable[[int], Pool]) 
         pool(4).run(distance_to_one_rank, "GGG", ROWS["few"], torch.optim.Muon)
 
 
-class SentByDTensors(TorchDispatchMode):
-    """Counts the collectives of DTensors that stay inside a node, and those that do not."""
-
-    def __init__(self, gpus_per_node: int) -> None:
-        super().__init__()
-        self.gpus_per_node = gpus_per_node
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # until torch has taken it apart
-        if func.namespace in ("c10d_functional", "_c10d_functional") and isinstance(args[-1], str):
-            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]
-            nodes = {rank // self.gpus_per_node for rank in dist.get_process_group_ranks(group)}
-            self.calls["inter" if len(nodes) > 1 else "intra"] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def calls_of_a_step(levels: str, muon: Callable[..., torch.optim.Optimizer]) -> dict[str, int]:
     """In a worker: the collectives of the optimizers in a step, for six matrices."""
     net = Fsdp2().make(Case(model=(("hidden", 32),)), Strategy(levels, gpus_per_node=2))
     step = step_all(net, 32, muon)
     models.loss_of(net, models.batch(0, 0)).backward()
-    with SentByDTensors(2) as sent:
+    with dtensor_collectives.DTensorCollectives(2) as collectives:
         step()
-    return dict(sent.calls)
+    return dict(Counter(collective.hop for collective in collectives.made))
 
 
 def test_optimizer_scope_i_keeps_muon_inside_a_node(pool: Callable[[int], Pool]) -> None:

@@ -1,0 +1,190 @@
+"""What a monitor says of each step: bytes as traffic() has them, FULL_SHARD's by its formula, and times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from harness import models
+from harness.adapter import STOCK, Adapter, Case, Precision
+from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
+from harness.pool import Pool
+from harness.training import train
+from harness.wiretap import wiretap
+
+from fsdp_zpp import LocalSteps, Monitor, Strategy, monitor, traffic
+from fsdp_zpp.runtime.communication_waits import CommunicationWaits
+from fsdp_zpp.runtime.monitor import overlaps
+
+GPUS = 2
+# All shapes are multiples of the ranks, so that neither FSDP pads.
+MODEL = (("blocks", 2), ("width", 32), ("hidden", 64), ("vocabulary", 16))
+STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in SCOPES} | {
+    "zeropp": Strategy.zeropp(gpus_per_node=GPUS),
+    "loco": Strategy.loco(gpus_per_node=GPUS),
+    "local": Strategy("III", local_steps=LocalSteps(2), gpus_per_node=GPUS),
+}
+HOPS = [(kind, level) for kind in ("weights", "gradients") for level in ("inter", "intra")]
+
+
+def total(model: Any) -> dict[tuple[str, str], int]:
+    """What traffic() says, by the monitor's names."""
+    sent: Any = traffic(model)
+    names = {"weights": "gather", "gradients": "reduce"}
+    return {(kind, level): sent[names[kind]][level] for kind, level in HOPS}
+
+
+def watched(adapter: Adapter, case: Case, strategy: Strategy) -> list[tuple[dict[str, float], dict[Any, int]]]:
+    """In a worker: what the monitor and traffic() say of each step."""
+    model = adapter.make(case, strategy)
+    found, before = [], total(model)
+
+    def after_step(*_: Any) -> None:
+        nonlocal before
+        now = total(model)
+        found.append((watch.step(), {hop: now[hop] - before[hop] for hop in HOPS}))
+        before = now
+
+    with monitor(model) as watch:
+        train(adapter, model, case, after_step)
+    return found
+
+
+@over_each(2, adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
+def test_bytes_are_those_of_traffic_and_times_are_possible(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, micro_batches: int
+) -> None:
+    case = Case(model=MODEL, micro_batches=micro_batches)
+    for steps in pool(4).run(watched, adapter, case, strategy):
+        assert [figures["step"] for figures, _ in steps] == [1, 2, 3]
+        for figures, sent in steps:
+            for kind, level in HOPS:
+                nbytes, ms, exposed = (figures[f"{kind}/{level}/{what}"] for what in ("bytes", "ms", "exposed_ms"))
+                assert nbytes == sent[kind, level]
+                assert 0 <= exposed <= ms <= figures["ms"]
+                # With local steps, torch's own reduce-scatter sums gradients in a node, which is timed, not counted.
+                assert (ms > 0) == (nbytes > 0) or (strategy.local_steps and (kind, level) == ("gradients", "intra"))
+            assert ("inter/share" in figures) == (strategy.local_steps is None)
+            for level in ("inter", "intra") if strategy.local_steps is None else ():
+                share = figures[f"{level}/share"] * figures[f"{level}/full_shard_bytes"]
+                assert share == pytest.approx(sum(sent[kind, level] for kind in ("weights", "gradients")))
+
+
+def stock_and_said(adapter: Adapter, case: Case) -> tuple[dict[str, int], dict[str, float]]:
+    """In a worker: what a step of FULL_SHARD sends, as the wiretap sees it, and what a monitor says that it would."""
+    stock = adapter.make(case, STOCK)
+    optimizer = models.make_optimizer("sgd", stock.parameters())
+    train(adapter, stock, case, optimizer=optimizer)
+    with wiretap(GPUS) as tap:
+        train(adapter, stock, case, optimizer=optimizer, first_step=1)
+    [*_, (figures, _)] = watched(adapter, case, Strategy.zeropp(gpus_per_node=GPUS))
+    # The wiretap sees one collective over all ranks, whose bytes go to the other node once.
+    return {"inter": tap.total("inter")}, figures
+
+
+@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@over_adapters
+def test_full_shard_sends_what_is_said(
+    pool: Callable[[int], Pool], adapter: Adapter, micro_batches: int, precision: Precision | None
+) -> None:
+    case = Case(model=MODEL, steps=1, micro_batches=micro_batches, precision=precision, clip=None)
+    for sent, figures in pool(4).run(stock_and_said, adapter, case):
+        assert figures["inter/full_shard_bytes"] == sent["inter"]
+        assert figures["intra/full_shard_bytes"] == 2 * sent["inter"]
+
+
+def watched_base(adapter: Adapter) -> tuple[dict[str, float], Any, int]:
+    """In a worker: a step on a frozen base that is quantized, and the numbers of frozen values."""
+    net = models.make_net(frozen=True, **dict(MODEL))
+    strategy = Strategy.mixzpp(gpus_per_node=GPUS)
+    frozen = sum(p.numel() for p in net.parameters() if not p.requires_grad)
+    model = adapter.shard(net, Case(model=MODEL), strategy)
+    with monitor(model) as watch:
+        train(adapter, model, Case(steps=1))
+        watch.step()
+        before = total(model)
+        train(adapter, model, Case(steps=1))
+        figures = watch.step()
+    return figures, {hop: total(model)[hop] - before[hop] for hop in HOPS}, frozen
+
+
+@over_adapters
+def test_a_frozen_base_counts(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for figures, sent, frozen in pool(4).run(watched_base, adapter):
+        assert frozen > 0
+        assert {hop: figures["/".join((*hop, "bytes"))] for hop in HOPS} == sent
+        assert figures["inter/share"] < 0.5
+
+
+def without(adapter: Adapter) -> tuple[Any, ...]:
+    """In a worker: what is left of a monitor that was closed, and what one says of torch's own collectives."""
+    model = adapter.make(Case(model=MODEL), Strategy.zeropp(gpus_per_node=GPUS))
+    watch = monitor(model)
+    assert isinstance(watch, Monitor)
+    watch.close()
+    watch.close()
+    with pytest.raises(RuntimeError, match="this monitor is closed"):
+        watch.step()
+    train(adapter, model, Case(steps=1))
+    on_one_node = adapter.make(Case(model=MODEL), Strategy(gpus_per_node=4))
+    with monitor(on_one_node) as watch:
+        train(adapter, on_one_node, Case(steps=1))
+        return len(watch._timer.hops), {key for key in watch.step() if "share" in key or "full_shard" in key}
+
+
+@over_adapters
+def test_a_closed_one_leaves_nothing_and_shares_need_all_bytes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert all(said == set() for _, said in pool(4).run(without, adapter))
+
+
+def reset_traffic(adapter: Adapter) -> tuple[Any, ...]:
+    """In a worker: bytes of two steps, with a reset between them, and those of the monitor."""
+    model = adapter.make(Case(model=MODEL), Strategy("GGG", gpus_per_node=GPUS))
+    with monitor(model) as watch:
+        train(adapter, model, Case(steps=1))
+        first = traffic(model, reset=True)
+        nothing = traffic(model)
+        one = watch.step()
+        train(adapter, model, Case(steps=1))
+        return first, nothing, traffic(model), one, watch.step()
+
+
+@over_adapters
+def test_a_reset_begins_anew(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for first, nothing, second, one, two in pool(4).run(reset_traffic, adapter):
+        assert first == second
+        assert not any(nbytes for levels in nothing.values() for nbytes in levels.values())
+        assert one["weights/inter/bytes"] == two["weights/inter/bytes"] == first["gather"]["inter"]
+
+
+def gathers_outside_waits(adapter: Adapter) -> tuple[int, int]:
+    """In a worker: gathers of a step that no wait encloses, of how many: the host makes them where a stream waits."""
+    case = Case(model=MODEL, micro_batches=2)
+    model = adapter.make(case, Strategy("GGG", gpus_per_node=GPUS))
+    with monitor(model) as watch:
+        waits = CommunicationWaits(model, torch.device("cpu"))
+        train(adapter, model, case)
+        hops = [hop for hop in watch._timer.hops if hop.kind == "gather"]
+        intervals: Any = waits.take()
+        waits.remove()
+        train(adapter, model, case)
+        assert not waits.take()
+    assert all(one[0] <= one[1] <= other[0] for one, other in pairwise(intervals))
+    outside = [hop for hop in hops if not any(a <= hop.start and hop.end <= b for a, b in intervals)]
+    return len(outside), len(hops)
+
+
+@over_adapters
+def test_gathers_are_made_where_the_computation_waits(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for outside, hops in pool(4).run(gathers_outside_waits, adapter):
+        assert hops > 0
+        assert outside == 0
+
+
+def test_overlaps() -> None:
+    assert list(overlaps([(0, 10), (20, 30)], [(-1, 2), (5, 6), (9, 21)])) == [(0, 2), (5, 6), (9, 10), (20, 21)]
+    assert list(overlaps([(0, 1)], [(1, 2)])) == []
