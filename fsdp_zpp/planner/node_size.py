@@ -35,7 +35,7 @@ def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> 
 def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
     """Return whether each GPU of the only machine counts as a node, without the strategy's saying so."""
     alone = cluster.slow_links and cluster.nodes == 1 and cluster.gpus_per_node > 1
-    return alone and strategy.follows_links
+    return alone and strategy.gpus_per_node is None and strategy.follows_links
 
 
 def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
