@@ -1,12 +1,8 @@
 """Which ranks count as a node, and which links its hops take, on a machine whose links are slow.
 
-Over NVLink a node is a machine. Without it, the links inside a machine are slow, too (PCIe), and codecs pay there. So a
-strategy that does not say how large its nodes are has these:
-
-- on one machine, each GPU is a node if the optimizer's state is sharded over all ranks and codecs make it pay: those of
-  weights, or of gradients if no secondary shard is kept, which would be a whole copy without a codec. A quantized base
-  is still sharded over the machine: whole, it would seldom fit;
-- otherwise a machine is a node. Plain strategies and optimizer scopes I and N would gain nothing from smaller ones.
+The rule is that of training, [Note: Links] in config/resolve.py: on one machine without NVLink, each GPU is a node to
+strategies whose codecs make it pay, and a quantized base is still sharded over the machine. Otherwise a machine is a
+node.
 
 On several machines without NVLink there are three levels: a GPU's own memory, its machine, all machines. The planner
 compares both node sizes there. A hop between nodes of one GPU goes over two kinds of links: to ranks of the same
@@ -38,9 +34,8 @@ def strategy_topology(strategy: Strategy, ranks: Topology, cluster: Cluster) -> 
 
 def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
     """Return whether each GPU of the only machine counts as a node, without the strategy's saying so."""
-    encodes = strategy.weights is not None or (strategy.gradients is not None and not strategy.keeps_secondary)
     alone = cluster.slow_links and cluster.nodes == 1 and cluster.gpus_per_node > 1
-    return alone and encodes and strategy.optimizer == "G" and strategy.gpus_per_node is None
+    return alone and strategy.gpus_per_node is None and strategy.follows_links
 
 
 def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import agree, check_agreement
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
-from .bandwidth import measure_bandwidth, world
+from .bandwidth import Bandwidth, measure_bandwidth, world
 from .config import GIB, whole
 from .model_size import ModelSize, module_size
 from .plan import plan
@@ -43,8 +44,8 @@ def choose_strategy(
         inter_gbps: Gbit/s of a whole node to the others. None measures it with all-gathers over the running job.
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
-        slow_links: Whether the links inside a node are slow, as in ``plan``. None concludes it from a measurement, if
-            ``gpus_per_node`` is None, too: a node size that is given stays.
+        slow_links: Whether the links inside a node are slow, as in ``plan``. None asks the machine, or
+            the measurement, if ``gpus_per_node`` is None, too: a node size that is given stays.
         **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
             of hardware replace measurements. With experts on ranks of their own, the result is the strategy of the
             other parameters; ``plan`` has both.
@@ -68,7 +69,7 @@ def choose_strategy(
         inter_gbps = measured.inter_gbps if unknown_inter else inter_gbps
         if unknown_intra:
             intra_gbps = measured.intra_gbps
-            slow_links = measured.slow_links if asks_machine else slow_links
+            slow_links = _are_slow(group, measured) if asks_machine else slow_links
     on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "slow_links": slow_links}
     on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
     on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
@@ -76,6 +77,12 @@ def choose_strategy(
     if agreed.choice is None:
         raise ValueError(agreed.reason)
     return agreed.choice.strategy
+
+
+def _are_slow(group: dist.ProcessGroup, measured: Bandwidth) -> bool:
+    """Return whether links inside a node are slow: what the machine says, or their speed if it does not. Collective."""
+    links = find_links(group)
+    return measured.slow_links if links is None else links.are_slow
 
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:
