@@ -15,6 +15,7 @@ from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
+from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for
 from fsdp_zpp.runtime.packed_weights import packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
