@@ -72,8 +72,11 @@ class Contender:
     @property
     def label(self) -> str:
         """Return what a table or a chart calls it."""
-        whole = f"{self.preset or self.arguments['levels']} once, {self.base} base"
-        own = self.code.removeprefix("Strategy.") if self.base is None else whole
+        if self.base is None:
+            own = self.code.removeprefix("Strategy.")
+        else:
+            made = self.code.rpartition(" by ")[2].removeprefix("Strategy.")
+            own = f"{made} once, {self.base} base"
         return own if self.fsdp2 else f"{own}, FSDP1"
 
     def on_nodes_of(self, gpus_per_node: int) -> Contender:
