@@ -8,6 +8,7 @@ from itertools import islice
 
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.planner.estimate import Estimate
+from fsdp_zpp.planner.hardware import SLOWEST_NVLINK
 
 from .contenders import ALONE, BASES, FULL_SHARD, HSDP
 from .fitting import Planner
@@ -15,8 +16,6 @@ from .links import Links
 
 _PLANNED = 2
 """How many of the planner's first strategies are tried for each size of a node."""
-_SLOW_GBPS = 500
-"""Gbit/s of a rank inside its node below which its links are not NVLink."""
 
 
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
@@ -58,7 +57,7 @@ def _for_full_training(planner: Planner) -> Iterator[str]:
 
 def _may_pay_alone(links: Links) -> bool:
     """Return whether to try each GPU as a node: always on one node; on several, where links inside them are slow."""
-    return links.intra is not None and (links.nodes == 1 or links.intra.gbps < _SLOW_GBPS)
+    return links.intra is not None and (links.nodes == 1 or links.intra.gbps < SLOWEST_NVLINK)
 
 
 def _on_nodes(planner: Planner, gpus_per_node: int) -> Iterator[str]:

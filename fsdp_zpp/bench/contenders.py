@@ -17,6 +17,7 @@ from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.planner.paste import line_of
 
 FULL_SHARD, HSDP = "full_shard", "hybrid_shard"
 TORCHS = {FULL_SHARD: ShardingStrategy.FULL_SHARD, HSDP: ShardingStrategy.HYBRID_SHARD}
@@ -62,19 +63,20 @@ class Contender:
         """Return the Python expression of the strategy, to paste; a word for torch's own."""
         if self.is_torchs:
             return _TORCHS_LABELS[self.preset]
-        shown = ", ".join(f"{name}={_shown(value)}" for name, value in self.arguments.items())
-        made = f"Strategy.{self.preset}({shown})" if self.preset else f"Strategy({shown})"
-        return (
-            made
-            if self.base is None
-            else (f"quantize_frozen_params(model, {_shown(self.base)}), then wrap the whole model once by {made}")
-        )
+        made = line_of(self.strategy, self.arguments.get("gpus_per_node")).partition("strategy = ")[2]
+        if self.base is None:
+            return made
+        codec = repr(self.base).replace("block=", "")
+        return f"quantize_frozen_params(model, {codec}), then wrap the whole model once by {made}"
 
     @property
     def label(self) -> str:
         """Return what a table or a chart calls it."""
-        whole = f"{self.preset or self.arguments['levels']} once, {self.base} base"
-        own = self.code.removeprefix("Strategy.") if self.base is None else whole
+        if self.base is None:
+            own = self.code.removeprefix("Strategy.")
+        else:
+            made = self.code.rpartition(" by ")[2].removeprefix("Strategy.")
+            own = f"{made} once, {self.base} base"
         return own if self.fsdp2 else f"{own}, FSDP1"
 
     def on_nodes_of(self, gpus_per_node: int) -> Contender:
@@ -82,15 +84,6 @@ class Contender:
         if self.is_torchs:
             return self
         return dataclasses.replace(self, arguments={**self.arguments, "gpus_per_node": gpus_per_node})
-
-
-def _shown(value: object) -> str:
-    """Return a value as code: codecs and the like without the arguments that have their defaults."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return repr(value)
-    usual, names = type(value)(), [field.name for field in dataclasses.fields(value)]
-    given = [f"{name}={_shown(own)}" for name in names if (own := getattr(value, name)) != getattr(usual, name)]
-    return f"{type(value).__name__}({', '.join(given)})"
 
 
 _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -105,6 +105,7 @@ class Planner:
             activations=beside,
             reserve=0,
             frozen_storage=base_dtype,
+            presets=False,
             **codecs,
         ).estimates
 

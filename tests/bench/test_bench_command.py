@@ -71,10 +71,7 @@ def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
     codecs = {"weights": Int8(256), "gradients": Int4(128)}
     layout = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1, "micro_batches": 2}
     size = pretrained_size(str(tmp_path / "model"))
-    sent = {
-        hop: sum(m for name, m in rows["zeropp"]["sent_mib_a_step"].items() if hop in name)
-        for hop in ("inter", "intra")
-    }
+    sent = sum(mib for hop, mib in rows["zeropp"]["sent_mib_a_step"].items() if "inter" in hop)
     planned = plan(size, **layout, **codecs)["IGG"].volume
     assert sent * 2**20 == pytest.approx(planned.inter, rel=0.05)
     assert rows["full_shard"]["sent_mib_a_step"]["inter"] * 2**20 == plan(size, **layout)["GNG"].volume.inter
@@ -111,7 +108,7 @@ def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) 
     for row in rows.values():
         assert row["loss"] == pytest.approx(rows["full_shard"]["loss"], rel=0.01)
     assert rows["once-zeropp"]["code"].startswith(
-        "quantize_frozen_params(model, Int8()), then wrap the whole model once"
+        "quantize_frozen_params(model, Int8(256)), then wrap the whole model once"
     )
 
 

@@ -76,7 +76,7 @@ def test_names_make_the_strategies_that_their_code_makes() -> None:
     assert contender("zeropp-alone").strategy.gpus_per_node == 1
     assert contender("once-zeropp-nf4").base == NF4()
     assert contender("once-zeropp").code == (
-        "quantize_frozen_params(model, Int8()), then wrap the whole model once by Strategy.zeropp()"
+        "quantize_frozen_params(model, Int8(256)), then wrap the whole model once by Strategy.zeropp()"
     )
 
 
