@@ -1,4 +1,4 @@
-"""``python -m fsdp_zpp``: the commands of this package."""
+"""``python -m fsdp_zpp``, or ``fsdp_zpp``: the commands of this package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from importlib.metadata import version
 
+from fsdp_zpp.bench.cli import add_bench
 from fsdp_zpp.environment import add_env
 from fsdp_zpp.planner.cli import add_plan
 
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_plan(commands, formatter)
+    add_bench(commands, formatter)
     add_env(commands, formatter)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable
 
 import throttle
-import torch
 import torch.distributed as dist
+
+from fsdp_zpp.bench.job import join
 
 STARTED_BY = "FSDP_ZPP_BENCHMARK_COMMAND"
 """Environment variable that tells ranks of emulated nodes the command that started them."""
@@ -50,17 +51,6 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
     join(arguments.device)
     work(arguments)
     dist.destroy_process_group()
-
-
-def join(device: str) -> torch.device:
-    """Join the process group under torchrun and return this rank's device."""
-    if device == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(own)
-    dist.init_process_group("nccl", device_id=own)
-    return own
 
 
 def command() -> list[str]:

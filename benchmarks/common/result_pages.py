@@ -16,7 +16,7 @@ from pathlib import Path
 from result_files import Result
 
 ROOT = Path(__file__).parents[2]
-RESULTS_PAGES, FIGURES = ROOT / "docs" / "results", ROOT / "docs" / "figures"
+RESULTS_PAGES, GUIDES, FIGURES = (ROOT / "docs" / name for name in ("results", "guides", "figures"))
 MARKED = re.compile(r"<!-- table: (?P<name>.+?) -->\n.*?<!-- end -->\n", re.DOTALL)
 Tables = Mapping[str, str]
 """Tables of a page, each with its origin under it, by their names."""

@@ -23,11 +23,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import elsewhere
-import result_files
 from cases import copy_case, own_cases
 from manifest import manifest
 from report import by_size, with_copies
 from timing import Case, measure
+
+from fsdp_zpp.bench.result_file import write
 
 
 def wanted(case: Case, only: str) -> bool:
@@ -96,7 +97,7 @@ def main() -> None:
         new = measure_block(block, arguments.mib, arguments.only, copies, others["not_measured"])
         rows += new
         # After every block, so that a run that is cut short leaves its measurements.
-        result_files.write(arguments.out / "kernels.json", made_by, arguments, rows, **others)
+        write(arguments.out / "kernels.json", made_by, arguments, rows, **others)
         print(f"blocks of {block}", by_size(with_copies(new, copies)), "", sep="\n")
 
 

@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any
 
 import emulated_nodes
-import result_files
 import torch
 import torch.distributed as dist
 import train
@@ -36,7 +35,8 @@ from tables import comparison, gain
 from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, traffic
-from fsdp_zpp.planner.arguments import codec
+from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.planner.argument_types import codec
 
 HOPS = ("inter", "intra")
 WINDOW = 10
@@ -233,7 +233,7 @@ def report(rows: list[Row], options: argparse.Namespace, text: Text) -> None:
     lengths = {"training_bytes": len(text.training), "held_out_bytes": len(text.held_out)}
     folder = Path(options.output)
     made_by, ranks = manifest(command() if STARTED_BY in os.environ else torchrun), dist.get_world_size()
-    result_files.write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
+    write(folder / "result.json", made_by, options, rows, ranks=ranks, text=lengths)
     draw_losses(rows, folder / "loss.png")
     print(aligned(comparison(rows)))
     print("Bytes are what one rank sends in a step; FULL_SHARD's are counted, not measured: the fewest that do.")

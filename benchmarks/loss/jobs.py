@@ -25,7 +25,9 @@ from corpus import Corpus, load_corpus
 from gpt2_training import Settings, train, under_fsdp1
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
-from result_files import Result, Row, read, write
+from result_files import Result, Row, read
+
+from fsdp_zpp.bench.result_file import write
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from manifest import manifest
 from markdown_tables import aligned
-from result_files import write
 from tables import small_parameters as table
 from torch import Tensor, nn
 from transformers import (
@@ -32,6 +31,7 @@ from transformers import (
 )
 
 from fsdp_zpp import Int4, Int8
+from fsdp_zpp.bench.result_file import write
 from fsdp_zpp.collectives.exact_places import PlacesInChunks, sent_exactly
 from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.hops import decode, encode

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from manifest import manifest
 from markdown_tables import aligned
-from result_files import write
 from tables import straddling as table
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from fsdp_zpp import Codec, Int4, Int8
+from fsdp_zpp.bench.result_file import write
 
 HIDDEN = (128, 768, 2048)
 """Widths of the layers."""

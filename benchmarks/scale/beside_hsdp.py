@@ -24,11 +24,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import result_files
 from case import join_fake_world
 from contenders import COMPUTATION, CONTENDERS, GPUS_PER_NODE, REFERENCE, WORLD, make_step, prepare_kernels_only
 from manifest import manifest
 from report import beside_hsdp
+
+from fsdp_zpp.bench.result_file import write
 
 
 def work(name: str, blocks: int, pipe: Connection) -> None:
@@ -85,7 +86,7 @@ def main() -> None:
         {"contender": name, "us_a_unit": [round(each[name] / arguments.blocks * 1e6, 1) for each in sets]}
         for name in names
     ]
-    result_files.write(arguments.out / "beside-hsdp.json", made_by, arguments, rows)
+    write(arguments.out / "beside-hsdp.json", made_by, arguments, rows)
     print(beside_hsdp(rows))
 
 

@@ -20,10 +20,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-import result_files
 from case import STRATEGIES, measure
 from manifest import manifest
 from report import by_world
+
+from fsdp_zpp.bench.result_file import write
 
 
 def parse() -> argparse.Namespace:
@@ -53,7 +54,7 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         rows = list(pool.map(measure, *zip(*cases, strict=True)))
-    result_files.write(arguments.out / "scale.json", made_by, arguments, rows)
+    write(arguments.out / "scale.json", made_by, arguments, rows)
     for name, table in by_world(rows, arguments.blocks).items():
         print(name, table, "", sep="\n")
 

@@ -1,89 +1,17 @@
-"""Columns of tables of steps: the text of each for a row of a result, beside the others of its run."""
+"""Columns that only pages and runs of benchmarks have, beside those of :mod:`fsdp_zpp.bench.columns`."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from markdown_tables import markdown
 from result_files import Row
 
-
-@dataclass(frozen=True)
-class Column:
-    """A column.
-
-    Attributes:
-        heading: Text over it.
-        cell: Function that returns its text for the rows of one strategy, given all rows of that run; empty if they
-            lack the figure.
-    """
-
-    heading: str
-    cell: Callable[[list[Row], list[Row]], str]
-
-
-def each(heading: str, text: Callable[[Row], str]) -> Column:
-    """Make a column with a text for every measurement of a strategy."""
-    return Column(heading, lambda own, _: " and ".join(filter(None, dict.fromkeys(map(text, own)))))
-
-
-def measured(heading: str, key: str, form: str) -> Column:
-    """Make a column with one figure of a row."""
-    return each(heading, lambda row: form.format(row[key]) if row.get(key) is not None else "")
-
-
-def _step(row: Row) -> str:
-    if "step_ms" not in row:
-        return row.get("failed", "")
-    return f"{row['step_ms']:.0f} ({row['fastest_ms']:.0f}-{row['slowest_ms']:.0f})"
-
-
-def _peak(own: list[Row], _: list[Row]) -> str:
-    if any(row.get("peak_counts_others") for row in own):
-        return "not known"
-    peaks = [row["peak_gib"] for row in own if row.get("peak_gib") is not None]
-    return f"{max(peaks):.1f}" if peaks else ""
+from fsdp_zpp.bench.columns import Column, figures_of, filled, measured, of_a_run, times_as_fast
 
 
 def _paired(own: list[Row], rows: list[Row]) -> str:
     return " and ".join(
         "{1:.2f} ({0:.2f}-{2:.2f})".format(*row["paired"]) for row in own if "paired" in row and row is not rows[0]
     )
-
-
-def _exposed(row: Row) -> str:
-    return f"{row['exposed_ms']:.0f} ({row['exposed_share']:.0%})" if row.get("exposed_share") else ""
-
-
-def sent(heading: str, hop: str) -> Column:
-    """Make a column with the MiB that a rank sends over one hop a step: weights + gradients."""
-
-    def text(row: Row) -> str:
-        figures = [mib for name, mib in row.get("sent_mib_a_step", {}).items() if name.endswith(hop)]
-        return " + ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2f}" for mib in figures)
-
-    return each(heading, text)
-
-
-def figures_of(rows: list[Row], key: str, strategy: str = "") -> list[float]:
-    """Return a figure of the rows that have it, or of those of one strategy."""
-    return [row[key] for row in rows if row.get(key) and strategy in ("", row["strategy"])]
-
-
-def times_as_fast(than: str, heading: str, form: str = "{:.2f}", to: str = "-") -> Column:
-    """Make a column with the speedup over ``than``: from the lowest ratio of measurements ``to`` the highest."""
-
-    def cell(own: list[Row], rows: list[Row]) -> str:
-        references, times = figures_of(rows, "step_ms", than), figures_of(own, "step_ms")
-        if not references or not times:
-            return ""
-        if own[0]["strategy"] == than:
-            return f"{form.format(1)}x"
-        ends = (form.format(min(references) / max(times)), form.format(max(references) / min(times)))
-        return f"{to.join(dict.fromkeys(ends))}x"
-
-    return Column(heading, cell)
 
 
 def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
@@ -96,15 +24,9 @@ def share(of: str, key: str, heading: str, form: str = "{:.2f}") -> Column:
     return Column(heading, cell)
 
 
-STEP = each("step, ms (fastest-slowest)", _step)
 MEDIAN = measured("step, ms", "step_ms", "{:.0f}")
-PEAK = Column("peak, GiB", _peak)
 PAIRED = Column("of the first row's time (quartiles)", _paired)
-EXPOSED = each("exposed communication, ms (share)", _exposed)
-HOST = measured("CPU finished after, ms", "host_ms", "{:.0f}")
 GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
-UTILIZATION = measured("of the GPUs' peak FLOP/s", "utilization", "{:.1%}")
-BETWEEN_NODES = sent("sent between nodes, MiB", "inter")
 AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
 AGAINST_FSDP2 = times_as_fast("fsdp2:full_shard", "speedup over FULL_SHARD")
 AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
@@ -112,21 +34,6 @@ AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
 
 def summary(rows: list[Row]) -> str:
     """Return a run's table while it runs: all figures, without columns that would be empty."""
-    columns = [
-        each("strategy", lambda row: row["strategy"]),
-        STEP,
-        times_as_fast(rows[0]["strategy"], "speedup over the first"),
-        PEAK,
-        measured("tokens/s", "tokens_per_s", "{:.0f}"),
-        PAIRED,
-        HOST,
-        UTILIZATION,
-        EXPOSED,
-        BETWEEN_NODES,
-        sent("sent inside a node, MiB", "intra"),
-        measured("peak while built, GiB", "build_peak_gib", "{:.1f}"),
-        GENERATED,
-    ]
-    cells = {column.heading: [column.cell([row], rows) for row in rows] for column in columns}
-    filled = {heading: texts for heading, texts in cells.items() if any(texts)}
-    return markdown(filled, zip(*filled.values(), strict=True))
+    columns = [*of_a_run(rows), PAIRED, measured("peak while built, GiB", "build_peak_gib", "{:.1f}"), GENERATED]
+    cells = filled(rows, columns)
+    return markdown(cells, zip(*cells.values(), strict=True))

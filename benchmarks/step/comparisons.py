@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from columns import (
-    AGAINST_FSDP2,
-    AGAINST_FULL_SHARD,
-    AGAINST_HSDP,
-    BETWEEN_NODES,
-    GENERATED,
-    HOST,
-    MEDIAN,
-    PAIRED,
-    PEAK,
-    STEP,
-    Column,
-    share,
-)
+from columns import AGAINST_FSDP2, AGAINST_FULL_SHARD, AGAINST_HSDP, GENERATED, MEDIAN, PAIRED, share
 from labels import label
 from markdown_tables import markdown
 from result_files import Result
+
+from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
@@ -172,6 +161,14 @@ STEP_TIME = {
         ("zeropp", *DELTAS, HSDP),
     ),
 }
+NO_NVLINK = {
+    "no-peer-to-peer": Comparison(
+        NO_PEER_TO_PEER | {"mixture of experts, 2.6B, 2 GPUs": "moe-2.6B-2x1-no-p2p"},
+        (STEP, AGAINST_FSDP2, PEAK),
+        ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
+        below="model, GPUs",
+    ),
+}
 LORA = {
     "lora": one("lora-6.7B-2x2", *USUAL, share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")),
     "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
@@ -186,4 +183,4 @@ LORA = {
     ),
     "lora-one-node": one("lora-6.7B-1x2-in-turn", STEP, PAIRED),
 }
-"""By the names of the tables in docs/results/step-time.md and lora.md."""
+"""By the names of the tables in docs/results/step-time.md, docs/guides/one-machine-without-nvlink.md and lora.md."""

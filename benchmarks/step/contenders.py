@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import torch
 from expert_parallel import ExpertParallel
-from models import Task
 from peers import PEERS, peer
-from strategies import STRATEGIES
-from torch_fsdp import TorchFSDP
-from training import Training
+
+from fsdp_zpp.bench.contenders import NAMES, contender
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.torch_fsdp import TorchFSDP
+from fsdp_zpp.bench.training import Training
+
+EXPERTS = "fsdp2:ep2-"
 
 
 def is_known(name: str) -> bool:
     """Return whether there is a contender of this name."""
-    return name.removeprefix("fsdp2:").removeprefix("ep2-") in STRATEGIES or name in PEERS
+    return name.removeprefix(EXPERTS).removeprefix("fsdp2:") in NAMES or name in PEERS
 
 
 def names() -> str:
     """Return all names, for help and errors."""
-    return ", ".join([*STRATEGIES, *PEERS, "and ep2-... for experts spread over two ranks, under fsdp2:"])
+    return ", ".join([*NAMES, *PEERS, f"and {EXPERTS}... for experts spread over two ranks"])
 
 
 def training_under(task: Task, name: str) -> Training:
-    """Build the model of ``task`` under the contender of this name. Collective.
+    """Build the model of ``task`` under the contender of this name, with ``fsdp2:`` before it under fully_shard.
+
+    Collective.
 
     Raises:
         ModuleNotFoundError: For a peer that is not installed.
     """
-    if task.compile:
-        # Graphs of earlier contenders would count toward the number that a function may have.
-        torch._dynamo.reset()
     if name in PEERS:
+        if task.compile:
+            # Graphs of earlier contenders would count toward the number that a function may have.
+            torch._dynamo.reset()
         return peer(task, name)
-    return ExpertParallel(task, name) if name.startswith("fsdp2:ep2-") else TorchFSDP(task, name)
+    make = ExpertParallel if name.startswith(EXPERTS) else TorchFSDP
+    own = name.removeprefix(EXPERTS).removeprefix("fsdp2:")
+    return make(task, contender(own, fsdp2=name.startswith("fsdp2:"), called=name))

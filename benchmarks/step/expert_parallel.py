@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import Task, base_of, materialize, network, prepare
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch_fsdp import TorchFSDP
+
+from fsdp_zpp.bench.contenders import Contender
+from fsdp_zpp.bench.materialize import materialize
+from fsdp_zpp.bench.models import base_of, layer_places, network, prepare
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.torch_fsdp import TorchFSDP
 
 EXPERT_PARALLEL = 2
 """Ranks that hold one layer's experts together."""
@@ -60,26 +64,27 @@ class ExpertParallel(TorchFSDP):
 
     Args:
         task: Task that is trained: a mixture of experts.
-        name: Name of the contender.
+        contender: Strategy of the rest, and of the experts on their own mesh.
     """
 
-    def __init__(self, task: Task, name: str):
+    def __init__(self, task: Task, contender: Contender):
         shape = (dist.get_world_size() // EXPERT_PARALLEL, EXPERT_PARALLEL)
         self._axes = init_device_mesh(task.device, shape, mesh_dim_names=("efsdp", "ep"))
-        super().__init__(task, name.replace("ep2-", ""))
+        super().__init__(task, contender)
 
     def _build(self) -> nn.Module:
         model = network(self._task)
-        layers = base_of(model).model.layers
-        for index, layer in enumerate(layers):
+        base = base_of(model)
+        for layers, index in list(layer_places(model)):
+            layer = layers[index]
             layer.mlp.experts = DispatchedExperts(layer.mlp.experts, self._axes["ep"].get_group())
-            self._materialize(layer)
+            self._materialize(layer, base)
             prepare(self._task, layers, index)
             self._shard_over(self._axes["efsdp"], layer.mlp.experts)
             # Its gradients are sums over the tokens of all ranks.
             layer.mlp.experts.set_gradient_divide_factor(dist.get_world_size())
             layers[index] = self._shard(layer)
-        materialize(model, self._task.place)
+        materialize(model, base, self._task.place)
         return self._shard(model)
 
     def _shard_over(self, mesh: DeviceMesh, module: nn.Module) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from columns import PEAK, times_as_fast
 from markdown_tables import markdown
 from result_files import Row
+
+from fsdp_zpp.bench.columns import PEAK, times_as_fast
 
 RUN = "1.35B-2x2-eager"
 """The run with most peers; in it FULL_SHARD was measured twice, so speedups are ranges."""

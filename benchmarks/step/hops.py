@@ -22,12 +22,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import nodes
-import result_files
 import single_runs
 import torch
 import torch.distributed as dist
 from manifest import manifest
 
+from fsdp_zpp.bench.result_file import write
 from fsdp_zpp.collectives.hops import Hop, Traffic, hop_over
 from fsdp_zpp.collectives.kinds import Kind, Level
 from fsdp_zpp.collectives.mesh import process_mesh
@@ -89,7 +89,7 @@ def work(arguments: argparse.Namespace) -> None:
                 rows.append({"hop": where, "collective": name, **figures})
     if dist.get_rank() == 0:
         made_by, variables = manifest(nodes.command()), nodes.environment()
-        result_files.write(arguments.out / "hops.json", made_by, arguments, rows, environment=variables)
+        write(arguments.out / "hops.json", made_by, arguments, rows, environment=variables)
         for where in LEVELS.values():
             print(where, single_runs.hops({"this run": {"rows": rows}}, where), "", sep="\n")
 

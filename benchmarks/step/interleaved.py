@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from contenders import training_under
-from models import Task
-from timing import StepTime, rates, timed_steps
+
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.timing import StepTime, rates, timed_steps
 
 
 def interleaved(task: Task, names: list[str], warmup: int, rounds: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ _WHOLE = {
     "megatron-hfsdp": "Megatron-FSDP HFSDP",
     "deepspeed-zeropp": "DeepSpeed ZeRO++",
     "deepspeed-zero3": "DeepSpeed ZeRO-3",
+    "bitsandbytes": "bitsandbytes under FSDP2, NF4 base",
     "mixzpp": "FSDP mixzpp, each layer",
     "fsdp2:mixzpp": "FSDP2 mixzpp, each layer",
 }

@@ -1,23 +1,29 @@
-"""Hybrid and quantized sharding of other libraries, each in its own way: DeepSpeed and Megatron-FSDP.
+"""Hybrid and quantized sharding of other libraries, each in its own way: DeepSpeed, Megatron-FSDP and bitsandbytes.
 
-Both get the model whole, in bf16 on the rank's GPU, and keep fp32 main weights beside it; adapters of LoRA are in bf16,
-too. Both accumulate and reduce gradients in bf16, as all contenders reduce them. They leave state in the process, so
-name them last.
+The first two get the model whole, in bf16 on the rank's GPU, and keep fp32 main weights beside it; adapters of LoRA are
+in bf16, too. Both accumulate and reduce gradients in bf16, as all contenders reduce them. They leave state in the
+process, so name them last.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task, base_of, prepare, whole
+from models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import Training
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp")
+from fsdp_zpp.bench.materialize import materialize
+from fsdp_zpp.bench.models import adapted, base_of, layer_places, network, prepare
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.training import Training
+
+PEERS = ("deepspeed-zero3", "deepspeed-zeropp", "megatron-hfsdp", "bitsandbytes")
 
 
 def peer(task: Task, name: str) -> Training:
@@ -26,6 +32,8 @@ def peer(task: Task, name: str) -> Training:
     Raises:
         ModuleNotFoundError: If it is not installed.
     """
+    if name == "bitsandbytes":
+        return BitsandbytesQLoRA(task)
     return MegatronHFSDP(task) if name == "megatron-hfsdp" else DeepSpeed(task, name)
 
 
@@ -120,8 +128,8 @@ class MegatronHFSDP(Training):
         shape, dims = (task.nodes, task.gpus_per_node, 1), ("outer", "inner", "tensor")
         mesh = init_device_mesh(task.device, shape, mesh_dim_names=dims)
         model = whole(task)
-        layers = base_of(model).model.layers
-        for index in range(len(layers)):
+        layer = type(base_of(model).model.layers[0])
+        for layers, index in list(layer_places(model)):
             prepare(task, layers, index)
         self._model = fully_shard_model(
             model,
@@ -132,7 +140,7 @@ class MegatronHFSDP(Training):
             hybrid_fsdp_group=dist.group.WORLD,
             expt_device_mesh=mesh,  # parameters called experts have theirs, without expert parallelism, too
             hybrid_fsdp_expt_group=dist.group.WORLD,
-            fsdp_unit_modules=[type(layers[0])],
+            fsdp_unit_modules=[layer],
             zero_dp_strategy="optim_grads_params",
             outer_dp_sharding_strategy="optim",
             device=task.place,
@@ -155,3 +163,75 @@ class MegatronHFSDP(Training):
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
+
+
+class BitsandbytesQLoRA(Training):
+    """QLoRA as it is run today: PEFT's adapters on ``Linear4bit``, sharded layer by layer by torch's fully_shard.
+
+    Codes are stored as bf16, which FSDP can shard; scales stay whole on every rank. The head stays in bf16, as
+    transformers leaves it.
+    """
+
+    def __init__(self, task: Task):
+        torch.manual_seed(0)
+        base: Any = base_of(network(replace(task, lora=0))).to(torch.bfloat16)
+        base.is_loaded_in_4bit = True  # by which PEFT adapts Linear4bit as such
+        for layer in base.model.layers:
+            _pack(layer)
+        self._model: Any = adapted(base, task.lora)
+        layers = base_of(self._model).model.layers
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        mesh = init_device_mesh(task.device, (dist.get_world_size(),))
+        for index, layer in enumerate(layers):
+            _quantize(layer, task.place)
+            materialize(layer, base, task.place)
+            prepare(task, layers, index)
+            fully_shard(layers[index], mesh=mesh, mp_policy=policy)
+        fully_shard(materialize(self._model, base, task.place), mesh=mesh, mp_policy=policy)
+        self._optimizer = torch.optim.AdamW(trainable(self._model), lr=1e-4, fused=task.device == "cuda")
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        for index, micro_batch in enumerate(tokens):
+            self._model.set_requires_gradient_sync(index == len(tokens) - 1)
+            loss = self._model(input_ids=micro_batch, labels=micro_batch).loss
+            loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+def _pack(layer: nn.Module) -> None:
+    """Replace the linear layers of ``layer``, on the meta device, by bitsandbytes' own."""
+    from bitsandbytes.nn import Linear4bit
+
+    for module in list(layer.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4", "compress_statistics": False}
+                packed = Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    quant_storage=torch.bfloat16,
+                    device="meta",
+                    **options,
+                )
+                setattr(module, name, packed.requires_grad_(False))
+
+
+def _quantize(layer: nn.Module, device: torch.device) -> None:
+    """Give the packed weights of ``layer`` the values that :func:`materialize` would, quantized."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for module in layer.modules():
+        if isinstance(module, Linear4bit):
+            values = torch.empty(module.out_features, module.in_features, dtype=torch.bfloat16, device=device)
+            weight = Params4bit(
+                nn.init.normal_(values, std=0.02),
+                requires_grad=False,
+                compress_statistics=False,
+                quant_type="nf4",
+                quant_storage=torch.bfloat16,
+                module=module,
+            )
+            module.weight = weight.to(device)

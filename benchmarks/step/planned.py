@@ -20,15 +20,17 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import nodes
-import result_files
 import single_runs
 import torch
 import torch.distributed as dist
 from manifest import manifest
-from models import Task, add_model, network
-from timing import rates, timed_steps
-from torch_fsdp import TorchFSDP
+from models import add_model, task_of
 
+from fsdp_zpp.bench.contenders import contender
+from fsdp_zpp.bench.models import network
+from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.timing import rates, timed_steps
+from fsdp_zpp.bench.torch_fsdp import TorchFSDP
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.planner.bandwidth import measure_bandwidth
 from fsdp_zpp.planner.model_size import ModelSize, module_size
@@ -58,8 +60,8 @@ def measure(arguments: argparse.Namespace, levels: str) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     empty = torch.cuda.memory_allocated()
-    task = Task.of(arguments)
-    training, tokens = TorchFSDP(task, levels), task.tokens(dist.get_rank())
+    task = task_of(arguments)
+    training, tokens = TorchFSDP(task, contender(levels, fsdp2=False)), task.tokens(dist.get_rank())
     for _ in range(arguments.warmup):
         training.step(tokens)
     step_ms = rates(task, timed_steps(task, training, tokens, arguments.steps), tokens)["step_ms"]
@@ -108,7 +110,7 @@ def with_plan(row: dict[str, Any], predicted: Plan) -> dict[str, Any]:
 
 def work(arguments: argparse.Namespace) -> None:
     """Predict, and measure all strategies in turn as one rank; rank 0 writes."""
-    predicted = predict(arguments, module_size(network(Task.of(arguments))))
+    predicted = predict(arguments, module_size(network(task_of(arguments))))
     rows = []
     for levels in arguments.levels.split(","):
         rows.append(with_plan(measure(arguments, levels), predicted))
@@ -118,7 +120,7 @@ def work(arguments: argparse.Namespace) -> None:
         cluster = predicted.cluster
         bandwidth = {"inter_gbps_a_node": cluster.inter_gbps, "intra_gbps_a_gpu": cluster.intra_gbps}
         others = {"environment": nodes.environment(), "bandwidth": bandwidth}
-        result_files.write(arguments.out / "planned.json", manifest(nodes.command()), arguments, rows, **others)
+        write(arguments.out / "planned.json", manifest(nodes.command()), arguments, rows, **others)
         print(bandwidth, single_runs.planned(rows), sep="\n\n")
 
 

@@ -1,4 +1,4 @@
-"""Tables and figures of steps, from results/: docs/results/step-time.md and lora.md, and the table in README.md.
+"""Tables and figures of steps, from results/, on pages of docs/results, in a guide and in README.md.
 
 python benchmarks/step/report.py [--check]
 """
@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 import headline
 import result_files
 import result_pages
-from comparisons import LORA, STEP_TIME, Comparison, Results
-from result_pages import RESULTS_PAGES, ROOT, Figures, Tables, with_origin
+from comparisons import LORA, NO_NVLINK, STEP_TIME, Comparison, Results
+from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, with_origin
 from single_runs import cpu, hops, planned
 
 FOLDER = Path(__file__).parent
@@ -42,6 +42,7 @@ def pages(results: Results) -> dict[Path, Tables]:
     return {
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),
+        GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "README.md": {"headline": headline.table(results[headline.RUN]["rows"])},
     }
 

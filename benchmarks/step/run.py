@@ -14,19 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import nodes
-import result_files
 import torch.distributed as dist
 from columns import summary
-from contenders import is_known, names
+from contenders import is_known, names, training_under
+from generation import generation
 from interleaved import interleaved
 from manifest import manifest
-from measuring import attempt
-from models import Task, add_model
+from models import add_model, task_of
+
+from fsdp_zpp.bench.measuring import Schedule, attempt
+from fsdp_zpp.bench.overlap import traced
+from fsdp_zpp.bench.result_file import write
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.timing import PeakMemory
+from fsdp_zpp.bench.training import Training
 
 
 def parse() -> argparse.Namespace:
@@ -60,23 +68,38 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def further(
+    arguments: argparse.Namespace, task: Task, name: str, training: Training, memory: PeakMemory
+) -> dict[str, Any]:
+    """Measure what a run may ask for beside steps: communication that is not hidden, and generation."""
+    figures: dict[str, Any] = {}
+    if arguments.profile:
+        trace = arguments.out / f"{name.replace(':', '-')}.trace.json.gz"
+        figures |= traced(training, task.tokens(dist.get_rank()), trace)
+    if arguments.generate:
+        figures |= generation(task, training, memory, arguments.generate)
+    return figures
+
+
 def work(arguments: argparse.Namespace) -> None:
     """Measure all strategies in turn as one rank; rank 0 writes after each."""
-    task, strategies, rows = Task.of(arguments), arguments.strategies.split(","), []
+    task, strategies, rows = task_of(arguments), arguments.strategies.split(","), []
+    schedule = Schedule(arguments.warmup, arguments.steps, arguments.free_running)
     made_by, is_writer = manifest(nodes.command()), dist.get_rank() == 0
 
-    def write() -> None:
-        result_files.write(arguments.out / "step.json", made_by, arguments, rows, environment=nodes.environment())
+    def save() -> None:
+        write(arguments.out / "step.json", made_by, arguments, rows, environment=nodes.environment())
 
     if arguments.interleave:
         rows += interleaved(task, strategies, arguments.warmup, arguments.steps)
     for name in () if arguments.interleave else strategies:
-        rows.append(attempt(arguments, task, name))
+        make, more = partial(training_under, task, name), partial(further, arguments, task, name)
+        rows.append(attempt(task, name, make, schedule, more))
         if is_writer:
             print(json.dumps(rows[-1]), flush=True)
-            write()
+            save()
     if is_writer:
-        write()
+        save()
         print(summary(rows))
 
 

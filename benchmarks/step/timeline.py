@@ -4,7 +4,7 @@
 
 Also prints how much of each hop's time lies beside computation or the other hop. A kernel tells its group's ranks, so a
 group across nodes is the inter-node hop. A trace has a rank's clock, and a NCCL kernel waits for the
-other ranks within itself ([Note: Time of communication] in overlap.py).
+other ranks within itself ([Note: Time of communication] in fsdp_zpp/bench/overlap.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from overlap import Interval, events_of, kernels, length, union
+from fsdp_zpp.bench.overlap import Interval, events_of, kernels, length, union
 
 BETWEEN, INSIDE, COMPUTATION = "between nodes", "inside the node", "computation"
 COLORS = {BETWEEN: "tab:red", INSIDE: "tab:blue", COMPUTATION: "tab:gray"}

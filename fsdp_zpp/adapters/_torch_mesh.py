@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from fsdp_zpp.collectives.rank_names import name_by_axes
+
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
     """Return the 1-D mesh over ``dims`` of ``mesh``. Collective over the root mesh at the first call for these."""
@@ -20,6 +22,13 @@ def flattened(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
 def is_part(mesh: DeviceMesh) -> bool:
     """Return whether ``mesh`` is a part of a larger one, along which other parallelisms may have sharded parameters."""
     return mesh._get_root_mesh() is not mesh
+
+
+def name_ranks(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Have errors name the ranks of ``group``, which ``mesh`` has, by their coordinates, if there are several axes."""
+    root = mesh._get_root_mesh()
+    if root.ndim > 1 and root.mesh_dim_names is not None:
+        name_by_axes(group, root.mesh_dim_names, root.mesh)
 
 
 def sharded_along(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[str, ...]:

@@ -15,12 +15,13 @@ from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.links import find_links
+from fsdp_zpp.collectives.mesh import ProcessMesh, mesh_on, process_mesh
 from fsdp_zpp.config.error_feedback import LoCo, check_error_feedback
 from fsdp_zpp.config.resolve import intra_node_codec
 from fsdp_zpp.config.strategy import check_gpus_per_node
 from fsdp_zpp.runtime.checkpoint import RankState
-from fsdp_zpp.runtime.rank_layout import launched_node_size
+from fsdp_zpp.runtime.rank_layout import joined_by_links, launched_node_size
 
 
 class QuantizedReduceState:
@@ -33,7 +34,7 @@ class QuantizedReduceState:
         codec: Codec of the inter-node hop; None for full precision in two hops.
         intra_codec: Codec of the intra-node hop; ``"auto"`` is ``Int8`` with the same block.
         error_feedback: Error feedback on the codecs. A state that has it serves one model only.
-        gpus_per_node: Consecutive ranks that share a node. Default: torchrun's ``LOCAL_WORLD_SIZE``.
+        gpus_per_node: Consecutive ranks that share fast links. Default: as for ``Strategy.zeropp()``.
         process_group: The group that the model is sharded over. Default: all ranks.
 
     Raises:
@@ -68,7 +69,7 @@ class QuantizedReduceState:
         facts |= {"gpus_per_node": gpus_per_node or launched_node_size(self.process_group)}
         # Before process_mesh, which makes process groups: ranks with different node sizes would hang in it.
         check_agreement(self.process_group, "QuantizedReduceState", facts)
-        self.mesh = process_mesh(self.process_group, gpus_per_node)
+        self.mesh = _mesh_of(self.process_group, gpus_per_node, codec)
         self.codecs = (intra, codec)
         self.error_feedback = error_feedback
         self._is_of_unit = False
@@ -155,6 +156,15 @@ def _checked(
     check_error_feedback(error_feedback, "codec", intra, codec)
     check_gpus_per_node(gpus_per_node)
     return intra
+
+
+def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, codec: Codec | None) -> ProcessMesh:
+    """Return the mesh of a hook; like a strategy, it follows links if it has a codec for slow ones. Collective."""
+    if gpus_per_node is None and codec is not None:
+        find_links(group)
+        if (joined := joined_by_links(group)) is not None:
+            return mesh_on(group, joined, by_links=True)
+    return process_mesh(group, gpus_per_node)
 
 
 def quantized_reduce_hook(state: QuantizedReduceState, gradient: Tensor, out: Tensor | None = None) -> None:

@@ -17,7 +17,7 @@ from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout, launched_node_size
 
-from ._torch_mesh import flattened, is_part
+from ._torch_mesh import flattened, is_part, name_ranks
 
 
 def read_2d_mesh(strategy: Strategy, mesh: DeviceMesh) -> tuple[Strategy, DeviceMesh] | None:
@@ -50,6 +50,7 @@ def read_hsdp_mesh(
     names = mesh.mesh_dim_names or ()
     ranks = flattened(mesh, tuple(name for name in names if name in (*replicate, *shard)))
     group = ranks.get_group()
+    name_ranks(group, mesh)
     if not is_part(mesh) and len(names) == len(replicate) + len(shard):
         ranks = DeviceMesh.from_group(group, mesh.device_type)  # with no other parallelism beside it
     node_size = agree(

@@ -64,6 +64,15 @@ class Codec(ABC):
             cols: Columns of the grid.
         """
 
+    def decode_rows(self, payload: Tensor, out: Tensor) -> None:
+        """Decode rows of a larger payload, in order.
+
+        Args:
+            payload: uint8 of shape [chunks, nbytes(numel)]. Rows may lie apart; each is contiguous.
+            out: Contiguous output of ``chunks * numel`` values in any shape, bf16, fp16 or fp32.
+        """
+        self.decode(payload.contiguous(), out.view(-1), len(payload), 1)
+
     @abstractmethod
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         """Decode the payloads of several peers, sum them, and transpose the grid.

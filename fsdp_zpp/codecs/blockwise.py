@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp_zpp.kernels import (
     PayloadLayout,
     dequantize,
+    dequantize_rows,
     dequantize_sum,
     dequantize_sum_quantize,
     quantize,
@@ -62,6 +63,9 @@ class Blockwise(Codec):
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
         dequantize(payload, out, rows, cols, self.bits, self.block)
+
+    def decode_rows(self, payload: Tensor, out: Tensor) -> None:
+        dequantize_rows(payload, out, self.bits, self.block)
 
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         dequantize_sum(payload, out, rows, cols, self.bits, self.block, scale)

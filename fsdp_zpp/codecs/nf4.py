@@ -1,6 +1,7 @@
 """NF4, the 4-bit code for normally distributed weights of QLoRA (arXiv 2305.14314, section 3).
 
-bitsandbytes encodes and decodes, so that weights round exactly as they do there.
+bitsandbytes encodes, so that weights round exactly as they do there. The library's own kernel decodes, to the same
+values, because it reads codes and scales where a gather has left them; bitsandbytes would need copies of both.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.extras import how_to_install
-from fsdp_zpp.kernels import PayloadLayout
+from fsdp_zpp.kernels import PayloadLayout, dequantize_nf4_rows
 
 from .base import Codec, check_block
 
@@ -81,43 +82,35 @@ class NF4(Codec):
 
     def _quantize(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scales of whole blocks; the scale of a block that is not finite is NaN."""
+        import bitsandbytes.functional  # on use, since that takes seconds
+
         # bitsandbytes quantizes in CUDA's default stream, whichever stream is current. So that stream waits for the
         # values, and the current one for the result.
         current = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         if current is not None:
             torch.cuda.default_stream(flat.device).wait_stream(current)
-        codes, state = _bitsandbytes().quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
+        codes, state = bitsandbytes.functional.quantize_4bit(flat, blocksize=self.block, quant_type="nf4")
         if current is not None:
             current.wait_stream(torch.cuda.default_stream(flat.device))
         finite = flat.view(-1, self.block).isfinite().all(dim=1)
         return codes, state.absmax.masked_fill(~finite, torch.nan)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
-        if out.numel():
-            values = self._values(payload, out.numel() // (rows * cols), out.dtype)
-            out.view(cols, rows, -1).copy_(values.view(rows, cols, -1).transpose(0, 1))
+        numel = out.numel() // (rows * cols)
+        padded = self._padded(numel)
+        if numel == padded and (rows == 1 or cols == 1):  # nothing changes places
+            self.decode_rows(payload, out)
+            return
+        values = out.new_empty(rows * cols, padded)
+        self.decode_rows(payload, values)
+        out.view(cols, rows, numel).copy_(values.view(rows, cols, padded)[..., :numel].transpose(0, 1))
+
+    def decode_rows(self, payload: Tensor, out: Tensor) -> None:
+        dequantize_nf4_rows(payload, out, self.block)
 
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         raise NotImplementedError("NF4 can't sum payloads: it encodes frozen weights, which no reduction carries")
 
-    def _values(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode a payload [chunks, nbytes] in the same order: ``dtype`` [chunks, numel]."""
-        chunks, padded, layout = len(payload), self._padded(numel), self.layout
-        codes = layout.codes(payload, padded).reshape(-1, 1)  # bitsandbytes keeps packed codes as a column
-        absmax = layout.scales(payload, padded).contiguous().view(-1)
-        shape = torch.Size((chunks, padded))
-        functional = _bitsandbytes()
-        state = functional.QuantState(absmax, shape=shape, blocksize=self.block, quant_type="nf4", dtype=dtype)
-        values: Tensor = functional.dequantize_4bit(codes, state)
-        return values[:, :numel]
-
     def _padded(self, numel: int) -> int:
         """Round ``numel`` up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""
         return -(-numel // self.block) * self.block
-
-
-def _bitsandbytes() -> Any:
-    # Imported on use, since that takes seconds.
-    import bitsandbytes.functional
-
-    return bitsandbytes.functional

@@ -20,7 +20,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from .devices import collective_device
 from .mesh import ProcessMesh
+from .rank_names import named_ranks
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
@@ -63,7 +63,7 @@ def check_agreement(
     if highest == -negated:
         return
     by_rank = from_each_rank((call, values), group, device)
-    raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))))
+    raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True)), group))
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -82,22 +82,23 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
     return " and ".join(f"{dtype} shards of {numels}" for dtype, numels in sizes.items()) or "nothing"
 
 
-def _difference(by_rank: Mapping[int, tuple[str, dict[str, str]]]) -> str:
+def _difference(by_rank: Mapping[int, tuple[str, dict[str, str]]], group: dist.ProcessGroup) -> str:
     """Return the error's text, given each rank's call and arguments."""
     calls = {rank: call for rank, (call, _) in by_rank.items()}
     if len(set(calls.values())) > 1:
         return (
-            f"ranks do not make the same calls: {_ranks_by_value(calls)}; wrap the same modules in the same order on "
-            "every rank"
+            f"ranks do not make the same calls: {_ranks_by_value(calls, group)}; wrap the same modules in the same "
+            "order on every rank"
         )
     names = list(dict.fromkeys(name for _, facts in by_rank.values() for name in facts))
     differing = []
     for name in names:
         values = {rank: facts.get(name, "missing") for rank, (_, facts) in by_rank.items()}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {_ranks_by_value(values)}")
+            differing.append(f"{name}: {_ranks_by_value(values, group)}")
     if not differing:
-        differing = [f"order: {_ranks_by_value({rank: ', '.join(facts) for rank, (_, facts) in by_rank.items()})}"]
+        orders = {rank: ", ".join(facts) for rank, (_, facts) in by_rank.items()}
+        differing = [f"order: {_ranks_by_value(orders, group)}"]
     shown = differing[:_MOST_DIFFERENCES]
     if len(differing) > len(shown):
         shown.append(f"and {len(differing) - len(shown)} more")
@@ -105,18 +106,11 @@ def _difference(by_rank: Mapping[int, tuple[str, dict[str, str]]]) -> str:
     return f"{call}: ranks were given different arguments: {'; '.join(shown)}; pass the same on every rank"
 
 
-def _ranks_by_value(values: Mapping[int, str]) -> str:
+def _ranks_by_value(values: Mapping[int, str], group: dist.ProcessGroup) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in ranks_of.items())
-
-
-def named_ranks(ranks: list[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-3, 6``."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
-    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+    return ", ".join(f"{value} on {named_ranks(ranks, group)}" for value, ranks in ranks_of.items())
 
 
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
@@ -164,9 +158,9 @@ def agree(
     ranks = dist.get_process_group_ranks(group)
     for rank, (kind, text, _) in zip(ranks, by_rank, strict=True):
         if kind:
-            raise _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {text}")
+            raise _KINDS.get(kind, RuntimeError)(f"on {named_ranks([rank], group)}: {text}")
     others = [rank for rank, (_, _, digest) in zip(ranks, by_rank, strict=True) if digest != by_rank[0][2]]
-    raise ValueError(f"{named_ranks(others)} {difference} rank {ranks[0]}")
+    raise ValueError(f"{named_ranks(others, group)} {difference} {named_ranks(ranks[:1], group)}")
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:

@@ -75,6 +75,27 @@ class FlatLayout:
         boundaries = boundaries_between((start, placement) for start, placement, is_exact in placed if not is_exact)
         return cls(pieces, starts, bounds[-1], small, boundaries=boundaries)
 
+    @classmethod
+    def aligned(cls, pieces: Iterable[Piece], placements: Iterable[Hashable], multiple: int) -> FlatLayout:
+        """Make the layout of ``pieces`` in which those that are placed alike lie together, away from all others.
+
+        Args:
+            pieces: The parts of the parameters.
+            placements: How another parallelism has placed each parameter.
+            multiple: What each run of pieces that are placed alike begins at a multiple of.
+        """
+        runs: dict[Hashable, list[Piece]] = {}
+        for piece, placement in zip(pieces, placements, strict=True):
+            runs.setdefault(placement, []).append(piece)
+        starts: list[int] = []
+        stop = 0
+        for run in runs.values():
+            stop = -(-stop // multiple) * multiple
+            for piece in run:
+                starts.append(stop)
+                stop += piece.numel
+        return cls(tuple(piece for run in runs.values() for piece in run), tuple(starts), stop)
+
     @cached_property
     def names(self) -> frozenset[str]:
         """Return the parameters' FQNs."""

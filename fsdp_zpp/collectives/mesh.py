@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from weakref import WeakKeyDictionary, ref
 
@@ -27,6 +27,7 @@ class ProcessMesh:
         intra: The ranks of this node; None if it has one rank.
         inter: The ranks with this local index on all nodes, or None if there is one node.
         group: All of its ranks, or None if this one is alone.
+        by_links: Whether the machine's links have decided what a node is, not an argument or the launcher.
     """
 
     topology: Topology
@@ -34,6 +35,8 @@ class ProcessMesh:
     intra: dist.ProcessGroup | None
     inter: dist.ProcessGroup | None
     group: dist.ProcessGroup | None = None
+    # Not compared: the hops are the same whoever decided.
+    by_links: bool = field(default=False, compare=False)
 
     def own_node(self) -> ProcessMesh:
         """Return this rank's node as a mesh of its own."""
@@ -76,8 +79,8 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
     return mesh_on(group, topology_of(group, gpus_per_node))
 
 
-def mesh_on(group: dist.ProcessGroup, topology: Topology) -> ProcessMesh:
-    """Return the mesh of ranks whose layout is known, as :func:`process_mesh` does."""
+def mesh_on(group: dist.ProcessGroup, topology: Topology, *, by_links: bool = False) -> ProcessMesh:
+    """Return the mesh of ranks whose layout is known, as :func:`process_mesh` does; see :class:`ProcessMesh`."""
     hops = _subgroups.setdefault(group, {})
     if topology.gpus_per_node not in hops:
         _destroy_orphans()
@@ -86,7 +89,12 @@ def mesh_on(group: dist.ProcessGroup, topology: Topology) -> ProcessMesh:
         hops[topology.gpus_per_node] = intra, inter
         _remember(group, intra, inter)
     intra, inter = (group if isinstance(hop, _Whole) else hop for hop in hops[topology.gpus_per_node])
-    return ProcessMesh(topology, dist.get_rank(group), intra, inter, group)
+    return ProcessMesh(topology, dist.get_rank(group), intra, inter, group, by_links)
+
+
+def as_launched(mesh: ProcessMesh) -> ProcessMesh:
+    """Return the mesh with the launcher's nodes, if links have decided on others. See [Note: Links] in resolve.py."""
+    return process_mesh(mesh.group) if mesh.by_links and mesh.group is not None else mesh
 
 
 def own_rank() -> dist.ProcessGroup:

@@ -16,11 +16,15 @@ measured from there, so that rounding is not sent as a change. The momentum is k
 All of this belongs to parameters ([Note: Identity] in flat_layout.py): an exchange is of some of them, and leaves the
 others' agreed weights, momentum and errors as they are. Each parameter is cut into chunks by itself, so that its chunk
 has the same owner whatever else is exchanged.
+
+Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in exact_places.py): parameters
+that it has placed differently begin a new block, so that no copy is rounded as a neighbour demands that others lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TypedDict
 
 import torch
@@ -74,6 +78,8 @@ class OuterStep:
         self._reduce = GradientReduce(mesh.across_nodes(), None, self._codec, traffic, label, error_feedback=feedback)
         self._gather = Hop(mesh.inter, "gather", "inter", traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
+        blocks = [self._codec.block_numel, 0 if feedback is None or feedback.dtype is None else feedback.dtype.block]
+        self._block = math.lcm(*filter(None, blocks))  # no block of either codec spans a multiple of it
         self._agreed: dict[str, Tensor] = {}
         self._momentum: dict[str, Tensor] = {}
         self._arrival: torch.cuda.Event | None = None
@@ -128,7 +134,7 @@ class OuterStep:
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
 
     @torch.no_grad()
-    def send(self, shards: Mapping[str, Tensor]) -> None:
+    def send(self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None) -> None:
         """Average the changes of ``shards`` over nodes, and make the outer step. :meth:`receive` follows.
 
         Collective among the ranks with this local index, unless these hold nothing of the parameters.
@@ -136,6 +142,8 @@ class OuterStep:
         Args:
             shards: Some of those that :meth:`start` was given, the same parameters on all nodes, changed by this node's
                 steps. They may change again as soon as this returns.
+            placements: How another parallelism has placed each parameter of the fragment, by name, in an order that is
+                always the same; by default ``shards`` are all of them, placed alike.
 
         Raises:
             ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
@@ -145,7 +153,7 @@ class OuterStep:
         }
         if not held:
             return
-        layout = FlatLayout.dense(Piece(i, name, self._chunk(shards[name])) for i, name in enumerate(held))
+        layout = self._layout(held, placements or dict.fromkeys(shards))
         # Zeros where chunks are padded.
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
         for name, places, part in self._places(change, layout, held):
@@ -159,7 +167,7 @@ class OuterStep:
                 keep_until_read(self._momentum[name])
             # In one expression, so that what is used up is freed.
             payload = self._encoded(
-                self._outer_step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), [*held]), layout
+                self._outer_step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
             gathered = self._gather.all_gather(payload, self.label)
             decode(self._codec, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
@@ -167,6 +175,12 @@ class OuterStep:
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
             self._arrival = record_event(change)
+
+    def _layout(self, held: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> FlatLayout:
+        """Return where the parameters in ``held`` lie in a node's chunk."""
+        order = {name: place for place, name in enumerate(placements)}
+        pieces = [Piece(order[name], name, self._chunk(each)) for name, each in held.items()]
+        return FlatLayout.aligned(pieces, [placements[name] for name in held], self._block)
 
     def _places(
         self, change: Tensor, layout: FlatLayout, held: Mapping[str, Tensor]
@@ -205,15 +219,14 @@ class OuterStep:
             self._reduce.errors.step_made()
         return mean
 
-    def _outer_step(self, gradient: Tensor, names: list[str]) -> Tensor:
+    def _outer_step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
         """Return what SGD adds to this rank's chunks of the weights, given their outer gradient."""
         config = self._config
-        parts = [self._momentum[name] for name in names]
-        momentum = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
+        parts = {piece: self._momentum[piece.name].to(self._device).view(1, -1) for piece in layout.pieces}
+        momentum = layout.join(parts, 1, gradient)
         momentum.mul_(config.outer_momentum).add_(gradient)
-        for part, new in zip(parts, momentum.split([part.numel() for part in parts]), strict=True):
-            if part.data_ptr() != new.data_ptr():
-                part.copy_(new)
+        for piece, new in layout.split(momentum).items():
+            self._momentum[piece.name].copy_(new[0])
         step = gradient.add_(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
         return step.mul(-config.outer_lr)
 

@@ -7,7 +7,23 @@ there: those of weights and gradients, and what "auto" derives from the latter f
 collectives then do whatever the scopes leave to them. A codec named explicitly for the intra-node hop stays active, as
 does error feedback on it.
 
-The links inside a node may be slow, too (PCIe). ``gpus_per_node=1`` says so and makes every hop an inter-node hop.
+[Note: Links]
+What counts is which ranks share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
+``gpus_per_node=1`` makes every hop an inter-node hop; GPUs that NVLink bridges in pairs are nodes of two. If it is not
+given, the machine is asked (collectives/links.py), and its answer decides if that costs little:
+
+- Only with optimizer scope ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest of
+  all states: ``III`` would become ``NNN``.
+- Only if codecs make it pay. Under parameter scope ``I`` they must encode the weights, of which each node keeps a copy:
+  one that is not encoded would undo what sharding saves. Under others, codecs of weights or gradients will do.
+- Not for a frozen base, ours or one of packed values, which stays sharded over the host: under LoRA it is nearly all of
+  the model, which often has no room on one GPU.
+- Not on several hosts. The network between them is slower still, so the host stays the node, and both hops are encoded.
+- Not if the sets of ranks that NVLink joins are unequal or not consecutive, which no node size expresses.
+
+The price is the encoded copy of the weights and, under gradient scope ``I`` or with error feedback, gradients that
+accumulate whole on each GPU; the set-up line names the bytes. Otherwise the host is the node. PCIe counts as slow with
+peer-to-peer access, too: what it lacks beside NVLink is bandwidth.
 """
 
 from __future__ import annotations

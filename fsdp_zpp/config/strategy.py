@@ -48,8 +48,9 @@ class Strategy:
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
             the optimizer scope must be ``I`` or ``N``.
-        gpus_per_node: Number of ranks that share the fast network; rank = node * gpus_per_node + local. Default: as
-            many as torchrun started on each node (``LOCAL_WORLD_SIZE``). Give 1 if all links are slow (PCIe).
+        gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
+            torchrun started on each node (``LOCAL_WORLD_SIZE``); on a single node whose GPUs NVLink does not join,
+            those that it joins, often 1, if codecs make that pay.
         overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
             whose class matches is sharded by that strategy, with all in it that is not sharded by itself. Of nested
             modules the innermost that matches decides, and of patterns the first. Nodes are those of this strategy,
@@ -171,6 +172,12 @@ class Strategy:
         encoded = (self.weights, self.gradients, self.frozen)
         # Local steps refuse GGG.
         return self.levels == "GGG" and encoded == (None, None, None) and not encodes_intra_node and not self.overrides
+
+    @property
+    def follows_links(self) -> bool:
+        """Return whether the machine's links decide what a node is, if it is not named; [Note: Links] in resolve.py."""
+        encodes = self.weights is not None or (self.gradients is not None and not self.keeps_secondary)
+        return self.optimizer == "G" and encodes
 
     @classmethod
     def zeropp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:

@@ -12,14 +12,17 @@ buffer it overwrites; the computation waits for the gather when it reaches that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fsdp_zpp.collectives.hops import labelled
 from fsdp_zpp.collectives.streams import SideStream, record_event, wait_for
+
+from .weight import out_of_inference_mode
 
 
 class Gathered(Protocol):
@@ -35,24 +38,43 @@ class Gathered(Protocol):
 
     def gather(self, out: Tensor) -> None: ...
 
+    def split(self, gathered: Tensor) -> Sequence[Tensor]: ...
+
+
+class _Place(NamedTuple):
+    """A unit's place in a buffer: all of it, and the parts that it splits it into."""
+
+    gathered: Tensor
+    parts: Sequence[Tensor]
+
 
 @dataclass
 class _Buffer:
-    """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory."""
+    """Memory for one gathered unit, kept from unit to unit: allocations that cross streams fragment the memory.
+
+    A unit comes back to the same memory in every step, so its place is made once.
+    """
 
     memory: Tensor | None = None
     unit: Gathered | None = None
-    gathered: Tensor | None = None
+    places: dict[Gathered, _Place] = field(default_factory=dict)
+    parts: Sequence[Tensor] = ()
     ready: torch.cuda.Event | None = None
 
     def hold(self, unit: Gathered) -> Tensor:
         """Return memory for ``unit``, uint8 of its gathered shape, without its values."""
         rows, nbytes = unit.gathered_shape
         if self.memory is None or self.memory.numel() < rows * nbytes or self.memory.device != unit.device:
-            self.memory = self.gathered = None  # frees the old memory before the new is allocated, not after
+            # Views, too: this frees the old memory before the new is allocated, not after.
+            self.memory, self.parts = None, ()
+            self.places.clear()
             self.memory = torch.empty(rows * nbytes, dtype=torch.uint8, device=unit.device)
-        self.unit, self.gathered = unit, self.memory[: rows * nbytes].view(rows, nbytes)
-        return self.gathered
+        place = self.places.get(unit)
+        if place is None:
+            gathered = self.memory[: rows * nbytes].view(rows, nbytes)
+            place = self.places[unit] = _Place(gathered, unit.split(gathered))
+        self.unit, self.parts = unit, place.parts
+        return place.gathered
 
 
 class DoubleBuffer:
@@ -64,14 +86,13 @@ class DoubleBuffer:
         self._next: dict[tuple[int, int], Gathered] = {}  # what came after two units in a row, by their ids
         self._stream = SideStream()
 
-    def get(self, unit: Gathered) -> Tensor:
-        """Return the gathered payload of ``unit``, valid in this stream until another unit is requested. Collective."""
+    def get(self, unit: Gathered) -> Sequence[Tensor]:
+        """Return the gathered parts of ``unit``, valid in this stream until another unit is requested. Collective."""
         if self._current.unit is not unit:
             self._switch(unit)
         # At every request, since this may be another stream than that of the last one.
         wait_for(self._current.ready, unit.device)
-        assert self._current.gathered is not None
-        return self._current.gathered
+        return self._current.parts
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +103,7 @@ class DoubleBuffer:
         """Drop what is gathered of ``unit``, so that the next request gathers it again."""
         for buffer in (self._current, self._other):
             if buffer.unit is unit:
-                buffer.unit = buffer.gathered = None
+                buffer.unit, buffer.parts = None, ()
 
     def _switch(self, unit: Gathered) -> None:
         """Make ``unit`` the current one, and prefetch the one that is expected after it."""
@@ -102,8 +123,8 @@ class DoubleBuffer:
 
     def _gather(self, unit: Gathered, buffer: _Buffer) -> None:
         # The buffer is allocated in the side stream, too. When it is freed for a larger one, its memory goes back to
-        # that stream, which has waited for all that the computation read of it.
-        with self._stream.after_current(unit.device):
+        # that stream, which has waited for all that the computation read of it. It outlives the forward, too.
+        with out_of_inference_mode(), self._stream.after_current(unit.device):
             out = buffer.hold(unit)
             unit.gather(out)
             buffer.ready = record_event(out)

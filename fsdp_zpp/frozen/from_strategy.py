@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
-from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -62,7 +62,7 @@ def quantize_for(
         return {}
     options = FrozenOptions(
         strategy.frozen,
-        Placement(strategy.parameters, mesh),
+        Placement(strategy.parameters, as_launched(mesh)),
         device=compute_device(mesh.group, device),
         dtype=dtype,
         broadcast=broadcast,
@@ -87,11 +87,28 @@ def prepare_frozen(root: nn.Module) -> None:
         base.prepare()
 
 
+def _log_base_on_host(model: str, bases: Sequence[FrozenBase], units: Sequence[StrategyUnit]) -> None:
+    """Log that a base does not lie on the nodes of its model's strategies, if links have decided on those."""
+    nodes = next((unit.ranks.topology for unit in units if unit.ranks.by_links and unit.ranks.rank == 0), None)
+    placements = (weight.placement for base in bases for weight in base.weights)
+    on_host = next((each for each in placements if each.scope != "N" and not each.by_name), None)
+    if nodes is not None and on_host is not None:
+        logger.info(
+            "%s: the frozen base stays sharded over %s, for a GPU may have no room for all of it; gpus_per_node=%d "
+            "places it on %s",
+            model,
+            on_host.mesh.topology,
+            nodes.gpus_per_node,
+            nodes,
+        )
+
+
 def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> None:
     """Log what was quantized for strategies; if nothing was, though they have a codec for it, log that and why."""
     bases = FrozenBase.below(root)
     for base in bases:
         base.log_reports()
+    _log_base_on_host(model, bases, units)
     quantizing = [unit for unit in units if unit.strategy.frozen is not None]
     if not quantizing or bases:
         return

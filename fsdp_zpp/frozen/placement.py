@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched, process_mesh
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.unit import unit_of
@@ -104,7 +104,8 @@ def _wrapping_mesh(model: nn.Module, group: dist.ProcessGroup) -> ProcessMesh | 
     Raises:
         ValueError: If their node sizes differ.
     """
-    meshes = {unit.ranks for unit in map(unit_of, model.modules()) if unit is not None and unit.ranks.group is group}
+    units = (unit for unit in map(unit_of, model.modules()) if unit is not None and unit.ranks.group is group)
+    meshes = {as_launched(unit.ranks) for unit in units}
     if len(meshes) > 1:
         raise ValueError(
             f"the strategies that wrap parts of this {model_name(model)} have different node sizes "

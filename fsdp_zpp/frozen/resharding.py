@@ -3,7 +3,8 @@
 A base may be quantized before its model is wrapped; it is then sharded, by default, over nodes of the launcher's size.
 The strategy may give another size (``gpus_per_node``), and a base that spans several of its nodes would be gathered
 between them in every step. So the strategy decides: when a model is wrapped, a base with the default placement is
-resharded, without decoding, since chunks are whole blocks. A base whose ``gpus_per_node`` was given stays.
+resharded, without decoding, since chunks are whole blocks. A base whose ``gpus_per_node`` was given stays, and so does
+one whose strategy leaves the nodes to the machine's links: see [Note: Links] in resolve.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_zpp.collectives.devices import for_collectives
 from fsdp_zpp.collectives.hops import Traffic, hop_over
-from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.unit import unit_of
 
@@ -39,6 +40,7 @@ def follow_strategy(module: nn.Module, mesh: ProcessMesh) -> None:
     """
     if not _weights_of(module):
         return
+    mesh = as_launched(mesh)
     moving = [weight for weight in _unplaced(module) if _lies_elsewhere(weight.placement, mesh)]
     for weight in moving:  # all before the first moves, so that an error leaves the base as it was
         _check_movable(weight, mesh)

@@ -9,10 +9,12 @@ get stale.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fsdp_zpp.collectives.hops import Traffic, hop_over
+from fsdp_zpp.collectives.hops import Hop, Traffic, hop_over
 
 from .double_buffer import DoubleBuffer
 from .weight import FrozenWeight, out_of_inference_mode
@@ -36,15 +38,12 @@ class FrozenUnit:
         self._intra = hop_over(mesh.intra if scope != "N" else None, "gather", "intra", traffic)
         self._buffers = buffers
         self._crossed = False
-        self._starts: dict[FrozenWeight, int] = {}
-        self.local_nbytes = 0
-        for weight in weights:
-            self._starts[weight] = self.local_nbytes
-            self.local_nbytes += weight.local_nbytes
+        self._places = {weight: place for place, weight in enumerate(weights)}
+        self._nbytes = [weight.local_nbytes for weight in weights]
+        self.local_nbytes = sum(self._nbytes)
         # To one device, since a model may have been moved in part. The chunks' own memory goes with their holders.
-        self._shard = torch.cat([weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]).view(
-            1, -1
-        )
+        chunks = [weight.holder.local_payload(weight).to(weights[0].device) for weight in weights]
+        self._hold(torch.cat(chunks).view(1, -1))
         for weight in weights:
             weight.holder = self
 
@@ -66,38 +65,43 @@ class FrozenUnit:
     def move(self, device: torch.device) -> None:
         """Move the payload shard to another device."""
         self._buffers.drop(self)  # what they have gathered is on the old device
-        self._shard = self._shard.to(device)
+        with out_of_inference_mode():  # they outlive the forward that a move may be part of
+            self._hold(self._shard.to(device))
 
     def local_payload(self, weight: FrozenWeight) -> Tensor:
         """Return this rank's chunk of a weight, uint8 [local_nbytes]; a view of the payload shard."""
-        start = self._starts[weight]
         # A secondary shard has a row from each node; this rank's own is that of its node.
-        row = self._shard[
-            self.placement.mesh.rank // self.placement.mesh.topology.gpus_per_node if self._crossed else 0
-        ]
-        return row[start : start + weight.local_nbytes]
+        node = self.placement.mesh.rank // self.placement.mesh.topology.gpus_per_node if self._crossed else 0
+        return self._held[self._places[weight]][node]
 
     def gathered_payload(self, weight: FrozenWeight, device: torch.device) -> Tensor:
         """Return all chunks of a weight, uint8 [chunks, local_nbytes], on the device that computes. Collective.
 
         They are valid until the payload of another unit is asked for.
         """
-        with out_of_inference_mode():  # what is moved or gathered here outlives the forward
-            if self._shard.is_cpu and device.type != "cpu":
-                # FSDP moves a model to its device past Module._apply, so nothing has moved the codes with it.
-                self.move(device)
-            self._cross_nodes()
-            gathered = self._shard if self._intra is None else self._buffers.get(self)
-        start = self._starts[weight]
-        return gathered[:, start : start + weight.local_nbytes]
+        if self._shard.is_cpu and device.type != "cpu":
+            # FSDP moves a model to its device past Module._apply, so nothing has moved the codes with it.
+            self.move(device)
+        if self._inter is not None and not self._crossed:
+            self._cross_nodes(self._inter)
+        parts = self._held if self._intra is None else self._buffers.get(self)
+        return parts[self._places[weight]]
+
+    def split(self, gathered: Tensor) -> Sequence[Tensor]:
+        """Return the part of each weight in rows of the payload: views, uint8 [rows, local_nbytes of the weight]."""
+        return gathered.split(self._nbytes, dim=1)
 
     def gather(self, out: Tensor) -> None:
         """Gather the payload over the intra-node hop into ``out``, uint8 of the gathered shape. Collective."""
         assert self._intra is not None
         self._intra.all_gather(self._shard, self.label, out)
 
-    def _cross_nodes(self) -> None:
+    def _cross_nodes(self, inter: Hop) -> None:
         """Replace the payload shard by the secondary shard, under the scope G, at the first gather."""
-        if self._inter is not None and not self._crossed:
-            self._shard = self._inter.all_gather(self._shard, self.label)
-            self._crossed = True
+        with out_of_inference_mode():  # it outlives the forward
+            self._hold(inter.all_gather(self._shard, self.label))
+        self._crossed = True
+
+    def _hold(self, shard: Tensor) -> None:
+        """Hold another tensor as the payload shard, or as the secondary shard."""
+        self._shard, self._held = shard, self.split(shard)

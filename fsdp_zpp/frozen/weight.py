@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.blockwise import Blockwise, Int4, Int8
+from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.nf4 import NF4
-from fsdp_zpp.kernels import PayloadLayout, dequantize_rows
+from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.runtime.unit import Communicator
 
 from .placement import Placement
@@ -190,11 +190,8 @@ class FrozenWeight:
         numel, padded = self.shape.numel(), rows.shape[0] * self.chunk_numel
         # Decoding writes whole chunks, so the padding at the end of the last ones needs room; a view cuts it off.
         out = torch.empty(self.shape if numel == padded else padded, dtype=dtype, device=rows.device)
-        if isinstance(self.codec, Blockwise):
-            dequantize_rows(rows, out, self.codec.bits, self.codec.block)
-        else:
-            # A weight's columns of a gathered payload are not contiguous: the kernels take strides, a codec need not.
-            self.codec.decode(rows.contiguous(), out.view(-1), len(rows), 1)
+        # A weight's columns of a gathered payload are not contiguous.
+        self.codec.decode_rows(rows, out)
         return out if numel == padded else out[:numel].view(self.shape)
 
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:

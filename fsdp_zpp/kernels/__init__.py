@@ -11,6 +11,7 @@ differentiable. All arithmetic is fp32.
 from ._ops import (
     add_delta,
     dequantize,
+    dequantize_nf4_rows,
     dequantize_rows,
     dequantize_sum,
     dequantize_sum_quantize,
@@ -25,6 +26,7 @@ __all__ = [
     "PayloadLayout",
     "add_delta",
     "dequantize",
+    "dequantize_nf4_rows",
     "dequantize_rows",
     "dequantize_sum",
     "dequantize_sum_quantize",

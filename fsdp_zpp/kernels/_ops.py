@@ -295,3 +295,22 @@ def dequantize_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> Call
     """
     layout, numel = checks.check_rows(payload, out, bits, block)
     return backend_for(payload).dequantize_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)
+
+
+@op("dequantize_nf4_rows", ("out",))
+def dequantize_nf4_rows(payload: Tensor, out: Tensor, block: int) -> Callable[[Tensor, Tensor], None]:
+    """Dequantize the rows of a payload of NF4 codes, which may lie apart, into adjacent chunks in the same order.
+
+    Args:
+        payload: uint8 ``[chunks, PayloadLayout(4, block).nbytes(numel)]``, otherwise as for ``dequantize_rows``.
+            ``nf4.py`` says what the codes mean.
+        out: As for ``dequantize_rows``, but ``numel`` must be a multiple of ``block``.
+        block: Number of values that share a scale, a power of two from 32 to 4096.
+
+    Raises:
+        TypeError: If ``payload`` or ``out`` has another dtype.
+        ValueError: As for ``dequantize_rows``, or if chunks are not whole blocks.
+    """
+    layout, numel = checks.check_rows(payload, out, 4, block)
+    checks.check_whole_blocks(numel, block)
+    return backend_for(payload).dequantize_nf4_rows(payload.shape[0], numel, payload.stride(0), layout, out.dtype)

@@ -65,3 +65,8 @@ class Backend(Protocol):
         self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], None]:
         """See ``kernels.dequantize_rows``."""
+
+    def dequantize_nf4_rows(
+        self, chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], None]:
+        """See ``kernels.dequantize_nf4_rows``."""

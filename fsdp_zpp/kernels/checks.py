@@ -163,3 +163,9 @@ def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[Pay
             f"its rows must be contiguous and start at multiples of {ALIGNMENT}"
         )
     return layout, numel
+
+
+def check_whole_blocks(numel: int, block: int) -> None:
+    """Raise a ValueError unless chunks of ``numel`` values consist of whole blocks."""
+    if numel % block:
+        raise ValueError(f"chunks have {numel} values, but must consist of whole blocks of {block}")

@@ -67,6 +67,13 @@ def dequantize_rows(
     return _nothing
 
 
+def dequantize_nf4_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """See ``kernels.dequantize_nf4_rows``."""
+    return _nothing
+
+
 def _payload(chunks: int, numel: int, layout: PayloadLayout) -> Callable[..., Tensor]:
     """Return a call that returns a payload, on the device of its first tensor."""
     shape = (chunks, layout.nbytes(numel))

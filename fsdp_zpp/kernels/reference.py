@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .nf4 import LEVELS
 from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE, PayloadLayout
 
 
@@ -100,6 +101,24 @@ def dequantize_rows(
     """See ``kernels.dequantize_rows``."""
     in_order = dequantize_sum(1, numel, chunks, 1, layout, dtype)
     return lambda payload, out: in_order(payload, out, 1.0)
+
+
+def dequantize_nf4_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """See ``kernels.dequantize_nf4_rows``."""
+
+    def call(payload: Tensor, out: Tensor) -> None:
+        if numel == 0:  # torch views no rows without bytes as floats
+            return
+        levels = torch.tensor(LEVELS, device=payload.device)
+        # Byte by byte, of whose two values the first is the high nibble: half as many look-ups as there are codes.
+        pairs = torch.cartesian_prod(levels, levels)
+        values = torch.nn.functional.embedding(layout.codes(payload, numel).int(), pairs)
+        blocks = (chunks, layout.blocks(numel), layout.block)
+        out.view(blocks).copy_(values.view(blocks).mul_(layout.scales(payload, numel).unsqueeze(-1)))
+
+    return call
 
 
 def _encode_with_feedback(

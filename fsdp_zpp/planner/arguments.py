@@ -1,20 +1,18 @@
-"""Options of the planner's command line, and how their values are parsed."""
+"""Options of the planner's command line."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Literal
 
-import torch
-
-from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.codecs.names import codec_from_name
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
 
+from .argument_types import codec, codec_or_auto, dtype, feedback
 from .bandwidth import DEFAULT_MIB
-from .config import DTYPES, MemoryBudget, whole
+from .catalog import GPUS, LINKS, NETWORKS
+from .config import MemoryBudget, whole
+from .hardware import LAUNCH_MS, UTILIZATION
 from .model_size import DEFAULT_UNITS
 
 _CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta, for --frozen nf4"
@@ -56,6 +54,13 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--nodes", type=float, metavar="N", help="number of nodes")
     add("--gpus-per-node", type=float, metavar="N", help="GPUs of each node")
+    add("--gpu", metavar="NAME", help=f"GPU, for its memory, link and computation: {', '.join(GPUS)}")
+    add("--link", metavar="NAME", help=f"link between the GPUs of a node (default: the GPU's): {', '.join(LINKS)}")
+    add(
+        "--net",
+        metavar="NAME",
+        help=f"network card of a node, several as 8xib-ndr: {', '.join(NETWORKS)}",
+    )
     add("--inter-gbps", type=float, metavar="X", help="Gbit/s of a whole node to the others, all its cards together")
     add("--intra-gbps", type=float, metavar="X", help="Gbit/s of one GPU to the others of its node")
     add(
@@ -71,7 +76,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of a GPU in GiB, the number in its name, e.g. 80 (default: no limit)",
+        help="memory of a GPU in GiB, the number in its name, e.g. 80 (default: that of --gpu, or no limit)",
     )
 
 
@@ -95,6 +100,19 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
     add("--micro-batches", type=float, default=1, metavar="N", help="micro-batches in an optimizer step (default: 1)")
     add("--tokens", type=float, metavar="N", help="tokens on one GPU in a micro-batch, for the computation time")
     add("--tflops", type=float, metavar="X", help="TFLOP/s that one GPU achieves, for the computation time")
+    add(
+        "--utilization",
+        type=float,
+        metavar="X",
+        help=f"instead of --tflops, share of the peak of --gpu that it achieves (default: {UTILIZATION})",
+    )
+    add(
+        "--launch-ms",
+        type=float,
+        metavar="X",
+        help="milliseconds in which the CPU launches forward and backward of one unit (default: "
+        f"{LAUNCH_MS:g} with --gpu and --tokens, else left out)",
+    )
     for name, what in (
         ("activations", "of activations on a GPU"),
         ("reserve", "of a GPU that no tensor can use: CUDA context, NCCL, gaps"),
@@ -105,6 +123,12 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
 
 def _add_codecs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    add(
+        "--presets",
+        action=argparse.BooleanOptionalAction,
+        help="plan presets with their own codecs and torch's strategies beside the letters (default: if no codec of "
+        "what is sent is given)",
+    )
     add("--weights", type=codec, metavar="CODEC", help=f"codec of the weight gather: {_CODEC_HELP} (default: none)")
     add("--gradients", type=codec, metavar="CODEC", help="codec of the inter-node gradient reduction (default: none)")
     add(
@@ -128,7 +152,7 @@ def _add_codecs(group: argparse._ArgumentGroup) -> None:
         ("storage", "of the shards that the optimizer updates", "fp32"),
         ("frozen-storage", "of the shards of frozen weights", None),
     ):
-        said = default or "as --storage"
+        said = default or "as --storage, or as --compute beside presets"
         # argparse passes a default that is a string through ``type``, too.
         add(f"--{name}", type=dtype, default=default, metavar="DTYPE", help=f"dtype {what} (default: {said})")
     add(
@@ -201,67 +225,3 @@ def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
         given["exchange_overlap"] = whole("--exchange-overlap", given["exchange_overlap"], least=0)
     options = {_EXCHANGES[name]: value for name, value in given.items()}
     return LocalSteps(whole("--local-steps", arguments.local_steps), **options)
-
-
-def codec(text: str) -> Codec | None:
-    """Parse a codec: ``none``, or the name of a codec, with a block (``int8:256``) or without.
-
-    Raises:
-        argparse.ArgumentTypeError: If ``text`` is not a codec.
-    """
-    try:
-        return codec_from_name(text)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def feedback(text: str) -> LoCo | None:
-    """Parse error feedback: ``none``, ``inter`` or ``both``, the latter two with a codec of the errors or without.
-
-    Raises:
-        argparse.ArgumentTypeError: If ``text`` is not error feedback.
-    """
-    if text == "none":
-        return None
-    hops, _, errors = text.partition(":")
-    try:
-        return LoCo(hops=hops, dtype=codec(errors or "none"))  # type: ignore[arg-type]  # LoCo checks both
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def codec_or_auto(text: str) -> Codec | Literal["auto"] | None:
-    """Parse a codec like :func:`codec`, or ``auto``."""
-    return "auto" if text == "auto" else codec(text)
-
-
-def dtype(text: str) -> torch.dtype:
-    """Parse the short name of a dtype.
-
-    Raises:
-        argparse.ArgumentTypeError: If strategies do not take the dtype.
-    """
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; allowed are {', '.join(DTYPES)}")
-    return DTYPES[text]
-
-
-def trainable_count(text: str, params: int) -> float:
-    """Parse a number of parameters, or a share of ``params`` such as ``0.3%``, which is rounded to at least 1.
-
-    Raises:
-        ValueError: If ``text`` is neither.
-    """
-    number, percent, rest = text.partition("%")
-    try:
-        value = float(number)
-    except ValueError:
-        value = None
-    if value is None or rest or (percent and not 0 < value <= 100):
-        raise ValueError(f"--trainable must be a number of parameters or a share above 0% and up to 100%, got {text!r}")
-    if percent:
-        return max(1, round(params * value / 100))
-    # A fraction is most likely a share without its percent sign.
-    if value < 1:
-        raise ValueError(f"--trainable is a number of parameters, got {text!r}; a share has a percent sign, 0.3%")
-    return value

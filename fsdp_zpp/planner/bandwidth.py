@@ -14,6 +14,7 @@ from fsdp_zpp.collectives.kinds import Level
 from fsdp_zpp.collectives.mesh import process_mesh
 
 from .config import positive, whole
+from .hardware import SLOWEST_NVLINK
 
 DEFAULT_MIB = 256
 REPETITIONS = 7
@@ -34,6 +35,11 @@ class Bandwidth:
     gpus_per_node: int
     inter_gbps: float | None
     intra_gbps: float | None
+
+    @property
+    def slow_links(self) -> bool:
+        """Return whether GPUs of a node are slower to each other than over any NVLink."""
+        return self.intra_gbps is not None and self.intra_gbps < SLOWEST_NVLINK
 
 
 def measure_bandwidth(

@@ -10,24 +10,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arguments import add_arguments, local_steps, trainable_count
+from .argument_types import trainable_count
+from .arguments import add_arguments, local_steps
 from .bandwidth import measure_bandwidth, world
 from .chart import draw_plan
 from .config import whole
+from .json_report import plan_to_json
 from .model_size import ModelSize, equal_units, pretrained_size
 from .plan import plan
-from .report import Plan, plan_to_json
+from .report import Plan
 
 NOTHING_FITS = 1
 
 _OPTIONS = (
-    "micro_batches tokens tflops gpu_memory activations reserve weights gradients intra_gradients error_feedback "
-    "frozen compute reduce storage frozen_storage optimizer_bytes tp pp cp ep experts_strategy"
+    "gpu link net utilization micro_batches tokens tflops launch_ms gpu_memory activations reserve weights gradients "
+    "intra_gradients error_feedback frozen compute reduce storage frozen_storage optimizer_bytes tp pp cp ep "
+    "experts_strategy presets"
 ).split()
 
 EXAMPLE = (
-    "python -m fsdp_zpp plan --params 70e9 --trainable 0.3% --nodes 16 --gpus-per-node 8 --inter-gbps 100 "
-    "--intra-gbps 2400 --micro-batches 10 --gpu-memory 80 --weights int8:256 --gradients int4:128"
+    "python -m fsdp_zpp plan --params 70e9 --trainable 0.3% --nodes 16 --gpus-per-node 8 --gpu a100 --net 100gbe "
+    "--micro-batches 10 --tokens 4096"
 )
 
 
@@ -37,8 +40,9 @@ def add_plan(subparsers: argparse._SubParsersAction[Any], formatter: Any) -> Non
         "plan",
         usage="python -m fsdp_zpp plan [options]",
         formatter_class=formatter,
-        help="memory, traffic and step time of all 14 strategies, and the choice",
-        description="Show memory, traffic and predicted step time of all 14 strategies, and choose one.",
+        help="memory, traffic and step time of torch's strategies, presets and all letters, and the choice",
+        description="Show memory, traffic and predicted step time of torch's strategies, presets and all 14 "
+        "combinations of letters, and choose one.",
         epilog=f"Example: {EXAMPLE}. Exit status: 0 if a strategy fits, {NOTHING_FITS} if none does, 2 for errors.",
     )
     add_arguments(parser)
@@ -64,7 +68,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     size = _size(arguments)
     cluster = {name: getattr(arguments, name) for name in ("nodes", "gpus_per_node", "inter_gbps", "intra_gbps")}
     if arguments.measure is not None:
-        cluster |= _measured(cluster, arguments.measure)
+        cluster |= _measured(cluster, arguments.measure, arguments.link)
     missing = [f"--{name.replace('_', '-')}" for name in ("nodes", "gpus_per_node") if cluster[name] is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun, which finds them")
@@ -84,7 +88,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
     return size.with_trainable(trainable_count(arguments.trainable, size.params))
 
 
-def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
+def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, Any]:
     """Measure the arguments of the cluster that were not given on the running job, and return them."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
@@ -101,7 +105,10 @@ def _measured(given: dict[str, Any], mib: float) -> dict[str, Any]:
         bandwidth = measure_bandwidth(world(), gpus, mib)
     finally:
         dist.destroy_process_group()
-    return {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
+    found = {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
+    # A node size that is given stays, and so does what the name of a link says.
+    asks_machine = "gpus_per_node" in found and "intra_gbps" in found and link is None
+    return found | ({"slow_links": bandwidth.slow_links} if asks_machine else {})
 
 
 def _rank_zero() -> bool:

@@ -24,6 +24,7 @@ class Cluster:
         inter_gbps: Gbit/s that a *whole node* can send to the others, all its network cards together. Required if
             there is more than one node.
         intra_gbps: Gbit/s that *one GPU* can send to the others of its node. Required if a node has more than one.
+        slow_links: Whether the GPUs of a node have no NVLink, so that codecs pay between them, too.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -34,6 +35,7 @@ class Cluster:
     gpus_per_node: int
     inter_gbps: float | None = None
     intra_gbps: float | None = None
+    slow_links: bool = False
 
     def __post_init__(self) -> None:
         # The command line passes floats. A frozen dataclass lets its fields be set in this way only.
@@ -63,6 +65,7 @@ class StepConfig:
         micro_batches: Number of micro-batches in a step, all but the last under ``no_sync``.
         tokens: Number of tokens on one GPU in one micro-batch.
         tflops: TFLOP/s that a GPU achieves on this model (not its peak).
+        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; 0 leaves it out.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -72,8 +75,10 @@ class StepConfig:
     micro_batches: int = 1
     tokens: int | None = None
     tflops: float | None = None
+    launch_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        not_negative("launch_ms", self.launch_ms)
         object.__setattr__(self, "micro_batches", whole("micro_batches", self.micro_batches))
         if (self.tokens is None) != (self.tflops is None):
             raise ValueError(
@@ -126,6 +131,7 @@ class Precision:
         storage: Dtype of the shards that the optimizer updates.
         frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
         optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
+        accumulation: Dtype in which gradients of several micro-batches accumulate.
 
     Raises:
         TypeError: If a dtype is not a ``torch.dtype``, or ``optimizer_bytes`` is not a number.
@@ -137,9 +143,10 @@ class Precision:
     storage: torch.dtype = torch.float32
     frozen_storage: torch.dtype | None = None
     optimizer_bytes: int = 8
+    accumulation: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "storage", "frozen_storage"):
+        for name in ("compute", "reduce", "storage", "frozen_storage", "accumulation"):
             self._check_dtype(name, getattr(self, name))
         object.__setattr__(self, "optimizer_bytes", whole("optimizer_bytes", self.optimizer_bytes, least=0))
 

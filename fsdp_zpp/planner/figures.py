@@ -1,23 +1,27 @@
-"""Figures of one strategy: memory, traffic and time, summed over the parts of a model."""
+"""Figures of one row: memory, traffic and time, summed over the parts of a model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.strategy import Strategy
 
 from .axes import Axes
+from .candidates import Candidate
 from .config import Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import Estimate, PartEstimate, step_time, with_exchanges
+from .estimate import Estimate, PartEstimate
 from .exchange import exchange_memory, exchange_volume, fragment_count, per_step
-from .memory import memory_beside, memory_of_units
-from .model_size import ModelSize
+from .memory import Memory, memory_beside, memory_of_units
+from .model_size import ModelSize, Units
+from .node_size import on_machines, splits_machine, strategy_topology
 from .parts import Part
-from .volume import step_volume
+from .step_time import step_time, with_exchanges
+from .volume import Volume, step_volume
 
 
 def estimate_of(
-    strategy: Strategy,
+    candidate: Candidate,
     parts: tuple[Part, ...],
     size: ModelSize,
     cluster: Cluster,
@@ -26,16 +30,21 @@ def estimate_of(
     budget: MemoryBudget,
     precision: Precision,
 ) -> Estimate:
-    """Return the figures of ``strategy``. With local steps, there is one part, of whole layers."""
-    dense, *others = (_of_part(part, strategy, axes, work, precision) for part in parts)
+    """Return the figures of ``candidate``. With local steps, there is one part, of whole layers."""
+    strategy = candidate.strategy
+    if candidate.torch is not None:
+        # Torch's FSDP accumulates in the dtype in which it reduces.
+        precision = replace(precision, accumulation=precision.reduce)
+    dense, *others = (_of_part(part, strategy, cluster, axes, work, precision) for part in parts)
     experts = next(iter(others), None)
     volume, memory = dense.volume, dense.memory + memory_beside(budget)
     if experts is not None:
         volume, memory = volume + experts.volume, memory + experts.memory
-    time = step_time(volume, size, cluster, work, axes)
+    resolved = strategy.resolve(dense.topology)
+    time = step_time(volume, size, cluster, work, axes, resolved)
     local_steps = strategy.local_steps
     if local_steps is not None:
-        exchanged = size, strategy.resolve(dense.topology), local_steps, precision
+        exchanged = size, resolved, local_steps, precision
         exchange = exchange_volume(*exchanged)
         time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps)
         volume += per_step(exchange, local_steps)
@@ -49,12 +58,36 @@ def estimate_of(
         time=time,
         fits=budget.allows(memory.total),
         experts=experts,
+        candidate=candidate,
     )
 
 
-def _of_part(part: Part, strategy: Strategy, axes: Axes, work: StepConfig, precision: Precision) -> PartEstimate:
-    strategy = replace(part.strategy or strategy, gpus_per_node=part.topology.gpus_per_node)
-    resolved = strategy.resolve(part.topology)
+def _of_part(
+    part: Part, strategy: Strategy, cluster: Cluster, axes: Axes, work: StepConfig, precision: Precision
+) -> PartEstimate:
+    strategy = part.strategy or strategy
+    topology = strategy_topology(strategy, part.topology, cluster)
+    resolved = strategy.resolve(topology)
     in_step = resolved if strategy.local_steps is None else resolved.within_node()
-    asked = part.units, in_step, work.micro_batches, precision, axes.pp > 1
-    return PartEstimate(strategy, part.topology, step_volume(*asked), memory_of_units(*asked))
+    pipelined = axes.pp > 1
+
+    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
+        asked = units, of, work.micro_batches, precision, pipelined
+        return on_machines(step_volume(*asked), of.topology, part.topology), memory_of_units(*asked)
+
+    if strategy.frozen is not None and splits_machine(strategy, cluster):
+        # Said explicitly, a node size would hold for the base, too.
+        trained, base = _without_frozen(part.units), _without_trainable(part.units)
+        over_machine = strategy.resolve(part.topology)
+        (sent, kept), (sent_of_base, base_kept) = figures(trained, in_step), figures(base, over_machine)
+        return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept)
+    volume, memory = figures(part.units, in_step)
+    return PartEstimate(replace(strategy, gpus_per_node=topology.gpus_per_node), topology, volume, memory)
+
+
+def _without_frozen(units: Units) -> Units:
+    return Units(tuple(replace(unit, frozen=0, expert_frozen=0) for unit in units.units))
+
+
+def _without_trainable(units: Units) -> Units:
+    return Units(tuple(replace(unit, trainable=0, expert_trainable=0) for unit in units.units))

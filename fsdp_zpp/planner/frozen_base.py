@@ -95,6 +95,10 @@ class _Unit:
         """Count a gather."""
         self.gathers += 1
 
+    def split(self, gathered: Tensor) -> tuple[Tensor, ...]:
+        """Return all of it as one part."""
+        return (gathered,)
+
 
 def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
     """Return the frozen elements of each unit in forward order, and whether backward needs them, too."""

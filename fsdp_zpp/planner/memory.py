@@ -93,7 +93,7 @@ def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int
         shard=shard * precision.storage.itemsize,
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed when the shard's gradient is made, so the larger of the two counts.
-        gradients=_FP32 * max(accumulated, shard),
+        gradients=max(precision.accumulation.itemsize * accumulated, _FP32 * shard),
         errors=errors if numel else 0,
     )
 

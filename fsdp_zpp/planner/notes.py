@@ -41,6 +41,11 @@ def notes_on(
         notes.append("No memory limit was given, so everything fits.")
     if work.tokens is None:
         notes.append("Computation is left out (tokens and tflops were not given): the step is communication alone.")
+    elif work.launch_ms:
+        notes.append(
+            f"A GPU is taken to achieve {work.tflops:,.4g} TFLOP/s, and the CPU to launch a unit in {work.launch_ms:g} "
+            "ms."
+        )
     if cluster.nodes == 1:
         notes.append("A single node sends nothing to other nodes.")
     elif all(topology.nodes == 1 for topology in topologies):
@@ -90,7 +95,7 @@ def _idle_codecs(size: ModelSize, topologies: Sequence[Topology], codecs: Strate
     resolved = [codecs.resolve(topology) for topology in topologies]
     if all((each.weights, each.gradient_codecs) != (codecs.weights, codecs.gradient_codecs) for each in resolved):
         idle.append(
-            "If the links inside the node are slow (PCIe), plan nodes of one GPU: gpus_per_node=1 activates the codecs."
+            "If the links inside the node are slow, name them: link='pcie4' plans each GPU as a node, as training does."
         )
     intra = codecs.gradient_codecs[0]
     if intra is not None and all(topology.gpus_per_node == 1 for topology in topologies):

@@ -1,4 +1,4 @@
-"""``plan``: the figures of all 14 strategies, and of local steps, for one model and cluster, and the choice."""
+"""``plan``: torch's strategies, presets and all 14 letters for one model and cluster, and the choice."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.error_feedback import LoCo
-from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
 from .activations import activation_volumes
 from .axes import Axes
+from .candidates import lettered, of_torch, presets as with_presets
+from .choice import choose, reason
 from .config import Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import choose, reason
 from .figures import estimate_of
-from .levels import with_levels, with_local_steps
+from .hardware import Hardware
+from .levels import with_levels
+from .link_notes import notes_on_links
 from .model_size import ModelSize, equal_units
 from .notes import notes_on, notes_on_experts, notes_on_local_steps
 from .parts import parts_of
@@ -34,9 +36,15 @@ def plan(
     gpus_per_node: int,
     inter_gbps: float | None = None,
     intra_gbps: float | None = None,
+    gpu: str | None = None,
+    link: str | None = None,
+    net: str | None = None,
+    slow_links: bool | None = None,
+    utilization: float | None = None,
     micro_batches: int = 1,
     tokens: int | None = None,
     tflops: float | None = None,
+    launch_ms: float | None = None,
     gpu_memory: float | None = None,
     activations: float = MemoryBudget.activations,
     reserve: float = MemoryBudget.reserve,
@@ -56,8 +64,9 @@ def plan(
     cp: int = 1,
     ep: int = 1,
     experts_strategy: Strategy | str | None = None,
+    presets: bool | None = None,
 ) -> Plan:
-    """Predict memory, traffic and step time of all 14 strategies, and choose one.
+    """Predict memory, traffic and step time of torch's strategies, presets and all 14 letters, and choose one.
 
     Args:
         params: Number of parameters of the model, or its units (``fsdp_zpp.planner.model_size``).
@@ -67,10 +76,20 @@ def plan(
         gpus_per_node: GPUs of each node.
         inter_gbps: Gbit/s of a whole node to the others, all its network cards together.
         intra_gbps: Gbit/s of one GPU to the others of its node.
+        gpu: Name of the GPU in ``fsdp_zpp.planner.catalog``, such as ``"a100"``: its memory, the links that it usually
+            has and, with ``tokens``, its TFLOP/s. Numbers that are given override names.
+        link: Name of the link between the GPUs of a node, such as ``"nvlink4"`` or ``"pcie4"``. Over PCIe, each GPU of
+            a single machine is a node to strategies with codecs and optimizer scope G, as in training.
+        net: Name of a node's network cards, such as ``"100gbe"`` or ``"8xib-ndr"``.
+        slow_links: Whether the GPUs of a node have no NVLink; None asks the name of the link, and without one takes
+            links to be fast.
+        utilization: Share of the GPU's peak at which it computes; None takes 0.4.
         micro_batches: Number of micro-batches that an optimizer step accumulates.
-        tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops``; without both it
-            is left out.
+        tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
+            otherwise it is left out.
         tflops: TFLOP/s that a GPU achieves.
+        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit. None takes 5 with ``gpu``
+            and ``tokens``, and leaves it out otherwise.
         gpu_memory: GiB of a GPU (80 for an A100-80GB); None sets no limit.
         activations: GiB of activations on a GPU.
         reserve: GiB of a GPU that no tensor can use.
@@ -84,7 +103,7 @@ def plan(
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
-        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``.
+        frozen_storage: Dtype of the shards of frozen weights; None takes ``storage``, or ``compute`` with ``presets``.
         optimizer_bytes: Bytes of optimizer state per trainable parameter; 8 is Adam.
         tp: Ranks of tensor parallelism, which are neighbours. They share the ``tokens``.
         pp: Stages of a pipeline, which are neighbouring ranks each.
@@ -93,6 +112,9 @@ def plan(
             have the same ones.
         experts_strategy: The strategy of experts, or its letters, to go with the codecs given here. By default, experts
             have the same letters as dense parameters.
+        presets: Whether presets are planned, with codecs of their own, beside letters with the codecs given here, and
+            torch's strategies. None does if no codec of what is sent is given; then frozen weights are taken to be
+            stored in ``compute``, as LoRA's are.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -101,7 +123,8 @@ def plan(
     Examples:
         >>> print(plan(70e9, nodes=16, gpus_per_node=8, inter_gbps=100, intra_gbps=2400, gpu_memory=80))
     """
-    cluster = Cluster(nodes, gpus_per_node, inter_gbps, intra_gbps)
+    hardware = Hardware(gpu, link, net, utilization)
+    cluster = hardware.cluster(nodes, gpus_per_node, inter_gbps, intra_gbps, slow_links)
     codecs = Strategy(
         "IGG",  # which takes any codec, Int4Delta included
         weights=weights,
@@ -109,8 +132,9 @@ def plan(
         intra_gradients=intra_gradients,
         error_feedback=error_feedback,
         frozen=frozen,
-        gpus_per_node=cluster.gpus_per_node,
     )
+    if presets is None:
+        presets = codecs == Strategy("IGG", frozen=frozen)
     if frozen is not None and frozen_storage is not None:
         raise ValueError(
             f"frozen={frozen} keeps frozen weights as codes only, so frozen_storage={frozen_storage} has no meaning; "
@@ -119,16 +143,19 @@ def plan(
     axes = Axes(tp, pp, cp, ep)
     axes.check(cluster)
     _check_local_steps(local_steps, axes, experts_strategy)
+    if presets and frozen is None and frozen_storage is None:
+        frozen_storage = compute
     return make_plan(
         _size_of(params, trainable, units),
         cluster,
         axes,
-        StepConfig(micro_batches, tokens, tflops),
-        MemoryBudget(gpu_memory, activations, reserve),
+        hardware.work(micro_batches, tokens, tflops, launch_ms),
+        hardware.budget(gpu_memory, activations, reserve),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
         codecs,
         _experts_strategy(experts_strategy, codecs, axes.expert_ranks(cluster).topology(cluster)),
         local_steps,
+        presets,
     )
 
 
@@ -163,19 +190,18 @@ def make_plan(
     codecs: Strategy,
     experts: Strategy | None = None,
     local_steps: LocalSteps | None = None,
+    presets: bool = False,
 ) -> Plan:
     """Return the plan of arguments that are checked already. The letters of ``codecs`` do not matter."""
-    strategies = [with_levels(codecs, levels) for levels in LEGAL_LEVELS]
-    if local_steps is not None:
-        local = [with_local_steps(each, local_steps) for each in strategies if each.optimizer != "G"]
-        strategies += local if cluster.nodes > 1 else []
     parts = parts_of(size, cluster, axes, experts)
-    estimates = tuple(
-        estimate_of(strategy, parts, size, cluster, axes, work, budget, precision) for strategy in strategies
-    )
-    choice = choose(estimates)
+    letters = lettered(codecs, cluster, local_steps)
+    named = [*of_torch(cluster, work), *with_presets(size, cluster, work, codecs.frozen)] if presets else []
+    asked = size, cluster, axes, work, budget, precision
+    estimates = tuple(estimate_of(candidate, parts, *asked) for candidate in letters)
+    rows = (*(estimate_of(candidate, parts, *asked) for candidate in named), *estimates)
+    choice = choose(rows, cluster.slow_links)
     topologies = [part.topology for part in parts if part.strategy is None]
-    notes = notes_on(size, cluster, work, budget, codecs, topologies)
+    notes = [*notes_on(size, cluster, work, budget, codecs, topologies), *notes_on_links(cluster, rows)]
     notes += [note for part in parts[1:] for note in notes_on_experts(size.routing, axes, part.topology)]
     return Plan(
         size,
@@ -185,11 +211,12 @@ def make_plan(
         precision,
         estimates,
         choice,
-        reason(estimates, choice, budget),
+        reason(rows, choice, budget, cluster.slow_links),
         (*notes, *notes_on_local_steps(cluster, codecs, local_steps)),
         local_steps if cluster.nodes > 1 else None,
         axes,
         tuple(activation_volumes(size, parts, cluster, axes, work, precision).items()),
+        rows,
     )
 
 

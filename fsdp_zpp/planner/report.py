@@ -1,22 +1,18 @@
-"""A plan and its report, as text and as JSON."""
+"""A plan and its report as text; ``json_report`` has it as JSON."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
 
 from .axes import Axes
-from .axes_report import ranks_of, table_of_axes, title_of_axes
+from .axes_report import table_of_axes, title_of_axes
 from .config import GIB, Cluster, MemoryBudget, Precision, StepConfig
-from .estimate import Estimate, StepTime, seconds
-from .memory import Memory
-from .model_size import ModelSize, Unit
-from .table import aligned, count, number
+from .estimate import Estimate
+from .model_size import ModelSize
+from .table import aligned, count, number, seconds
 from .volume import Volume
 
 
@@ -38,6 +34,8 @@ class Plan:
         local_steps: The local steps of the strategies that have them; None if none has.
         axes: The other parallelisms.
         activations: Estimated bytes that one GPU sends in a step along each of their axes, as far as they are known.
+        rows: All that the plan compares: torch's strategies and presets if they are planned, then ``estimates``. Each
+            has a ``name``, a ``strategy`` or torch's name (``torch``), ``memory``, ``time``, and a line to ``paste``.
     """
 
     size: ModelSize
@@ -52,17 +50,18 @@ class Plan:
     local_steps: LocalSteps | None = None
     axes: Axes = field(default_factory=Axes)
     activations: tuple[tuple[str, Volume], ...] = ()
+    rows: tuple[Estimate, ...] = ()
 
     def __getitem__(self, name: str) -> Estimate:
-        """Return the estimate of a strategy by its letters, or for one with local steps by its name, ``III every 64``.
+        """Return a row by its name: letters (``IIG``, ``III every 64``), a preset or ``FULL_SHARD``.
 
         Raises:
-            KeyError: If there is no such strategy.
+            KeyError: If there is no such row.
         """
-        for estimate in self.estimates:
+        for estimate in self.rows:
             if estimate.name == name:
                 return estimate
-        raise KeyError(f"{name!r}; there are {', '.join(estimate.name for estimate in self.estimates)}")
+        raise KeyError(f"{name!r}; there are {', '.join(estimate.name for estimate in self.rows)}")
 
     @property
     def resolved(self) -> ResolvedStrategy:
@@ -112,7 +111,8 @@ _LEGEND = """\
 weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.
 working: units that are gathered at a time, and a unit's gradient. total: with activations and reserve.
 out of node: sent by all GPUs of a node together. in node: sent by one GPU, to others of its node.
-communication: both, one after the other. step: the longer of communication and computation."""
+communication: both, one after the other. step: the longest of communication, computation
+and the CPU's launches."""
 
 _LOCAL_STEPS_LEGEND = """\
 outer: agreed weights and momentum of local steps. Bytes and times of exchanges are averaged over the steps, and
@@ -120,13 +120,13 @@ communication includes them; a step takes what training waits for them longer th
 * changes the mathematics (local-update training): nodes step on their own and exchange weights every few steps."""
 
 
+_LETTERS = 4
+"""Letters that are shown beside presets: the fastest ones that fit."""
+
+
 def format_plan(plan: Plan) -> str:
     """Return a table (the choice first, then by speed, those that do not fit last), the reason, and a legend."""
-    ranked = sorted(
-        plan.estimates,
-        # The choice is the fastest only within a tolerance, so it goes first by name.
-        key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
-    )
+    ranked, left_out = shown_rows(plan)
     rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
     zeros = {_HEADER[1].index(name) for name in _columns_of_zeros(plan)}
     rows = [tuple(cell for column, cell in enumerate(row) if column not in zeros) for row in rows]
@@ -136,8 +136,24 @@ def format_plan(plan: Plan) -> str:
     if first_out is not None and plan.budget.gpu_memory is not None:
         lines.insert(len(_HEADER) + first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
     lines.insert(len(_HEADER), rule)
+    more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
+    verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
     by_axis = table_of_axes(ranked[0], plan.activations, plan.cluster) if plan.has_axes else []
-    return "\n".join([*_title(plan), "", *lines, rule, plan.reason, "", *by_axis, *_legend(plan), *plan.notes])
+    return "\n".join([*_title(plan), "", *lines, *more, rule, *verdict, "", *by_axis, *_legend(plan), *plan.notes])
+
+
+def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
+    """Return the rows to show in their order, and how many are left out."""
+    ranked = sorted(
+        plan.rows,
+        # The choice is the fastest only within a tolerance, so it goes first by name.
+        key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
+    )
+    if plan.rows == plan.estimates:
+        return ranked, 0
+    lettered = [each for each in ranked if each.title is None and each.strategy.local_steps is None]
+    hidden = [each for each in lettered[_LETTERS:] if each is not plan.choice]
+    return [each for each in ranked if not any(each is other for other in hidden)], len(hidden)
 
 
 def _columns_of_zeros(plan: Plan) -> list[str]:
@@ -168,6 +184,7 @@ def _title(plan: Plan) -> list[str]:
         f"{size.params:,} parameters, {trainable}, in {units}; {micro_batches} a step",
         ", ".join(networks),
         *([title_of_axes(plan.axes, plan["IGG"])] if plan.has_axes else []),
+        *(["presets with their own codecs; for letters:"] if plan.rows != plan.estimates else []),
         f"weights {_codec(strategy.weights)}, gradients {_codec(inter)} between nodes and {_codec(intra)} inside"
         + (f", error feedback {strategy.error_feedback}" if strategy.error_feedback is not None else "")
         + (f", frozen weights {_codec(strategy.frozen or strategy.weights)}" if size.frozen else ""),
@@ -189,7 +206,7 @@ def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
     )
     return (
         ("-> " if chosen else "   ") + estimate.name,
-        KNOWN_AS.get(estimate.levels, "") if estimate.strategy.local_steps is None else "local steps *",
+        _known_as(estimate),
         *(number(state / GIB) for state in states),
         number(estimate.inter_node_bytes / 1e9),
         number(estimate.volume.intra / 1e9),
@@ -198,75 +215,17 @@ def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
     )
 
 
+def _known_as(estimate: Estimate) -> str:
+    if estimate.strategy.local_steps is not None:
+        return "local steps *"
+    if estimate.torch is not None:
+        return "torch's FSDP"
+    return KNOWN_AS.get(estimate.levels, "") if estimate.title is None else estimate.levels
+
+
 def _percent(size: ModelSize) -> str:
     return f"{100 * size.trainable / size.params:.3g} %"
 
 
 def _codec(codec: object) -> str:
     return "unencoded" if codec is None else f"as {codec}"
-
-
-def plan_to_json(plan: Plan) -> str:
-    """Return all inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
-    report: dict[str, Any] = {
-        "choice": None if plan.choice is None else plan.choice.name,
-        "reason": plan.reason,
-        "notes": plan.notes,
-        "model": {
-            "params": plan.size.params,
-            "trainable": plan.size.trainable,
-            "active": plan.size.active_trainable + plan.size.active_frozen,
-            "units": [_unit(unit, plan.has_axes) for unit in plan.size.units],
-        },
-        "cluster": dataclasses.asdict(plan.cluster),
-        "work": dataclasses.asdict(plan.work),
-        "budget_gib": dataclasses.asdict(plan.budget),
-        "precision": dataclasses.asdict(plan.precision),
-        "codecs": _codecs(plan),
-        "strategies": {estimate.name: _figures(estimate, plan.has_axes) for estimate in plan.estimates},
-    }
-    if plan.has_axes:
-        report["axes"] = dataclasses.asdict(plan.axes)
-        report["estimated_activation_bytes_per_gpu"] = {
-            axis: dataclasses.asdict(volume) for axis, volume in plan.activations
-        }
-    if plan.local_steps is not None:
-        # Codecs as text: asdict would leave of them no more than their blocks.
-        report["local_steps"] = vars(plan.local_steps)
-    return json.dumps(report, indent=1, default=str)
-
-
-def _codecs(plan: Plan) -> dict[str, str | None]:
-    strategy = plan.resolved
-    intra, inter = strategy.gradient_codecs
-    codecs: dict[str, object] = {
-        "weights": strategy.weights,
-        "gradients": inter,
-        "intra_gradients": intra,
-        "frozen": strategy.frozen,
-    }
-    codecs["error_feedback"] = strategy.error_feedback
-    return {name: None if codec is None else str(codec) for name, codec in codecs.items()}
-
-
-_OF_LOCAL_STEPS = ("outer", "exchange", "wait")
-
-
-def _unit(unit: Unit, with_experts: bool) -> dict[str, Any]:
-    figures = dataclasses.asdict(unit)
-    return {name: figure for name, figure in figures.items() if with_experts or not name.startswith("expert_")}
-
-
-def _figures(estimate: Estimate, has_axes: bool) -> dict[str, Any]:
-    def fields_of(value: Memory | StepTime) -> dict[str, Any]:
-        left_out = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
-        return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}
-
-    return (ranks_of(estimate) if has_axes else {}) | {
-        "fits": estimate.fits,
-        "memory_bytes": fields_of(estimate.memory) | {"total": estimate.memory.total},
-        "inter_node_bytes": estimate.inter_node_bytes,
-        "sent_bytes_per_gpu": dataclasses.asdict(estimate.volume),
-        "seconds": fields_of(estimate.time)
-        | {"communication": estimate.time.communication, "step": estimate.time.total},
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
@@ -66,6 +66,7 @@ class Fragment:
         outer: Makes its exchanges.
         share: This rank's share of them, if all ranks of a node hold the same weights.
         shards: Returns what this rank holds of each parameter of the unit, by FQN; the same names on all ranks.
+        placements: Returns how other parallelisms have placed each parameter of the unit, by FQN.
         trained: Returns the FQNs of those that steps change now: they require a gradient, or have one.
         invalidate: Marks the weights as changed.
 
@@ -84,13 +85,15 @@ class Fragment:
         outer: OuterStep,
         share: NodeShare | None,
         shards: Callable[[], Mapping[str, Tensor]],
+        placements: Callable[[], Mapping[str, Hashable]],
         trained: Callable[[], Collection[str]],
         invalidate: Callable[[], None],
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
         self._own: dict[str, Tensor] | None = None
-        self._share, self._shards, self._trained, self._invalidate = share, shards, trained, invalidate
+        self._share, self._shards, self._placements = share, shards, placements
+        self._trained, self._invalidate = trained, invalidate
         self._changed: set[str] = set()  # trained since their last exchange
         self._sent: list[str] = []  # on their way
         self._loaded: FragmentState | None = None
@@ -158,7 +161,7 @@ class Fragment:
     def send(self, arrives: int) -> None:
         """Send what was trained, to be received after the step ``arrives``."""
         shards = self._exchanged(self._changed)
-        self.outer.send(shards)
+        self.outer.send(shards, self._placements())
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
 

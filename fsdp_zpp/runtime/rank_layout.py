@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from fsdp_zpp.collectives.links import known_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, mesh_on, topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -20,21 +21,38 @@ class RankLayout:
         group: The ranks.
         topology: Their nodes.
         stock: Whether torch's own FULL_SHARD is all that the strategy asks for, so that fully_shard leaves it to torch.
+        by_links: Whether the machine's links have decided on the nodes; see [Note: Links] in resolve.py.
     """
 
     group: dist.ProcessGroup
     topology: Topology
     stock: bool
+    by_links: bool = False
 
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> RankLayout:
-        """Return the layout of ``group``, without communication; raise what :func:`topology_of` raises."""
+        """Return the layout of ``group``, without communication; raise what :func:`topology_of` raises.
+
+        Links count if they were found before: see :func:`find_links`.
+        """
         topology = topology_of(group, node_size(strategy, group))
+        if strategy.gpus_per_node is None and strategy.follows_links:
+            joined = joined_by_links(group)
+            if joined is not None:
+                return cls(group, joined, stock=False, by_links=True)
         return cls(group, topology, stock=topology.nodes == 1 and strategy.is_plain)
 
     def mesh(self) -> ProcessMesh:
         """Return the mesh of the ranks. Collective over them at the first call for each layout."""
-        return mesh_on(self.group, self.topology)
+        return mesh_on(self.group, self.topology, by_links=self.by_links)
+
+
+def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
+    """Return the nodes of ``group`` whose ranks share fast links; None if that is what was launched, or not known."""
+    links = known_links(group)
+    if links is None or links.node_size is None or links.launched.nodes > 1 or not links.are_slow:
+        return None
+    return Topology(links.launched.world, links.node_size)
 
 
 def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,10 @@ class Sharded:
 
     def named_shards(self) -> Mapping[str, Tensor]:
         """Return what this rank holds of each parameter, by FQN, ready to be read and written to."""
+        return {}
+
+    def placements(self) -> Mapping[str, Hashable]:
+        """Return how FSDP and other parallelisms have placed each parameter, by FQN, in the order of the shards."""
         return {}
 
     def weights_changed(self, by_step: bool) -> None:

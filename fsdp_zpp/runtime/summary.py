@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives.links import Links
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.config.error_feedback import LoCo, error_buffer_specs
 from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
+from .links_note import LinksNote, links_of, note_on_links, note_on_nodes, size_text
 from .unit import StrategyUnit
 
 logger = logging.getLogger("fsdp_zpp")
@@ -67,6 +69,7 @@ def summarize(
     resolved: ResolvedStrategy,
     error_nbytes: int = 0,
     encoded: Coverage | None = None,
+    links: Links | None = None,
 ) -> StrategySummary:
     """Sort the parts of a strategy into active and inactive ones.
 
@@ -75,16 +78,18 @@ def summarize(
         resolved: As resolved where its weights are encoded.
         error_nbytes: Bytes of error state on a rank.
         encoded: The units whose weights are encoded. Default: all; others hold packed values.
+        links: The links of the ranks, if they are known.
     """
+    no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
     exchanges: list[tuple[str, str | None]] = []
     if strategy.local_steps is not None:
         why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
         exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
         topology = resolved.within_node().topology  # gradients stay there
-    parts = _weights(strategy, resolved, encoded) + _reduction(*codecs, topology) + exchanges
+    parts = _weights(strategy, resolved, encoded, no_gain) + _reduction(*codecs, topology) + exchanges
     if strategy.gradients is not None and codecs[1] is None:
-        parts.append((f"gradients reduced as {strategy.gradients}", _FAST_LINKS))
+        parts.append((f"gradients reduced as {strategy.gradients}", no_gain))
     parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
     accumulated = {"N": "on each rank", "I": "inside nodes", "G": None}[scopes.gradients]
     if topology.world > 1 and accumulated is not None:
@@ -92,15 +97,20 @@ def summarize(
     return _summary(parts)
 
 
-def _weights(strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage | None) -> list[tuple[str, str | None]]:
-    """Return texts on how parameters are gathered, each with the reason why it is inactive, or None."""
+def _weights(
+    strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage | None, no_gain: str
+) -> list[tuple[str, str | None]]:
+    """Return texts on how parameters are gathered, each with the reason why it is inactive, or None.
+
+    ``no_gain`` is the reason for which codecs are inactive on one node.
+    """
     parts: list[tuple[str, str | None]] = []
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
     why_not = _ALONE if topology.world == 1 else None
     if scopes.optimizer == "N" and why_not is None:
         why_not = "every rank has all of them"
     if strategy.weights is not None:
-        left_off = _FAST_LINKS if codec is None else None
+        left_off = no_gain if codec is None else None
         where = f" ({encoded})" if encoded is not None and encoded.units else ""
         # If all units hold packed values, nothing is missing: these take as few bytes as codes.
         if encoded is None or encoded.units or why_not or left_off:
@@ -163,16 +173,8 @@ def _feedback(
     levels = [level for hop, level in (("intra", _INTRA), ("inter", _INTER)) if hop in fed_back]
     if levels:
         where = levels[0] if len(levels) == 1 else "on both hops"
-        parts.append((f"error feedback {where} ({config}; {_size(nbytes)} a rank)", None))
+        parts.append((f"error feedback {where} ({config}; {size_text(nbytes)} a rank)", None))
     return parts
-
-
-def _size(nbytes: int) -> str:
-    """Format a number of bytes."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes} bytes"
 
 
 def _no_inter_node_hop(topology: Topology) -> str | None:
@@ -202,8 +204,9 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
         encoded = [unit for unit in members if not unit.packed]
         resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
         coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
-        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), coverage)
-        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, numels), summary)
+        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), coverage, links_of(strategy, mesh))
+        note = note_on_links(strategy, mesh, members)
+        _log(f"{model}: {strategy.levels}", mesh, _coverage(members, numels), summary, note)
 
 
 def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverage:
@@ -231,10 +234,20 @@ def log_reduction(
     parts = _reduction(*codecs, mesh.topology)
     # Under torch's strategies each rank's optimizer has a shard of its own, which is the scope G.
     parts += _feedback(error_feedback, codecs, "G", mesh.topology, error_nbytes)
-    _log(f"{model}: quantized_reduce_hook", mesh, Coverage(units, 0, units, 0), _summary(parts))
+    coverage = Coverage(units, 0, units, 0)
+    _log(f"{model}: quantized_reduce_hook", mesh, coverage, _summary(parts), note_on_nodes(mesh))
 
 
-def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySummary) -> None:
+def _log(subject: str, mesh: ProcessMesh, coverage: Coverage, report: StrategySummary, note: LinksNote | None) -> None:
     if mesh.rank == 0:
-        level = logging.WARNING if report.inactive else logging.INFO
-        logger.log(level, "%s on %s, %s: %s", subject, mesh.topology, coverage, report)
+        warns = bool(report.inactive) or (note is not None and note.is_warning)
+        of_links = "" if note is None else f"; {note.text}"
+        logger.log(
+            logging.WARNING if warns else logging.INFO,
+            "%s on %s, %s: %s%s",
+            subject,
+            mesh.topology,
+            coverage,
+            report,
+            of_links,
+        )

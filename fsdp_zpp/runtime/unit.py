@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -201,6 +201,10 @@ class StrategyUnit:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
+        if self.ranks.by_links:  # packed values are a frozen base: see [Note: Links] in resolve.py
+            self.ranks = self.mesh = as_launched(self.ranks)
+            self.resolved = self.strategy.resolve(self.ranks.topology)
+            self.scopes, self.reduce = self.resolved.scopes, self._make_reduce()
         self.resolved = replace(self.resolved, weights=None)
         self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
@@ -226,8 +230,11 @@ class StrategyUnit:
         replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
         outer = OuterStep(local_steps, self.ranks, self.traffic)
         share = None if replicas is None else NodeShare(replicas, self.traffic)
-        shards, trained = lambda: self.sharded.named_shards(), lambda: self.sharded.trained_names()
-        return Fragment(local_steps, outer, share, shards, trained, self.invalidate)
+        # Looked up anew, since an adapter sets what it has sharded after this.
+        shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
+        return Fragment(
+            local_steps, outer, share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
+        )
 
     @property
     def keeps_weights(self) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
 from .rank_layout import launched_node_size, node_size
@@ -82,16 +83,20 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
             )
 
 
-def check_exchanges(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if exchanges would round parameters of which another parallelism has copies, each rank in its own way.
 
     Raises:
         NotImplementedError: It names a parameter that another parallelism has sharded, beside which copies lie.
     """
-    local_steps = strategy.local_steps
+    codec = local_steps.codec
+    if codec is None or codec.block_numel:
+        return
     for name, parameter in parameters:
-        if isinstance(parameter, DTensor) and local_steps is not None and local_steps.codec is not None:
+        if isinstance(parameter, DTensor):
             raise NotImplementedError(
-                f"local_steps with codec={local_steps.codec} can't be combined with another parallelism, but {name} is "
-                "sharded already; use LocalSteps(codec=None)"
+                f"local_steps with codec={codec} can't be combined with another parallelism, but {name} is sharded "
+                "already: the codec's block_numel is 0, so all values depend on each other, and copies of a parameter "
+                "would be rounded as their neighbours on each rank demand; return the size of a block, or use "
+                "LocalSteps(codec=None)"
             )

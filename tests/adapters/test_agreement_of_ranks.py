@@ -14,8 +14,9 @@ from harness import lora, models
 from harness.adapter import STOCK, Adapter
 from harness.covering import over_adapters
 from harness.fsdp1 import Fsdp1
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from fsdp_zpp import Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantize_frozen_params, quantized_reduce_hook
@@ -176,3 +177,24 @@ def test_a_difference_between_hooks_is_an_error_on_all_ranks(pool: Callable[[int
     assert "codec: Int4(block=128) on ranks 0-2, Int4(block=64) on rank 3" in first[0]
     assert "error_feedback: None on ranks 0-2, LoCo(" in first[1]
     assert "missing on rank 3" in first[2]
+
+
+def named_on_a_mesh(adapter: Adapter) -> str:
+    """In a worker: the error where the last rank is given another strategy beside tensor parallelism."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    strategy = Strategy("IGG", weights=Int8(64) if dist.get_rank() == 3 else None, gpus_per_node=1)
+    if mesh["tp"].get_local_rank() == 0:
+        adapter.wrap(models.make_net(), strategy, **{adapter.mesh_argument: mesh["dp"]})
+        return ""
+    with pytest.raises(ValueError, match="ranks were given different arguments") as caught:
+        adapter.wrap(models.make_net(), strategy, **{adapter.mesh_argument: mesh["dp"]})
+    return str(caught.value)
+
+
+@over_adapters
+def test_ranks_are_named_by_their_coordinates(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    first, text, _, same_text = pool(4).run(named_on_a_mesh, adapter)
+    assert not first
+    assert text == same_text
+    assert "on rank 1 (dp 0, tp 1)" in text
+    assert "on rank 3 (dp 1, tp 1)" in text

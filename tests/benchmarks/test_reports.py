@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from harness.benchmarks import BENCHMARKS, load
 
+from fsdp_zpp.bench.result_file import write
+
 PAGES = {"step": ("step-time", "lora"), "loss": ("loss",), "kernels": ("kernels",), "scale": ("scale",)}
 """The pages of docs/results that show a folder's results."""
 FOLDERS = ("step", "kernels", "scale")
@@ -47,8 +49,8 @@ def test_pages_and_figures_show_what_the_results_say(folder: str) -> None:
 def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     for folder in ("common", "step"):
         shutil.copytree(BENCHMARKS / folder, tmp_path / "benchmarks" / folder)
-    shutil.copytree(DOCS / "results", tmp_path / "docs/results")
-    shutil.copytree(DOCS / "figures", tmp_path / "docs/figures")
+    for folder in ("results", "guides", "figures"):
+        shutil.copytree(DOCS / folder, tmp_path / "docs" / folder)
     readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
     shutil.copy(DOCS.parent / "README.md", readme)
     result = tmp_path / "benchmarks/step/results/1.35B-2x2-eager.json"
@@ -176,7 +178,7 @@ def test_scripts_put_nothing_on_the_path_but_common(folder: str) -> None:
 
 def test_a_new_result_has_the_same_form(tmp_path: Path) -> None:
     arguments = SimpleNamespace(steps=3, out=tmp_path, worker=False)
-    result_files.write(tmp_path / "new.json", manifest.manifest(["python", "a b.py"]), arguments, [{"step_ms": 1.0}])
+    write(tmp_path / "new.json", manifest.manifest(["python", "a b.py"]), arguments, [{"step_ms": 1.0}])
     [(name, result)] = result_files.read(tmp_path).items()
     assert name == "new"
     assert result["manifest"].keys() == REQUIRED

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness.pool import Pool
 
-from fsdp_zpp.collectives.agreement import check_agreement, named_ranks
+from fsdp_zpp.collectives.agreement import agree, check_agreement
+from fsdp_zpp.collectives.rank_names import name_by_axes, named_ranks
 
 
 def test_an_error_names_ranks_in_ranges() -> None:
@@ -46,3 +48,27 @@ def agree_on_objects() -> None:
 
 def test_addresses_of_objects_are_no_difference(pool: Callable[[int], Pool]) -> None:
     pool(4).run(agree_on_objects)
+
+
+def disagree_on_a_mesh() -> list[str]:
+    group = dist.new_group([0, 1, 2, 3])
+    name_by_axes(group, ("dp", "tp"), torch.arange(4).view(2, 2))
+    attempts: list[Callable[[], object]] = [
+        lambda: check_agreement(group, "a call", {"fact": dist.get_rank() == 3}),
+        lambda: agree(group, lambda: [0][dist.get_rank() // 3]),
+        lambda: agree(group, lambda: dist.get_rank() % 2, str, "read other files than"),
+    ]
+    texts = []
+    for attempt in attempts:
+        with pytest.raises((ValueError, RuntimeError, IndexError)) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    dist.destroy_process_group(group)
+    return texts
+
+
+def test_ranks_of_a_mesh_are_named_by_coordinates(pool: Callable[[int], Pool]) -> None:
+    fact, failure, other = pool(4).run(disagree_on_a_mesh)[0]
+    assert "fact: False on ranks 0-2, True on rank 3 (dp 1, tp 1)" in fact
+    assert failure == "on rank 3 (dp 1, tp 1): list index out of range"
+    assert other == "ranks 1, 3 (dp 0-1, tp 1) read other files than rank 0 (dp 0, tp 0)"

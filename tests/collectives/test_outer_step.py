@@ -244,3 +244,41 @@ def test_what_does_not_fit_is_refused(pool: Callable[[int], Pool]) -> None:
             strict=True,
         ):
             assert part in message
+
+
+def beside_another_axis(config: LocalSteps, rounds: list[list[str]]) -> torch.Tensor:
+    """In a worker: exchange a copy, the same for each local index, and what other axes have sharded; return the copy.
+
+    Args:
+        config: How.
+        rounds: What is exchanged, in each of several rounds.
+    """
+    local = dist.get_rank() % 2
+    shards = {"own": torch.zeros(33 * (local + 1), device=device()), "copy": torch.zeros(40, device=device())}
+    outer = OuterStep(config, process_mesh(dist.group.WORLD, 2), Traffic())
+    outer.start(shards)
+    for round_, names in enumerate(rounds):
+        generator = torch.Generator().manual_seed(10 * round_ + dist.get_rank() // 2)
+        shards["copy"] += torch.randn(40, generator=generator).to(device())
+        shards["own"] += 100 * torch.randn(33 * (local + 1), generator=generator).to(device())
+        exchanged = {name: shards[name] for name in names}
+        outer.send(exchanged, {"own": ("tp",), "copy": ()})
+        outer.receive(exchanged)
+    return shards["copy"].cpu()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LocalSteps(codec=Int8(32)),
+        LocalSteps(codec=Int4(32), error_feedback=LoCo()),
+        LocalSteps(codec=Int4(64), error_feedback=LoCo(dtype=Int8(128))),
+    ],
+    ids=["int8", "int4, feedback", "int4, feedback in int8"],
+)
+def test_copies_do_not_depend_on_what_else_is_exchanged(pool: Callable[[int], Pool], config: LocalSteps) -> None:
+    alone = pool(4).run(beside_another_axis, config, [["copy"]] * 4)
+    for names in (["own", "copy"], ["copy", "own"]):
+        rounds = [names, ["copy"], names, ["copy"]]
+        copies = pool(4).run(beside_another_axis, config, rounds)
+        assert all(torch.equal(copy, alone[0]) for copy in (*alone, *copies))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -21,6 +22,7 @@ from pages import PAGES, Block, blocks_of
 from reader import RANKS, run_python
 
 from fsdp_zpp import Strategy
+from fsdp_zpp.bench.arguments import add_arguments, check
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -88,9 +90,14 @@ def _check_command(words: list[str], folder: Path) -> None:
                     assert set(extra.split(",")) <= set(EXTRAS), package
         case ["./run", what, *_]:
             assert f"    {what})" in (ROOT / "run").read_text(), words
-        case ["python", "-m", "fsdp_zpp", *_] if not {"--measure"} & set(words):
-            done = subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True, check=False)
+        case ["python", "-m", "fsdp_zpp", *options] | ["fsdp_zpp", *options] if not {"--measure"} & set(words):
+            command = [sys.executable, "-m", "fsdp_zpp", *options]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
+        case ["torchrun", *_] if "bench" in words:
+            parser = argparse.ArgumentParser()
+            add_arguments(parser)
+            check(parser.parse_args(words[words.index("bench") + 1 :]))
         case ["torchrun" | "python" | "accelerate", *_]:
             _check_script(words)
         case _:

@@ -36,8 +36,9 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert not missing
 
 
-def test_the_command_line_is_shown_as_it_prints_itself() -> None:
-    command = [sys.executable, "-m", "fsdp_zpp", "plan", "--help"]
+@pytest.mark.parametrize("name", ["plan", "bench"])
+def test_the_command_line_is_shown_as_it_prints_itself(name: str) -> None:
+    command = [sys.executable, "-m", "fsdp_zpp", name, "--help"]
     help_text = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout
     options = help_text[help_text.index("model:\n") : help_text.index("Example:")]
     shown = (ROOT / "docs/reference/command-line.md").read_text()

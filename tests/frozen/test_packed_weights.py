@@ -13,6 +13,7 @@ import torch
 from harness import models
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.links import NONE, machine
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from peft import LoraConfig, get_peft_model
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_zpp import NF4, Int8, Strategy, fully_shard, quantize_frozen_params
 from fsdp_zpp.adapters.fsdp2 import units
 from fsdp_zpp.frozen.modules import FrozenModule
+from fsdp_zpp.runtime.unit import named_units
 
 WIDTH = 64
 
@@ -166,6 +168,29 @@ def test_the_log_says_which_units_are_gathered_as_they_are(pool: Callable[[int],
     first = pool(4).run(logged, adapter, Strategy.mixzpp(gpus_per_node=2, frozen=Int8(64)))[0]
     assert [level for level, _ in first] == ["INFO", "INFO"]
     assert "packed already as Params4bit" in first[1][1]
+
+
+def on_slow_links(adapter: Adapter) -> tuple[list[str], bool, list[tuple[str, str]]]:
+    """In a worker: nodes of packed and of other units without NVLink, whether outputs are right, and the log."""
+    model, alone = make(), make()
+    with machine(NONE), collected() as records, torch.no_grad():
+        model.first, model.second = (adapter.wrap(each, Strategy.zeropp()) for each in (model.first, model.second))
+        model.trained = adapter.wrap(model.trained, Strategy.zeropp())
+        sharded: Any = adapter.wrap(model, Strategy.zeropp())
+        same = torch.equal(sharded(x()), alone(x()))
+    nodes = {f"{'packed' * unit.packed} {unit.ranks.topology}" for unit in named_units(sharded)}
+    return sorted(nodes), same, records
+
+
+@over_adapters
+def test_packed_weights_stay_sharded_over_a_host_without_nvlink(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    results = pool(4).run(on_slow_links, adapter)
+    assert [each[:2] for each in results] == [([" 4 nodes x 1", "packed 1 node x 4"], True)] * 4
+    lines = [line for _, line in results[0][2]]
+    assert any(
+        "on 1 node x 4, 2 of 4 units" in line and "for packed values stay sharded; pass" in line for line in lines
+    )
+    assert any("on 4 nodes x 1, 2 of 4 units" in line and "each counts as a node" in line for line in lines)
 
 
 # ---- converted to NF4

@@ -31,7 +31,9 @@ FOURTEEN = "NNN NNI NII INI III NNG NIG NGG ING IIG IGG GNG GIG GGG".split()
 CONSTANT_BETWEEN_NODES = "NNN NNI NII INI III NNG NIG ING IIG".split()
 
 # PaRO's cluster (arXiv 2310.06003, section 4): 4 x 8 A100-80GB, 100 Gbit/s RoCE a node, 2400 Gbit/s NVLink, s = 10.
+# Letters alone are compared, as PaRO does.
 PARO = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "micro_batches": 10, "gpu_memory": 80}
+PARO |= {"presets": False}
 LLAMA_7B, LLAMA_65B = {"params": 7e9, "units": 32}, {"params": 65e9, "units": 80}
 ENCODED = {"weights": Int8(256), "gradients": Int4(128)}
 small_unit = st.builds(Unit, st.integers(0, 9999), st.integers(0, 9999), st.integers(1, 3), st.booleans())

@@ -152,7 +152,6 @@ def test_without_codec_state_checkpoints_are_torchtitans_own(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--parallelism.spmd_backend spmd_types --parallelism.strategy mics", "'III', .* partial_dtensor"),
         ("--training.enable_cpu_offload", "enable_cpu_offload .* leave it out"),
         ("--training.no-disable_cuda_graphs", "set --training.disable_cuda_graphs"),
         ("--parallelism.strategy mixzpp", "frozen=int8.* leave frozen out"),

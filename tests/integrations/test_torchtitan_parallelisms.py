@@ -30,6 +30,8 @@ if not hasattr(fsdp, "DataParallelMeshDims"):
         ("strategy", "IGG", 1, TP, TP),
         ("strategy", "III", 1, TP, [*TP, *HSDP]),
         ("qwen3", "NNG", 1, [*TP, *FULL_DTENSOR], [*TP, *FULL_DTENSOR]),
+        ("qwen3", "III", 2, [*HSDP, *FULL_DTENSOR], [*HSDP, *FULL_DTENSOR]),
+        ("qwen3", "NNN", 1, [*TP, *FULL_DTENSOR], [*TP, *HSDP, *FULL_DTENSOR]),
         ("deepseek_v3", "IGG", 2, EP, EP),
         ("deepseek_v3", "III", 2, EP, [*EP, *HSDP]),
         ("deepseek_v3", "IIG", 1, [*EP, *TP], [*EP, *TP]),

@@ -19,9 +19,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fsdp_zpp.kernels import PayloadLayout, triton_backend
-from fsdp_zpp.kernels.triton_backend import delta, feedback, quantize_sum, rows
+from fsdp_zpp.kernels.triton_backend import delta, feedback, nf4, quantize_sum, rows
 
-MODULES: tuple[ModuleType, ...] = (quantize_sum, feedback, delta, rows)
+MODULES: tuple[ModuleType, ...] = (quantize_sum, feedback, delta, rows, nf4)
 COMPILED: dict[str, str] = {}
 """The names of kernels, by what tells apart those compiled from one function."""
 
@@ -70,6 +70,7 @@ def launch_all(numel: int, dtype: torch.dtype, bits: int, block: int, tail: int,
     triton_backend.quantize_delta(2, numel, base_layout, layout, dtype)(values, base)
     triton_backend.add_delta(2, numel, base_layout, layout)(base, payload)
     triton_backend.dequantize_rows(2, numel, payload.stride(0), layout, dtype)(payload, values)
+    triton_backend.dequantize_nf4_rows(2, numel, payload.stride(0), layout, dtype)(payload, values)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fsdp_zpp.kernels import (
     _ops,
     add_delta,
     dequantize,
+    dequantize_nf4_rows,
     dequantize_rows,
     dequantize_sum,
     dequantize_sum_quantize,
@@ -51,6 +52,7 @@ CASES: dict[Any, Callable[[], tuple[Any, ...]]] = {
     quantize_delta: lambda: (values(), payload(8, 64, 1)[0], 8, 64, 4, 32),
     add_delta: lambda: (payload(8, 64, 1)[0], payload(4, 32, 1)[0], NUMEL, 8, 64, 4, 32),
     dequantize_rows: lambda: (payload(8, 64, 3)[:, 0], torch.empty(3, NUMEL), 8, 64),
+    dequantize_nf4_rows: lambda: (quantize(normal(640, torch.float32), 1, 2, 4, 64), torch.empty(2, 320), 64),
 }
 each_op = pytest.mark.parametrize("op", CASES, ids=lambda op: op.__name__)
 

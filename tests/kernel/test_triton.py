@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import on_triton
+from backends import as_stored, on_triton
 from harness.covering import over_pairs
 from samples import DTYPES, normal, peers, same, spread
 from torch import Tensor
@@ -33,13 +33,6 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(0xAB) if out.dtype == torch.uint8 else out
 
     monkeypatch.setattr(Tensor, "new_empty_strided", poisoned)
-
-
-def as_stored(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fp32 values as a kernel stores them. The interpreter, unlike GPUs, truncates to bf16."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        values = (values.view(torch.int32) & -0x10000).view(torch.float32)
-    return values.to(dtype)
 
 
 def gather(count: int, chunks: int, numel: int, bits: int, block: int) -> Tensor:

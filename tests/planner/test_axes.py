@@ -15,10 +15,10 @@ from fsdp_zpp import Int4, Int8, LocalSteps, Strategy, choose_strategy, plan
 from fsdp_zpp.__main__ import main
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.planner.json_report import plan_to_json
 from fsdp_zpp.planner.memory import Memory
 from fsdp_zpp.planner.model_config import LayerShape, Routing
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
-from fsdp_zpp.planner.report import plan_to_json
 from fsdp_zpp.planner.volume import Volume
 
 GBPS = {"inter_gbps": 100, "intra_gbps": 2400}

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_zpp import Int4, Int8, plan
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.planner.choice import TOLERANCE
 from fsdp_zpp.planner.config import GIB
-from fsdp_zpp.planner.estimate import TOLERANCE
 from fsdp_zpp.planner.report import Plan
 
 
@@ -27,11 +27,15 @@ def test_times_are_bytes_over_bandwidth_and_flops_over_flops_per_second() -> Non
     assert any(e.time.communication > e.time.computation for e in made.estimates)
 
 
-def test_computation_that_hides_all_leaves_the_choice_to_memory() -> None:
-    made = plan(**LLAMA_7B, **PARO, tokens=100_000, tflops=100)
+def test_computation_that_hides_all_leaves_the_choice_to_what_crosses_nodes_then_to_memory() -> None:
+    made = plan(**LLAMA_7B, **PARO, tokens=10_000, tflops=100)
     assert len({estimate.time.total for estimate in made.estimates}) == 1
-    assert made.choice is made["GGG"]
-    assert "computation hides its communication" in made.reason
+    assert made.choice is made["IIG"]
+    assert made["GGG"].memory.total < made["IIG"].memory.total
+    assert {e.levels for e in made.estimates if e.time.inter == made.choice.time.inter} == {*CONSTANT_BETWEEN_NODES}
+    assert "computation hides its communication; it communicates less than GNG, GIG, NGG and 2 others" in made.reason
+    one_node = plan(**LLAMA_7B, **PARO | {"nodes": 1}, tokens=10_000, tflops=100)
+    assert one_node.choice is one_node["GGG"]  # over fast links, nothing but memory is left
 
 
 @settings(deadline=None, max_examples=50)
@@ -57,6 +61,7 @@ def test_plans_follow_the_laws_of_their_cluster(
 ) -> None:
     cluster = {"nodes": nodes, "gpus_per_node": gpus, "inter_gbps": inter, "intra_gbps": intra}
     arguments = cluster | {"trainable": max(1, int(share * params)), "gpu_memory": gpu_memory}
+    arguments |= {"presets": False}
     made = plan(params, micro_batches=micro_batches, **arguments)
     longer = plan(params, micro_batches=micro_batches + 1, **arguments)
     for before, after in zip(made.estimates, longer.estimates, strict=True):
@@ -83,7 +88,7 @@ def check_choice(made: Plan, gpu_memory: float) -> None:
     assert made.choice in fitting
     for other in fitting:
         assert made.choice.time.total <= other.time.total * (1 + TOLERANCE)
-        if other.time.total <= made.choice.time.total:
+        if other.time.total <= made.choice.time.total and other.time.inter <= made.choice.time.inter:
             assert made.choice.memory.total <= other.memory.total
 
 
@@ -103,11 +108,11 @@ def test_the_only_strategy_that_fits_is_chosen() -> None:
 
 
 def test_among_strategies_that_come_to_the_same_the_usual_one_is_chosen() -> None:
-    one_node = plan(1e9, nodes=1, gpus_per_node=8, intra_gbps=2400)
+    one_node = plan(1e9, nodes=1, gpus_per_node=8, intra_gbps=2400, presets=False)
     assert one_node["III"].memory == one_node["GGG"].memory
     assert one_node["NNI"].volume == one_node["NNG"].volume
     assert one_node.choice is one_node["NNG"]
-    assert plan(1e9, nodes=8, gpus_per_node=1, inter_gbps=100).choice.levels in {"NNN", "NNG"}
+    assert plan(1e9, nodes=8, gpus_per_node=1, inter_gbps=100, presets=False).choice.levels in {"NNN", "NNG"}
 
 
 def test_the_choice_carries_the_codecs_and_the_layout() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_zpp import Int4, Int8, LoCo, plan
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.planner.json_report import plan_to_json
 
 CLUSTER = "--nodes 16 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
 JOB = ["--params", "70e9", *CLUSTER, "--micro-batches", "10", "--gpu-memory", "80"]
@@ -57,9 +57,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_the_table_is_the_plan() -> None:
-    result = run(sys.executable, "-m", "fsdp_zpp", "plan", *JOB, "--trainable", "0.3%")
+    result = run(sys.executable, "-m", "fsdp_zpp", "plan", *JOB, "--no-presets", "--trainable", "0.3%")
     assert result.returncode == 0, result.stderr
-    made = plan(**SAME_JOB, trainable=210e6)
+    made = plan(**SAME_JOB, trainable=210e6, presets=False)
     assert result.stdout == f"{made}\n"
     lines = result.stdout.splitlines()
     assert "70,000,000,000 parameters, 210,000,000 (0.3 %) trainable, in 32 units; 10 micro-batches a step" in lines[0]
@@ -68,7 +68,7 @@ def test_the_table_is_the_plan() -> None:
     assert len(rows) == 14
     (chosen,) = (line for line in lines if line.startswith("-> "))
     assert chosen.startswith(f"-> {made.choice.levels}")
-    assert lines[-1 - len(made.notes) - 5] == made.reason
+    assert lines[-8 - len(made.notes) : -5 - len(made.notes)] == [made.reason, "", made.choice.paste]
     fits = rows[: next(i for i, line in enumerate(lines) if line.startswith("does not fit")) - lines.index(chosen)]
     assert sorted(fits) == sorted(estimate.levels for estimate in made.estimates if estimate.fits)
 
@@ -117,7 +117,7 @@ def test_plot_of_a_single_gpu_has_no_times_to_put_on_a_log_axis(tmp_path: Path) 
 
 
 def test_if_nothing_fits_it_says_so_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *JOB, "--gpu-memory", "5"]) == 1
+    assert main(["plan", *JOB, "--no-presets", "--gpu-memory", "5"]) == 1
     table = capsys.readouterr().out
     assert "Nothing fits in 5 GiB a GPU: the smallest, GGG, takes" in table
     assert "-> " not in table
@@ -145,11 +145,11 @@ def test_dtypes_and_sizes_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> 
     arguments = "--compute fp32 --reduce fp16 --storage bf16 --frozen-storage fp16 --optimizer-bytes 2 --units 7 "
     arguments += "--activations 3 --reserve 1 --tokens 4096 --tflops 50"
     found = figures(capsys, *JOB, "--gpu-memory", "500", *arguments.split())
-    names = ("compute", "reduce", "storage", "frozen_storage", "optimizer_bytes")
-    dtypes = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float16", 2)
+    names = ("compute", "reduce", "storage", "frozen_storage", "optimizer_bytes", "accumulation")
+    dtypes = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float16", 2, "torch.float32")
     assert found["precision"] == dict(zip(names, dtypes, strict=True))
     assert found["budget_gib"] == {"gpu_memory": 500, "activations": 3, "reserve": 1}
-    assert found["work"] == {"micro_batches": 10, "tokens": 4096, "tflops": 50}
+    assert found["work"] == {"micro_batches": 10, "tokens": 4096, "tflops": 50, "launch_ms": 0}
     assert sum(unit["count"] for unit in found["model"]["units"]) == 7
 
 

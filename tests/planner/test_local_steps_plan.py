@@ -12,13 +12,14 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, choose_strategy, plan
+from fsdp_zpp.planner.choice import TOLERANCE
 from fsdp_zpp.planner.config import GIB, Cluster
-from fsdp_zpp.planner.estimate import TOLERANCE, StepTime, with_exchanges
+from fsdp_zpp.planner.step_time import StepTime, with_exchanges
 from fsdp_zpp.planner.volume import Volume
 
 LETTERS = "NNN NNI NII INI III".split()
 """Those that can have local steps."""
-CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
+CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "presets": False}
 SLOW = CLUSTER | {"inter_gbps": 0.1}
 local_steps = st.builds(
     lambda every, overlap, **options: LocalSteps(every, overlap=min(overlap, every - 1), **options),
@@ -103,7 +104,7 @@ def test_plans_with_local_steps_follow_their_laws(
     codecs: dict[str, Any],
 ) -> None:
     cluster = {"nodes": nodes, "gpus_per_node": gpus, "inter_gbps": inter, "intra_gbps": 2400}
-    common = cluster | computed | codecs | {"gpu_memory": gpu_memory}
+    common = cluster | computed | codecs | {"gpu_memory": gpu_memory, "presets": False}
     plain = plan(params, micro_batches=micro_batches, **common)
     made = plan(params, micro_batches=micro_batches, **common, local_steps=config)
     # Those that train in step are as they were.
@@ -165,7 +166,7 @@ def test_local_steps_are_chosen_if_nothing_else_fits() -> None:
     # Without errors of gradients and with outer state on the CPU, they take the least memory.
     asked = {"gradients": Int4(128), "error_feedback": LoCo(), "local_steps": LocalSteps(offload=True)}
     small = {"units": 1000, "storage": torch.bfloat16, "optimizer_bytes": 0}
-    cluster = {"nodes": 2, "gpus_per_node": 1, "inter_gbps": 100}
+    cluster = {"nodes": 2, "gpus_per_node": 1, "inter_gbps": 100, "presets": False}
     least = min(estimate.memory.total for estimate in plan(7e9, **cluster, **small, **asked).estimates) / GIB
     made = plan(7e9, **cluster, **small, **asked, gpu_memory=least)
     assert made.choice.strategy.local_steps is not None

@@ -10,11 +10,11 @@ from harness.strategies import FOURTEEN, PARO
 
 from fsdp_zpp import Int8, LocalSteps, LoCo, plan
 from fsdp_zpp.__main__ import main
-from fsdp_zpp.planner.report import plan_to_json
+from fsdp_zpp.planner.json_report import plan_to_json
 
 LETTERS = "NNN NNI NII INI III".split()
-CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400}
-JOB = "--params 7e9 --nodes 4 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
+CLUSTER = {"nodes": 4, "gpus_per_node": 8, "inter_gbps": 100, "intra_gbps": 2400, "presets": False}
+JOB = "--params 7e9 --no-presets --nodes 4 --gpus-per-node 8 --inter-gbps 100 --intra-gbps 2400".split()
 
 
 def test_the_table_marks_strategies_with_local_steps() -> None:
@@ -39,7 +39,7 @@ def test_without_local_steps_no_report_speaks_of_them() -> None:
     assert sorted(report["strategies"]) == sorted(FOURTEEN)
     for figures in report["strategies"].values():
         assert "outer" not in figures["memory_bytes"]
-        assert figures["seconds"].keys() == {"inter", "intra", "computation", "communication", "step"}
+        assert figures["seconds"].keys() == {"inter", "intra", "computation", "launch", "communication", "step"}
 
 
 def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

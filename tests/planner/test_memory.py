@@ -43,7 +43,7 @@ def test_states_of_odd_sizes_are_padded() -> None:
 
 
 def test_frozen_weights_have_no_gradient_and_no_optimizer_state() -> None:
-    two = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1, "micro_batches": 2}
+    two = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1, "micro_batches": 2, "presets": False}
     size = ModelSize((Unit(trainable=0, frozen=4096), Unit(trainable=4, frozen=0)))
     for frozen_storage, width in ((None, 4), (torch.bfloat16, 2)):
         memory = plan(size, **two, frozen_storage=frozen_storage)["IIG"].memory

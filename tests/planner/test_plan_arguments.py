@@ -12,11 +12,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from fsdp_zpp import Int4, Int8, LoCo, plan
+from fsdp_zpp.planner.json_report import plan_to_json
 from fsdp_zpp.planner.model_size import ModelSize, Unit, equal_units, module_size
-from fsdp_zpp.planner.report import plan_to_json
 
 CODECS = {"weights": Int8(64), "gradients": Int4(32), "error_feedback": LoCo(hops="both")}
-ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2}
+ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "intra_gbps": 2400, "micro_batches": 2, "presets": False}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_codecs_change_nothing_on_one_node_and_the_notes_say_so() -> None:
     for said in ("weights=int8(64)", "gradients=int4(32)"):
         assert f"{said} has no effect" in notes
     assert notes.count("error_feedback has no effect") == 2
-    assert "plan nodes of one GPU" in notes
+    assert "link='pcie4' plans each GPU as a node" in notes
     assert "weights unencoded, gradients unencoded between nodes and unencoded inside\n" in str(made)
     assert set(json.loads(plan_to_json(made))["codecs"].values()) == {None}
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import over_adapters
+from harness.links import machine
 from harness.messages import collected
 from harness.pool import Pool
 from harness.strategies import BOTH, COARSE, INSIDE_WITH_FEEDBACK, INTER
@@ -46,8 +47,8 @@ def test_a_summary_names_what_is_inactive_and_why() -> None:
 
 
 def logged(adapter: Adapter, strategy: Strategy) -> list[tuple[str, str]]:
-    """In a worker: what a model's first two steps log."""
-    with collected() as records:
+    """In a worker: what a model's first two steps log, on a machine whose links are not known."""
+    with machine(None), collected() as records:
         train(adapter, adapter.make(Case(), strategy), Case(steps=2))
     return records
 

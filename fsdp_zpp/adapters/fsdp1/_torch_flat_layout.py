@@ -51,13 +51,18 @@ class FlatParameterLayout:
         return self._instance._handle.flat_param
 
 
+def axes_of(flat_param: FlatParameter) -> list[tuple[str, ...]]:
+    """Return the mesh dimensions along which another parallelism shards each original parameter."""
+    specs = flat_param._param_extensions
+    return [() if spec is None else sharded_along(spec.mesh, spec.placements) for spec in specs]
+
+
 def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) -> FlatLayout:
     pieces: list[Piece] = []
     starts: list[int] = []
     small: list[tuple[int, int]] = []
     placed: list[tuple[int, tuple[str, ...]]] = []
-    specs = flat_param._param_extensions
-    axes = [() if spec is None else sharded_along(spec.mesh, spec.placements) for spec in specs]
+    axes = axes_of(flat_param)
     exact = sent_exactly(flat_param._shapes)
     start = order = 0
     for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.runtime.sharded import Sharded
 
-from ._torch_flat_layout import FlatParameterLayout
+from ._torch_flat_layout import FlatParameterLayout, axes_of
 from ._torch_handle import StrategyHandle
 from ._torch_replaced import copy_replaced
 
@@ -101,6 +101,11 @@ class ShardedInstance(Sharded):
         )
         held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Return the mesh dimensions along which another parallelism shards each original parameter, by FQN."""
+        flat_param = self._flat_param
+        return {} if flat_param is None else dict(zip(flat_param._fqns, axes_of(flat_param), strict=True))
 
     def weights_changed(self, by_step: bool) -> None:
         """Drop what the handle keeps of the old weights, if a strategy has adopted it."""

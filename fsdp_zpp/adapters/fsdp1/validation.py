@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
+from fsdp_zpp.adapters._torch_mesh import name_ranks
 from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_facts
 from fsdp_zpp.collectives.devices import compute_device
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
@@ -55,6 +57,8 @@ def check_arguments(
         )
     assert group is not None
     by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
+    if by.gpus_per_node is None:
+        find_links(group, compute_device(group, arguments["device_id"]))
     return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
 
 
@@ -87,7 +91,8 @@ def _check_what_is_sharded(
 ) -> RankLayout:
     layout = RankLayout.of(strategy, group)
     check_dtypes(own, "pass others in ignored_states")
-    check_exchanges(strategy, own)
+    if strategy.local_steps is not None:
+        check_exchanges(strategy.local_steps, own)
     _check_no_other_parallelism(strategy, own)
     _check_offload(offload)
     return layout
@@ -127,6 +132,7 @@ def group_of(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
     group, mesh = arguments["process_group"], arguments["device_mesh"]
     if isinstance(mesh, DeviceMesh):
         group = mesh.get_group(0)
+        name_ranks(group, mesh)
     return group if group is not None else dist.group.WORLD
 
 

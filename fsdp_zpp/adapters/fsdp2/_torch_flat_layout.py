@@ -20,7 +20,7 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 def order_parameters(group: FSDPParamGroup) -> None:
     """Sort the parameters of a group that has not been used yet."""
     params = group.fsdp_params
-    axes = [_axes_of(param) for param in params]
+    axes = [axes_of(param) for param in params]
     exact = sent_exactly([param._orig_size for param in params])
     keys = [(is_exact, len(along), along) for is_exact, along in zip(exact, axes, strict=True)]
     group.fsdp_params = [params[place] for place in sorted(range(len(params)), key=keys.__getitem__)]
@@ -40,10 +40,10 @@ def layout_of(group: FSDPParamGroup, params: Sequence[FSDPParam], places: Sequen
     ]
     # By parameter, not by name: FQNs are not known before the first forward.
     exact = dict(zip(group.fsdp_params, sent_exactly([p._orig_size for p in group.fsdp_params]), strict=True))
-    return FlatLayout.dense(pieces, [exact[param] for param in params], [_axes_of(param) for param in params])
+    return FlatLayout.dense(pieces, [exact[param] for param in params], [axes_of(param) for param in params])
 
 
-def _axes_of(param: FSDPParam) -> tuple[str, ...]:
+def axes_of(param: FSDPParam) -> tuple[str, ...]:
     """Return the mesh dimensions along which FSDP or another parallelism shards a parameter."""
     sharded = param.sharded_param
     assert isinstance(sharded, DTensor)

@@ -23,7 +23,7 @@ from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import groups_of, names_in, numel_of
-from ._torch_flat_layout import order_parameters
+from ._torch_flat_layout import axes_of, order_parameters
 from ._torch_plan import GatherPlan, show_shards
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
@@ -276,6 +276,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def named_shards(self) -> dict[str, Tensor]:
         """Return what this rank holds of the parameters, by their names in the group's modules."""
         return dict(zip(self._names(), self.shards(), strict=True))
+
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Return the mesh dimensions along which each parameter is sharded, by its name in the group's modules."""
+        return dict(zip(self._names(), map(axes_of, self.fsdp_params), strict=True))
 
     def _names(self) -> list[str]:
         if not all(param in self._known_names for param in self.fsdp_params):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -36,16 +38,36 @@ def arguments_of(info: FSDPMeshInfo) -> dict[str, Any]:
     return {"mesh": info.mesh, "dp_mesh_dims": None}
 
 
-def mesh_infos(calls: Iterable[Mapping[str, Any]]) -> list[FSDPMeshInfo]:
-    """Return torch's mesh info for each set of arguments of ``fully_shard``. Collective over these meshes.
+def info_on_spmd_mesh(ranks: DeviceMesh, mesh: DeviceMesh, replicate: Sequence[str], dims: Any) -> FSDPMeshInfo:
+    """Return the mesh info of parameters that are sharded over a part of the data-parallel ranks of an SPMD mesh.
 
-    torch tells the parameter groups of a module apart by the process groups of their meshes, so no two have the same.
+    Their sharded DTensors stay on the whole mesh, and torch leaves gradients along all data-parallel dimensions to what
+    reduces them. Yet it gathers over ``ranks`` alone, and knows of no replicas that it would have to reduce over.
+
+    Args:
+        ranks: The 1-D mesh of the ranks to shard over.
+        mesh: The SPMD mesh.
+        replicate: The data-parallel dimensions that have replicas of these ranks.
+        dims: torch's DataParallelMeshDims, of which ``shard`` names all data-parallel dimensions.
+    """
+    shard = tuple(name for name in dims.shard_names if name not in replicate)
+    own = replace(dims, shard=shard or None, replicate=tuple(replicate) or None)
+    make: Any = FSDPMeshInfo  # whose constructor takes these from torch 2.12 on
+    info: FSDPMeshInfo = make(ranks, shard_mesh_dim=0, dp_mesh_dims=own, spmd_mesh=mesh)
+    return info
+
+
+def mesh_infos(calls: Iterable[tuple[Mapping[str, Any], FSDPMeshInfo | None]]) -> list[FSDPMeshInfo]:
+    """Return the mesh info for each set of arguments of ``fully_shard``: torch's, or the one given with it.
+
+    Collective over these meshes. torch tells the parameter groups of a module apart by the process groups of their
+    meshes, so no two have the same.
     """
     infos: list[FSDPMeshInfo] = []
     used: set[dist.ProcessGroup] = set()
-    for arguments in calls:
+    for arguments, given in calls:
         mesh, dims = arguments["mesh"], arguments.get("dp_mesh_dims")
-        info = _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
+        info = given or _mesh_info(_init_default_mesh() if mesh is None else mesh, *(() if dims is None else (dims,)))
         # The mesh stays the same, or torch would not clip all gradients together.
         while info.shard_process_group in used:
             info.shard_process_group = twin_of(info.shard_process_group)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_zpp.adapters._torch_mesh import flattened
+from fsdp_zpp.adapters._torch_mesh import flattened, name_ranks
 from fsdp_zpp.adapters.hsdp_mesh import read_2d_mesh, read_hsdp_mesh
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
@@ -51,6 +52,8 @@ def read_mesh(strategy: Strategy, arguments: dict[str, Any]) -> DataParallelMesh
     has_one_dimension = mesh is None or getattr(mesh, "ndim", None) == 1
     group = mesh.get_group() if mesh is not None and has_one_dimension else dist.group.WORLD
     assert group is not None
+    if isinstance(mesh, DeviceMesh) and has_one_dimension:
+        name_ranks(group, mesh)
     return DataParallelMesh(strategy, mesh, group, has_one_dimension)
 
 
@@ -66,6 +69,18 @@ def _read_spmd_mesh(
         return strategy, mesh
     arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
     return read
+
+
+def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
+    """Return the last of the dimensions ``names`` of an SPMD mesh, along which the ranks of a node lie.
+
+    It is None if nodes end within a dimension.
+    """
+    dims = mesh.mesh_dim_names or ()
+    for first in range(len(names), -1, -1):
+        if math.prod(mesh.size(dims.index(name)) for name in names[first:]) == gpus_per_node:
+            return names[first:]
+    return None
 
 
 def data_parallel_names(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:

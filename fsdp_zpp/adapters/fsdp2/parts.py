@@ -41,6 +41,7 @@ class Part:
         placements: What the ``shard_placement_fn`` of the call returns for them, without meshes.
         path: The part's path within the module, for its name; empty for the part that has the call's own mesh and
             strategy.
+        mesh_info: How torch is to shard them, if it would not find that by the arguments.
     """
 
     over: DataParallelMesh
@@ -48,6 +49,7 @@ class Part:
     arguments: dict[str, Any]
     placements: dict[nn.Parameter, Shard | None] = field(default_factory=dict)
     path: str = ""
+    mesh_info: FSDPMeshInfo | None = None
 
 
 def split(modules: list[nn.Module], strategy: Strategy, call: Part, given: dict[str, Any]) -> list[Part]:

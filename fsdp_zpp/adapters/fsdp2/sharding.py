@@ -102,10 +102,12 @@ def fully_shard(
         unit.patterns = tuple(dict(strategy.overrides))
         units.append(unit)
         stock.append(is_stock)
-    infos = mesh_infos(part.arguments for part in parts) if len(parts) > 1 else []
+    by_info = len(parts) > 1 or parts[0].mesh_info is not None
+    infos = mesh_infos((part.arguments, part.mesh_info) for part in parts) if by_info else []
     arguments = parts[0].arguments
     if infos:
-        arguments["shard_placement_fn"] = placing(infos, [part.placements for part in parts])
+        placements = [part.placements or dict.fromkeys(parameter for _, parameter in part.own) for part in parts]
+        arguments["shard_placement_fn"] = placing(infos, placements)
     elif parts[0].placements:
         arguments["shard_placement_fn"] = parts[0].placements.__getitem__
     sharded = torch_fully_shard(module, **arguments)

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_zpp.adapters._torch_mesh import mesh_over
+from fsdp_zpp.adapters._torch_mesh import flattened, mesh_over
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import default_device_type
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for
@@ -20,6 +21,8 @@ from fsdp_zpp.runtime.packed_weights import packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
 
+from ._torch_mesh_info import info_on_spmd_mesh
+from .data_parallel_mesh import names_of_node
 from .parts import Part
 from .validation import check_arguments, named_own_parameters
 
@@ -42,8 +45,10 @@ def make_unit(
     """
     over, arguments = part.over, part.arguments
     strategy, group = over.strategy, over.group
+    if over.compared and isinstance(strategy, Strategy) and strategy.gpus_per_node is None:
+        find_links(group)
     layout = agree(group if over.compared else None, lambda: check_arguments(part.own, strategy, group, arguments))
-    unit = _unit_for(strategy, layout, arguments)
+    unit = _unit_for(part, layout)
     policy = arguments.get("mp_policy")
     ignored = {*(arguments.get("ignored_params") or ()), *others}
     dtype = None if policy is None else policy.param_dtype
@@ -60,14 +65,22 @@ def make_unit(
     return unit, layout.stock
 
 
-def _unit_for(strategy: Strategy, layout: RankLayout, arguments: dict[str, Any]) -> StrategyUnit:
-    """Make a unit on the ranks of ``layout``; replaces the mesh in ``arguments`` by that of the ranks to shard over."""
+def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:
+    """Make a unit on the ranks of ``layout``, and have the part sharded over those that its scope says."""
+    arguments = part.arguments
     mesh = arguments["mesh"]
-    unit = StrategyUnit(strategy, layout.mesh())
+    unit = StrategyUnit(part.over.strategy, layout.mesh())
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
         sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
         assert sharded_over is not None
-        if mesh is None:
+        if (dims := arguments.get("dp_mesh_dims")) is not None:
+            size = layout.topology.gpus_per_node
+            of_node = names_of_node(mesh, dims.shard_names, size) if unit.scopes.optimizer == "I" else ()
+            assert of_node is not None  # which was checked
+            ranks = flattened(mesh, of_node) if of_node else DeviceMesh.from_group(own_rank(), mesh.device_type)
+            replicate = dims.shard_names[: len(dims.shard_names) - len(of_node)]
+            part.mesh_info = info_on_spmd_mesh(ranks, mesh, replicate, dims)
+        elif mesh is None:
             arguments["mesh"] = DeviceMesh.from_group(sharded_over, default_device_type())
         else:
             arguments["mesh"] = mesh_over(sharded_over, mesh)

@@ -15,6 +15,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.validation import check_dtypes, check_exchanges, check_instance
 
+from .data_parallel_mesh import names_of_node
 from .sharded_by import MARK
 
 
@@ -43,15 +44,13 @@ def check_arguments(
     _check_reshard(strategy, arguments["reshard_after_forward"])
     if arguments.get("dp_mesh_dims") is None:
         _check_mesh(arguments["mesh"])
-    elif strategy.optimizer != "G":
-        raise NotImplementedError(
-            f"dp_mesh_dims can't be combined with {strategy.levels!r}, which shards over a part of the data-parallel "
-            "ranks; use optimizer scope G, such as 'IGG', or pass mesh= the data-parallel dimensions alone"
-        )
+    else:
+        _check_nodes(strategy, layout, arguments["mesh"], arguments["dp_mesh_dims"].shard_names)
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
     check_dtypes(own, "pass others in ignored_params")
-    check_exchanges(strategy, own)
+    if strategy.local_steps is not None:
+        check_exchanges(strategy.local_steps, own)
     return layout
 
 
@@ -85,6 +84,18 @@ def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:
         "inside nodes in the backward, use Strategy('IGG', gpus_per_node=...), which makes its process groups once and "
         "not for each layer"
     )
+
+
+def _check_nodes(strategy: Strategy, layout: RankLayout, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Raise if a strategy shards inside nodes, and these are no dimensions of the SPMD mesh: torch flattens none."""
+    size = layout.topology.gpus_per_node
+    if strategy.optimizer == "I" and names_of_node(mesh, names, size) is None:
+        shape = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        raise NotImplementedError(
+            f"{strategy.levels!r} shards inside nodes of {size} ranks, which are no data-parallel dimensions of the "
+            f"mesh {shape} that dp_mesh_dims names: parameters are placed along whole dimensions; make the mesh with "
+            "one for the nodes and one for the ranks of a node, or use optimizer scope G or N"
+        )
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:

@@ -103,12 +103,6 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
 
 
 def _check_part(strategy: Strategy, parallelism: ParallelismConfig) -> None:
-    if parallelism.spmd_backend != "partial_dtensor" and strategy.optimizer != "G":
-        raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend} can't be combined with {strategy.levels!r}, which "
-            "shards over a part of the data-parallel ranks: parameters then have no one mesh with the other "
-            "parallelisms; set --parallelism.spmd_backend partial_dtensor, or choose optimizer scope G, such as IGG"
-        )
     if parallelism.fsdp_reshard_after_forward == "always" and strategy.parameters == "N":
         raise ValueError(
             f"parallelism.fsdp_reshard_after_forward=always contradicts {strategy.levels!r}, whose parameter "

@@ -3,20 +3,23 @@
 The functions rely on the checks of ``_ops.py`` and prepare a call. Each has a twin of the same name and signature in
 ``reference.py`` and equals its results bit for bit.
 
-``quantize_sum.py``, ``feedback.py``, ``delta.py`` and ``rows.py`` hold one family of kernels each, built from the parts
-in ``tiles.py``, ``decoding.py``, ``encoding.py`` and ``error_tiles.py``; ``tiling.py`` cuts the work into programs and
-``launch.py`` launches them.
+``quantize_sum.py``, ``feedback.py``, ``delta.py``, ``rows.py`` and ``nf4.py`` hold one family of kernels each, built
+from the parts in ``tiles.py``, ``decoding.py``, ``encoding.py`` and ``error_tiles.py``; ``tiling.py`` cuts the work
+into programs and ``launch.py`` launches them.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ..nf4 import LEVELS
 from ..payload import ALIGNMENT, PayloadLayout
 from .delta import add_delta_kernel, quantize_delta_kernel
 from .feedback import quantize_with_feedback_kernel, sum_quantize_with_feedback_kernel
 from .launch import launch_tiles
+from .nf4 import nf4_rows_kernel
 from .quantize_sum import quantize_kernel, sum_kernel, sum_quantize_kernel
 from .rows import rows_kernel
 from .tiling import (
@@ -219,3 +222,24 @@ def dequantize_rows(
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
+
+
+def dequantize_nf4_rows(
+    chunks: int, numel: int, stride: int, layout: PayloadLayout, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], None]:
+    """See ``kernels.dequantize_nf4_rows``."""
+    launch = launch_tiles(
+        nf4_rows_kernel,
+        sum_tiling(1, layout),
+        numel,
+        1,
+        chunks,
+        numel_units=numel // align(numel),
+        stride_units=stride // ALIGNMENT,
+        ALIGN=align(numel),
+        BLOCK=layout.block,
+        GROUP=group(dtype, layout),
+    )
+    # All calls of a launch are on one device; it is known when the first comes.
+    levels = functools.cache(functools.partial(torch.tensor, LEVELS, dtype=torch.float32))
+    return lambda payload, out: launch(payload, out, levels(device=payload.device))

@@ -1,4 +1,4 @@
-"""Clock of run.py: steps timed on all ranks together, and the rates that follow from their times."""
+"""The clock: steps timed on all ranks together, and the rates that follow from their times."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task
-from training import Training
-from utilization import utilization
+
+from .task import Task
+from .training import Training
+from .utilization import utilization
 
 
 def synchronize(task: Task) -> None:
@@ -94,7 +95,7 @@ def _step_times(task: Task, whole: list[float], host: list[float]) -> list[StepT
 
 
 def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, Any]:
-    """Return median and range of the steps' times in ms, tokens a second, and the share of the GPUs' peak FLOP/s."""
+    """Return median, range and quartiles of the steps' times in ms, tokens/s, and the share of the peak FLOP/s."""
     whole = [step.whole for step in times]
     tokens_per_s = tokens.numel() * dist.get_world_size() / statistics.median(whole) * 1e3
     on_gpu = task.device == "cuda"
@@ -102,7 +103,14 @@ def rates(task: Task, times: list[StepTime], tokens: torch.Tensor) -> dict[str, 
         "step_ms": statistics.median(whole),
         "fastest_ms": min(whole),
         "slowest_ms": max(whole),
+        "quartiles_ms": _quartiles(whole),
         "host_ms": statistics.median(step.host for step in times) if on_gpu else None,
         "tokens_per_s": tokens_per_s,
         "utilization": utilization(task, tokens_per_s, torch.cuda.get_device_name() if on_gpu else ""),
     }
+
+
+def _quartiles(times: list[float]) -> list[float]:
+    """Return the lower and the upper quartile; of one time, that time twice."""
+    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    return [lower, upper]

@@ -8,12 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness.benchmarks import load
 from hypothesis import given, strategies as st
 
-module = load("step", "overlap")
-exposed, overlap, union = module.exposed, module.overlap, module.union
-Interval = tuple[float, float]
+from fsdp_zpp.bench.overlap import Interval, exposed, overlap, union
+
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], sum(pair))))
 
 

@@ -18,9 +18,5 @@ class Training(ABC):
         """Return the bytes that this rank has sent so far, by kind and hop; None where nobody counts."""
         return None
 
-    def generate(self, prompt: torch.Tensor, tokens: int) -> torch.Tensor | None:
-        """Continue ``prompt`` [1, length] greedily by ``tokens`` tokens; return None if this training cannot."""
-        return None
-
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release the state that is held outside of the object, which cannot train any more."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from models import SIZES, Task, base_of, network
+import torch.distributed as dist
+
+from fsdp_zpp.planner.model_size import module_size
+
+from .models import base_of, network
+from .task import Task
 
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
@@ -21,17 +26,19 @@ def flops_a_token(task: Task) -> float:
     A parameter takes 6 if it is trained and 4 if it is frozen, as it has no weight gradient then; attention takes
     12 * layers * hidden * sequence over the whole square, which PaLM (arXiv 2204.02311, appendix B) does not halve for
     causal attention. Of experts, those that a token reaches count. Recomputation does not, nor does the input
-    embedding, which multiplies nothing (PaLM's is shared with the output's, which counts).
+    embedding, which multiplies nothing, unless it is the output's, too, as PaLM's is.
     """
-    model, size = network(task), SIZES[task.size]
-    embedding = base_of(model).get_input_embeddings().weight
-    parameters = [p for p in model.parameters() if p is not embedding]
-    reached = size.get("num_experts_per_tok", 1) / size.get("num_experts", 1)
-    arithmetic = sum(p.numel() * (6 if p.requires_grad else 4) * (reached if p.ndim == 3 else 1) for p in parameters)
-    return arithmetic + 12 * size["num_hidden_layers"] * size["hidden_size"] * task.sequence
+    model, config = network(task), task.config.get_text_config()
+    base, size = base_of(model), module_size(model)
+    flops: float = 6 * size.active_trainable + 4 * size.active_frozen
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings()
+    if head is None or head.weight is not embedding:
+        flops -= embedding.numel() * (6 if embedding.requires_grad else 4)
+    flops += 12 * config.num_hidden_layers * config.hidden_size * task.sequence
+    return flops
 
 
 def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
     """Return the share of all GPUs' peak that ``tokens_per_s`` over all ranks needs; None for an unknown GPU."""
     peak = PEAK_FLOPS.get(gpu)
-    return tokens_per_s * flops_a_token(task) / (peak * task.nodes * task.gpus_per_node) if peak else None
+    return tokens_per_s * flops_a_token(task) / (peak * dist.get_world_size()) if peak else None

@@ -14,37 +14,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Task, base_of, materialize, network, prepare
-from strategies import STRATEGIES, base_codec
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard as torch_fully_shard,
-    register_fsdp_forward_method,
 )
-from training import Training
 
-from fsdp_zpp import Strategy, fully_shard, quantize_frozen_params, traffic
+from fsdp_zpp.adapters.fsdp2 import fully_shard
+from fsdp_zpp.frozen.quantize import quantize_frozen_params
+from fsdp_zpp.runtime.api import traffic
+
+from .contenders import HSDP, Contender
+from .materialize import materialize
+from .models import base_of, layer_places, network, prepare
+from .task import Task
+from .training import Training
 
 
 class TorchFSDP(Training):
-    """FullyShardedDataParallel, or fully_shard for a name with ``fsdp2:``.
+    """A model under a contender's strategy: ``fully_shard``, or ``FullyShardedDataParallel``.
 
     Attributes:
         model: The sharded model.
         optimizer: AdamW over the trainable parameters.
     """
 
-    def __init__(self, task: Task, name: str):
+    def __init__(self, task: Task, contender: Contender):
         torch.manual_seed(0)
-        self._task, self._fsdp2 = task, name.startswith("fsdp2:")
-        self._strategy = STRATEGIES[name.removeprefix("fsdp2:")]
-        self._in_one_unit = "once-" in name
-        self._base_codec = base_codec(name)
+        if task.compile:
+            # Graphs of earlier contenders would count toward the number that a function may have.
+            torch._dynamo.reset()
+        self._task, self._contender, self._strategy = task, contender, contender.strategy
         self._mesh = self._make_mesh()
         self.model = self._build()
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -53,34 +57,34 @@ class TorchFSDP(Training):
     def _make_mesh(self) -> DeviceMesh | None:
         """Make the mesh that the strategy shards over, if it does not find that out by itself."""
         task = self._task
-        if self._strategy is ShardingStrategy.HYBRID_SHARD:
+        if self._contender.preset == HSDP:
             shape = (task.nodes, task.gpus_per_node)
             return init_device_mesh(task.device, shape, mesh_dim_names=("replicate", "shard"))
-        return init_device_mesh(task.device, (dist.get_world_size(),)) if self._fsdp2 else None
+        return init_device_mesh(task.device, (dist.get_world_size(),)) if self._contender.fsdp2 else None
 
     def _build(self) -> nn.Module:
         """Build the model, layer by layer."""
-        is_torchs_fsdp1 = not self._fsdp2 and not isinstance(self._strategy, Strategy)
-        model = network(self._task, one_dtype=is_torchs_fsdp1)
-        layers = base_of(model).model.layers
-        for index, layer in enumerate(layers):
-            self._materialize(layer)
+        contender = self._contender
+        model = network(self._task, one_dtype=contender.is_torchs and not contender.fsdp2)
+        base = base_of(model)
+        for layers, index in list(layer_places(model)):
+            self._materialize(layers[index], base)
             prepare(self._task, layers, index)
-            if not self._in_one_unit:
+            if contender.base is None:
                 layers[index] = self._shard(layers[index])
-        self._materialize(model)
+        self._materialize(model, base)
         return self._shard(model)
 
-    def _materialize(self, module: nn.Module) -> None:
+    def _materialize(self, module: nn.Module, base: Any) -> None:
         """Give values to a module, and quantize its part of a base."""
-        materialize(module, self._task.place)
-        if self._base_codec is not None:
-            quantize_frozen_params(module, self._base_codec)
+        materialize(module, base, self._task.place)
+        if self._contender.base is not None:
+            quantize_frozen_params(module, self._contender.base)
 
     def _shard(self, module: nn.Module) -> nn.Module:
         """Shard one unit, by fsdp_zpp for a Strategy and by torch for torch's."""
         half = torch.bfloat16
-        if not self._fsdp2:
+        if not self._contender.fsdp2:
             return FullyShardedDataParallel(
                 module,
                 sharding_strategy=self._strategy,
@@ -90,39 +94,30 @@ class TorchFSDP(Training):
                 use_orig_params=True,
             )
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
-        if isinstance(self._strategy, Strategy):
-            return fully_shard(module, strategy=self._strategy, mesh=self._mesh, mp_policy=policy)
-        return torch_fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        if self._contender.is_torchs:
+            torch_fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        else:
+            fully_shard(module, strategy=self._strategy, mesh=self._mesh, mp_policy=policy)
+        return module
 
     def accumulating(self, accumulates: bool) -> AbstractContextManager[Any]:
         """Return a context that keeps gradients local, if ``accumulates``."""
         if isinstance(self.model, FullyShardedDataParallel):
             return self.model.no_sync() if accumulates else nullcontext()
+        assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(not accumulates)
         return nullcontext()
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         for index, micro_batch in enumerate(tokens):
             with self.accumulating(index < len(tokens) - 1):
-                loss = self.model(input_ids=micro_batch, labels=micro_batch).loss
+                loss: torch.Tensor = self.model(input_ids=micro_batch, labels=micro_batch).loss
                 loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
     def sent(self) -> dict[str, int] | None:
-        if not isinstance(self._strategy, Strategy):
+        if self._contender.is_torchs:
             return None
         return {f"{kind} {hop}": sent for kind, hops in traffic(self.model).items() for hop, sent in hops.items()}
-
-    def generate(self, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
-        context: AbstractContextManager[Any] = nullcontext()
-        # generate() calls the model past FSDP's wrapper, which holds the root's own parameters.
-        if isinstance(self.model, FullyShardedDataParallel):
-            context = FullyShardedDataParallel.summon_full_params(self.model, recurse=False, writeback=False)
-        else:
-            register_fsdp_forward_method(self.model, "generate")
-        options = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
-        self.model.eval()
-        with torch.no_grad(), context:
-            return self.model.generate(input_ids=prompt, min_new_tokens=tokens, max_new_tokens=tokens, **options)

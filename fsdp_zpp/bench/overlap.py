@@ -14,6 +14,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from .training import Training
+
+TRACED_STEPS = 2
 Interval = tuple[float, float]
 
 
@@ -74,3 +81,31 @@ def overlap(trace: Path, steps: int) -> dict[str, float | None]:
         "exposed_ms": alone / 1e3 / steps,
         "exposed_share": alone / total if total else None,
     }
+
+
+def traced(training: Training, tokens: torch.Tensor, trace: Path, with_host: bool = True) -> dict[str, float | None]:
+    """Trace further steps on rank 0, write the trace, and return its figures of communication. Collective.
+
+    Args:
+        training: What makes the steps.
+        tokens: Those of this rank.
+        trace: File for the gzipped trace; its folder is made.
+        with_host: Whether the trace also has what the CPU does, which takes long to write.
+
+    Returns:
+        The figures on rank 0, nothing on the others.
+    """
+    if dist.get_rank() != 0:
+        for _ in range(TRACED_STEPS):
+            training.step(tokens)
+        return {}
+    on_gpu = tokens.is_cuda
+    activities = [ProfilerActivity.CPU] * with_host + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=activities) as profiler:
+        for _ in range(TRACED_STEPS):
+            training.step(tokens)
+        if on_gpu:
+            torch.cuda.synchronize()
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    return overlap(trace, TRACED_STEPS)

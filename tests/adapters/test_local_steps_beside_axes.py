@@ -1,0 +1,63 @@
+"""Nodes that train on their own beside tensor parallelism: coded exchanges leave copies equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import Adapter
+from harness.covering import over_adapters
+from harness.pool import Pool
+from tensor_parallel_nets import TWO, copies_that_differ, trained
+
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
+
+STEPS = 9
+CODED = {
+    "int8": LocalSteps(2, codec=Int8(64)),
+    "int4": LocalSteps(2, codec=Int4(512), spread=False),
+    "int4, feedback": LocalSteps(2, codec=Int4(32), error_feedback=LoCo()),
+    "int4, feedback in int8": LocalSteps(2, codec=Int4(64), error_feedback=LoCo(dtype=Int8(128))),
+    "fragments, overlap": LocalSteps(3, codec=Int4(32), error_feedback=LoCo(), overlap=1, mix=0.5),
+}
+
+
+def outcome(adapter: Adapter, strategy: Strategy) -> tuple[dict[str, float], list[float]]:
+    """In a worker: how far copies are apart after a training and a last exchange, and the losses of all ranks."""
+    net = trained(adapter, strategy, STEPS, rate=0.1)
+    before = copies_that_differ(net)
+    exchange_weights(net.model)
+    losses = torch.tensor(net.losses, device=models.device())
+    dist.all_reduce(losses)
+    return before | copies_that_differ(net), losses.tolist()
+
+
+@pytest.mark.parametrize("name", CODED)
+@over_adapters
+def test_copies_stay_equal_bit_for_bit(pool: Callable[[int], Pool], adapter: Adapter, name: str) -> None:
+    local = CODED[name]
+    uncoded = replace(local, codec=None, error_feedback=None)
+    coded, exact = (
+        pool(8).run(outcome, adapter, Strategy.diloco(local_steps=each, **TWO)) for each in (local, uncoded)
+    )
+    assert [differing for differing, _ in coded] == [{}] * 8
+    losses, expected = coded[0][1], exact[0][1]
+    assert losses == pytest.approx(expected, rel=2e-2)
+    assert losses != expected
+
+
+class Whole(Int8):
+    """A codec that does not tell which values of a chunk depend on each other."""
+
+    block_numel = Codec.block_numel
+
+
+@over_adapters
+def test_a_codec_without_blocks_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    strategy = Strategy.diloco(local_steps=LocalSteps(2, codec=Whole(64)), **TWO)
+    with pytest.raises(Exception, match=r"up\.weight is sharded already: the codec's block_numel is 0"):
+        pool(8).run(outcome, adapter, strategy)

@@ -1,0 +1,270 @@
+"""Nodes that are not named are what shares fast links, where a strategy gains by that; else what was launched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import STOCK, Adapter, Case
+from harness.covering import over_adapters
+from harness.fsdp1 import Fsdp1
+from harness.links import NONE, Sets, machine
+from harness.messages import collected
+from harness.pool import Pool, device_type
+from harness.strategies import INSIDE, PRESETS
+from harness.training import largest_distance, train
+from harness.wiretap import wiretap
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_zpp import Int4, Int8, QuantizedReduceState, Strategy, quantized_reduce_hook
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+
+PAIRS: Sets = [(0, 1), (2, 3)]
+CROSSED: Sets = [(0, 2), (1, 3)]
+JOINED: Sets = [(0, 1, 2, 3)]
+
+FOLLOWING = PRESETS | {
+    "coded GGG": Strategy.zeropp(levels="GGG"),
+    "coded IIG": Strategy.zeropp(levels="IIG"),
+    "coded gradients": Strategy.zero2(gradients=Int4(32)),
+}
+STAYING = {
+    "plain": Strategy(),
+    "uncoded copies": Strategy("IGG"),
+    "uncoded copies, coded gradients": Strategy("IGG", gradients=Int4(32)),
+    "a codec inside": replace(INSIDE, gradients=None),
+    "optimizer in nodes": Strategy.mics(gradients=Int4(32), weights=Int8(64)),
+    "local steps": Strategy.diloco(every=2),
+    "replicas": Strategy("NNN", gradients=Int4(32)),
+}
+CASE = Case(steps=2, micro_batches=2, clip=None)
+
+
+def nodes_of(model: Any) -> set[str]:
+    return {str(unit.ranks.topology) for unit in named_units(model)}
+
+
+def trained(adapter: Adapter, strategy: Strategy, sets: Sets) -> tuple[set[str], Any, Any]:
+    """A model's nodes, its weights after training, and what the collectives of that have sent."""
+    with machine(sets):
+        model = adapter.make(CASE, strategy)
+        with wiretap(1) as tap:
+            train(adapter, model, CASE)
+    return nodes_of(model), adapter.full_weights(model), tap.sent
+
+
+def same_as_named(adapter: Adapter, strategy: Strategy, sets: Sets, gpus_per_node: int) -> tuple[set[str], bool, bool]:
+    """In a worker: a model's nodes, and whether weights and bytes are those of a strategy that names them."""
+    nodes, ours, sent = trained(adapter, strategy, sets)
+    _, named, sent_named = trained(adapter, replace(strategy, gpus_per_node=gpus_per_node), sets)
+    assert sent
+    return nodes, all(torch.equal(ours[name], named[name]) for name in named), sent == sent_named
+
+
+@pytest.mark.parametrize("strategy", FOLLOWING.values(), ids=FOLLOWING)
+@over_adapters
+def test_without_nvlink_each_gpu_is_a_node(pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy) -> None:
+    assert pool(4).run(same_as_named, adapter, strategy, NONE, 1) == [({"4 nodes x 1"}, True, True)] * 4
+
+
+@over_adapters
+def test_bridged_pairs_are_nodes_of_two(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(same_as_named, adapter, Strategy.zeropp(), PAIRS, 2) == [({"2 nodes x 2"}, True, True)] * 4
+
+
+@pytest.mark.parametrize("sets", [NONE, PAIRS], ids=["none", "pairs"])
+@pytest.mark.parametrize("strategy", STAYING.values(), ids=STAYING)
+@over_adapters
+def test_what_would_gain_little_or_cost_much_stays_on_the_host(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, sets: Sets
+) -> None:
+    assert pool(4).run(same_as_named, adapter, strategy, sets, 4) == [({"1 node x 4"}, True, True)] * 4
+
+
+def encoded_share(adapter: Adapter) -> float:
+    """In a worker: bytes of zeropp without NVLink, of those that full sharding sends."""
+    ours, stock = (trained(adapter, strategy, NONE)[2] for strategy in (Strategy.zeropp(), Strategy()))
+    return sum(ours.values()) / sum(stock.values())
+
+
+@over_adapters
+def test_codecs_are_active_there(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert max(pool(4).run(encoded_share, adapter)) < 0.5
+
+
+def distance_with_nvlink(adapter: Adapter, strategy: Strategy) -> float:
+    """In a worker: the largest distance from stock where NVLink joins all GPUs."""
+    with machine(JOINED):
+        return largest_distance(adapter, Case(), strategy)
+
+
+@over_adapters
+def test_with_nvlink_one_node_is_stock_bit_for_bit(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(distance_with_nvlink, adapter, Strategy.zeropp()) == [0] * 4
+
+
+def nodes_and_line(adapter: Adapter, strategy: Strategy, sets: Sets, launched: int = 4) -> tuple[set[str], Any]:
+    """In a worker: a model's nodes and what it logs, if the launcher has started so many ranks on each host."""
+    with machine(sets), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(launched)), collected() as records:
+        model = adapter.make(Case(), strategy)
+        train(adapter, model, Case(steps=1))
+    return nodes_of(model), [(level, line.split("; ", 1)[1]) for level, line in records]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sets", "level", "text"),
+    [
+        (Strategy("IGG", weights=Int8(64)), NONE, "WARNING", "4 GPUs without NVLink: each counts as a node, which "),
+        (
+            Strategy("GGG", weights=Int8(64)),
+            PAIRS,
+            "WARNING",
+            "4 GPUs with NVLink in sets of 2: each 2 count as a node; ",
+        ),
+        (Strategy("GGG", weights=Int8(64)), NONE, "WARNING", "each counts as a node; gpus_per_node=4 to override"),
+        (
+            Strategy.zeropp(),
+            CROSSED,
+            "WARNING",
+            "among ranks 0, 2, ranks 1, 3 alone: the host counts as one node; order",
+        ),
+        (Strategy.zeropp(), JOINED, "WARNING", "(one node, 4 GPUs with NVLink: no gain from codecs)"),
+        (
+            Strategy("III"),
+            NONE,
+            "INFO",
+            "one node, for smaller nodes would hold more of the optimizer state; pass gpus_",
+        ),
+        (
+            Strategy("NGG"),
+            NONE,
+            "INFO",
+            "not all that crosses them is encoded; pass gpus_per_node=1 to override or choose",
+        ),
+    ],
+)
+@over_adapters
+def test_the_line_says_what_links_decide(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, sets: Sets, level: str, text: str
+) -> None:
+    [(_, [(logged, line)]), *others] = pool(4).run(nodes_and_line, adapter, strategy, sets)
+    assert logged == level
+    assert text in line
+    assert [lines for _, lines in others] == [[]] * 3
+
+
+@over_adapters
+def test_several_hosts_stay_the_nodes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    first, *others = pool(4).run(nodes_and_line, adapter, Strategy.zeropp(), NONE, 2)
+    assert [nodes for nodes, _ in (first, *others)] == [{"2 nodes x 2"}] * 4
+    [(level, line)] = first[1]
+    assert level == "INFO"
+    assert line.endswith("; 2 GPUs a node without NVLink: the hop inside nodes is slow, too")
+
+
+def price(adapter: Adapter, strategy: Strategy) -> tuple[str, int, int]:
+    """In a worker: the line, the bytes of encoded weights that are held, and those of accumulated gradients."""
+    case = Case(model=(("width", 256), ("hidden", 512)), steps=1, micro_batches=2, clip=None)
+    with machine(NONE), collected() as records:
+        model = adapter.make(case, strategy)
+        with adapter.micro_batch(model, last=False, synced=False):
+            models.loss_of(model, models.batch(0, 0)).backward()
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
+    weights = sum(unit.gather.secondary.read().nbytes for unit in units if unit.gather is not None)
+    sums = sum(4 * unit.sharded.numel() for unit in units)
+    return "".join(line for _, line in records), weights, sums
+
+
+def size(text: str) -> float:
+    """A number of bytes, as lines give it."""
+    number, unit = text.split()
+    return float(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+
+
+@over_adapters
+def test_the_line_names_the_bytes_that_each_gpu_takes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    line, weights, sums = pool(4).run(price, adapter, Strategy.zeropp(levels="IIG"))[0]
+    named = re.search(r"which takes (.*) a GPU for encoded weights and up to (.*) a GPU for gradients while", line)
+    assert named is not None
+    # Values that a codec sends as they are come on top, such as biases.
+    assert size(named[1]) <= weights <= 1.05 * size(named[1])
+    assert size(named[2]) == pytest.approx(sums, rel=0.01)
+    line, *_ = pool(4).run(price, adapter, Strategy.zeropp())[0]
+    assert f"which takes {named[1]} a GPU for encoded weights; gpus_per_node=4 to override" in line
+
+
+def in_halves(adapter: Adapter) -> tuple[set[str], bool]:
+    """In a worker: nodes of a model on this half of the job; NVLink joins the ranks of the first half."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = halves[dist.get_rank() // 2]
+    with machine([(0, 1)]):
+        model = adapter.make(CASE, Strategy.zeropp(), group)
+        train(adapter, model, CASE)
+    named = adapter.make(CASE, Strategy.zeropp(gpus_per_node=2 if dist.get_rank() < 2 else 1), group)
+    train(adapter, named, CASE)
+    ours, theirs = adapter.full_weights(model), adapter.full_weights(named)
+    return nodes_of(model), all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@over_adapters
+def test_each_group_of_a_job_has_links_of_its_own(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    together, apart = ({"1 node x 2"}, True), ({"2 nodes x 1"}, True)
+    assert pool(4).run(in_halves, adapter) == [together, together, apart, apart]
+
+
+def overridden(adapter: Adapter) -> dict[str, str]:
+    """In a worker: the nodes of a net and of its blocks, whose strategies gain by different ones."""
+    with machine(NONE):
+        net = models.make_net()
+        strategy = Strategy("IGG", overrides={"Block": Strategy.zeropp()})
+        for place, block in enumerate(net.blocks):
+            net.blocks[place] = adapter.wrap(block, strategy)
+        model: Any = adapter.wrap(net, strategy)
+        train(adapter, model, CASE)
+    return {unit.strategy.levels + str(unit.strategy.weights): str(unit.ranks.topology) for unit in named_units(model)}
+
+
+@over_adapters
+def test_each_strategy_of_a_model_decides_by_itself(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(overridden, adapter) == [{"IGGNone": "1 node x 4", "IGGint8(256)": "4 nodes x 1"}] * 4
+
+
+def on_a_mesh(adapter: Adapter) -> set[str]:
+    """In a worker: a mesh of nodes x ranks names the nodes."""
+    mesh = init_device_mesh(device_type(), (1, 4), mesh_dim_names=("replicate", "shard"))
+    with machine(NONE):
+        model: Any = adapter.wrap(models.make_net(), Strategy.zeropp(), **{adapter.mesh_argument: mesh})
+        train(adapter, model, CASE)
+    return nodes_of(model)
+
+
+@over_adapters
+def test_a_mesh_of_nodes_names_them(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(4).run(on_a_mesh, adapter) == [{"1 node x 4"}] * 4
+
+
+def hooked(codec: Any, sets: Sets, gpus_per_node: int | None) -> tuple[str, Any, str]:
+    """In a worker: the nodes of a hook, the weights that it trains, and what it logs."""
+    adapter = Fsdp1()
+    with machine(sets), collected() as records:
+        model = adapter.make(CASE, STOCK)
+        state = QuantizedReduceState(codec, gpus_per_node=gpus_per_node)
+        model.register_comm_hook(state, quantized_reduce_hook)
+        train(adapter, model, CASE)
+    return str(state.mesh.topology), adapter.full_weights(model), "".join(line for _, line in records)
+
+
+def test_a_hook_follows_links_too(pool: Callable[[int], Pool]) -> None:
+    by_links, named = (pool(4).run(hooked, Int4(32), NONE, gpus_per_node)[0] for gpus_per_node in (None, 1))
+    assert by_links[0] == named[0] == "4 nodes x 1"
+    assert all(torch.equal(by_links[1][name], value) for name, value in named[1].items())
+    assert by_links[2].endswith("; 4 GPUs without NVLink: each counts as a node; gpus_per_node=4 to override")
+    assert pool(4).run(hooked, None, NONE, None)[0][0] == "1 node x 4"

@@ -1,0 +1,177 @@
+"""``python -m fsdp_zpp bench``, end to end on four ranks, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.launch import launch
+from harness.pool import Pool
+
+from fsdp_zpp.__main__ import main
+from fsdp_zpp.bench.columns import filled, of_a_run
+from fsdp_zpp.bench.measuring import Schedule, attempt
+from fsdp_zpp.bench.recommendation import recommend
+from fsdp_zpp.bench.task import Task
+from fsdp_zpp.bench.timing import PeakMemory
+from fsdp_zpp.bench.training import Training
+from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.planner.model_size import pretrained_size
+from fsdp_zpp.planner.plan import plan
+
+ATTENTION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+ATTENTION |= {"vocab_size": 64, "max_position_embeddings": 2048}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **ATTENTION, "intermediate_size": 128}
+QWEN = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **ATTENTION, "head_dim": 32}
+QWEN |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+WORK = "--sequence 16 --steps 2 --warmup 1 --gpus-per-node 2".split()
+
+
+def config(folder: Path, values: dict[str, Any]) -> Path:
+    """A folder with a configuration."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def bench(folder: Path, values: dict[str, Any], *options: str) -> tuple[dict[str, Any], str]:
+    """What a bench of a model on two nodes of two writes, and what it prints."""
+    result = folder / "bench.json"
+    command = ["--model", config(folder / "model", values), *WORK, "--json", result, *options]
+    done = launch(4, "-m", "fsdp_zpp", "bench", *command, on_cpu=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(result.read_text()), done.stdout
+
+
+def test_all_parameters_are_trained_under_each_strategy(tmp_path: Path) -> None:
+    names = ["full_shard", "GGG", "hybrid_shard", "zeropp", "fsdp1:zeropp-delta", "zeropp-IIG-alone"]
+    chart = tmp_path / "bench.svg"
+    more = ("--micro-batches", "2", "--strategies", ",".join(names), "--chart", str(chart))
+    result, printed = bench(tmp_path, LLAMA, *more)
+    rows = {row["strategy"]: row for row in result["rows"]}
+    assert list(rows) == names
+    assert not [row for row in rows.values() if "failed" in row]
+    for row in rows.values():
+        assert 0 < row["fastest_ms"] <= row["quartiles_ms"][0] <= row["quartiles_ms"][1] <= row["slowest_ms"]
+        assert row["tokens_per_s"] == pytest.approx(4 * 2 * 16 / row["step_ms"] * 1e3)
+    # The same data and weights; GGG is FULL_SHARD that reduces each micro-batch.
+    losses = {name: row["loss"] for name, row in rows.items()}
+    assert losses["GGG"][0] == losses["full_shard"][0] == losses["hybrid_shard"][0]
+    assert losses["GGG"] == pytest.approx(losses["full_shard"], rel=1e-3)
+    for loss in losses.values():
+        assert loss == pytest.approx(losses["full_shard"], rel=0.01)
+        assert loss[0] == pytest.approx(math.log(64), rel=0.05)
+    # Bytes are the planner's: those of zeropp counted, those of torch's planned.
+    codecs = {"weights": Int8(256), "gradients": Int4(128)}
+    layout = {"nodes": 2, "gpus_per_node": 2, "inter_gbps": 1, "intra_gbps": 1, "micro_batches": 2}
+    size = pretrained_size(str(tmp_path / "model"))
+    sent = sum(mib for hop, mib in rows["zeropp"]["sent_mib_a_step"].items() if "inter" in hop)
+    planned = plan(size, **layout, **codecs)["IGG"].volume
+    assert sent * 2**20 == pytest.approx(planned.inter, rel=0.05)
+    assert rows["full_shard"]["sent_mib_a_step"]["inter"] * 2**20 == plan(size, **layout)["GNG"].volume.inter
+    assert rows["full_shard"]["sent_is_planned"]
+    # What is printed and drawn is what is written.
+    made = recommend(result["rows"])
+    assert result["recommendation"] == {"line": made.line, "strategy": made.strategy}
+    assert made.line in printed.splitlines()
+    assert all(text in printed for texts in filled(result["rows"], of_a_run(result["rows"])).values() for text in texts)
+    assert "zeropp(weights=Int4Delta(), gpus_per_node=2), FSDP1" in printed
+    assert "on CPUs" in printed
+    assert "<svg" in chart.read_text()
+
+
+def test_a_result_says_how_it_was_made_and_over_which_links(tmp_path: Path) -> None:
+    result, printed = bench(tmp_path, LLAMA, "--strategies", "full_shard,zeropp")
+    assert result["manifest"].keys() >= {"date", "machine", "versions", "command"}
+    assert result["manifest"]["command"].startswith("python -m fsdp_zpp bench --model ")
+    assert result["arguments"]["sequence"] == 16
+    assert not {"json", "chart", "run", "parser"} & result["arguments"].keys()
+    links = result["links"]
+    assert (links["nodes"], links["gpus_per_node"]) == (2, 2)
+    for hop in ("inter", "intra"):
+        assert 0 < links[hop]["lowest"] <= links[hop]["gbps"] <= links[hop]["highest"]
+    assert "between nodes, a whole node: " in printed
+
+
+def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) -> None:
+    result, _ = bench(tmp_path, QWEN, "--lora", "4", "--frozen", "int8", "--checkpointing")
+    rows = {row["strategy"]: row for row in result["rows"]}
+    assert list(rows)[:3] == ["full_shard", "hybrid_shard", "once-zeropp"]
+    assert "mixzpp" in rows
+    assert not [row for row in rows.values() if "failed" in row]
+    for row in rows.values():
+        assert row["loss"] == pytest.approx(rows["full_shard"]["loss"], rel=0.01)
+    assert rows["once-zeropp"]["code"].startswith(
+        "quantize_frozen_params(model, Int8(256)), then wrap the whole model once"
+    )
+
+
+class _Idle(Training):
+    """A training that does nothing."""
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(())
+
+
+def _attempts(fails: int) -> list[dict[str, Any]]:
+    """In a worker: a strategy that one rank runs out of memory under, then another."""
+    config = type("Config", (), {"vocab_size": 8, "get_text_config": lambda self: self})()
+    task = Task(config, 1, 2, sequence=4, device="cpu")
+
+    def more(training: Training, memory: PeakMemory) -> dict[str, Any]:
+        if dist.get_rank() == fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+        return {}
+
+    return [attempt(task, "one", _Idle, Schedule(), more), attempt(task, "two", _Idle, Schedule())]
+
+
+def test_a_failure_on_one_rank_is_every_ranks_row_and_the_run_goes_on(pool: Callable[[int], Pool]) -> None:
+    failed = {"strategy": "one", "failed": "out of memory", "error": "CUDA out of memory. Tried to allocate 2 GiB"}
+    for first, second in pool(2).run(_attempts, 1):
+        assert first == failed
+        assert second["strategy"] == "two"
+        assert second["step_ms"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "bench runs under torchrun only: torchrun --nproc-per-node NUMBER_OF_GPUS -m fsdp_zpp bench --model ..."),
+        (("--frozen", "int8"), "--frozen int8 quantizes a frozen base, which --lora has; add --lora 16, say"),
+        (("--steps", "1"), "--steps must be a whole number of at least 2, got 1.0"),
+        (("--lora", "0.5"), "--lora must be a whole number of at least 1, got 0.5"),
+        (("--sequence", "2049"), "--sequence must be at most 2,048, the positions that the model has, got 2,049"),
+        (("--chart", "bench.txt"), "--chart bench.txt is not an image; allowed are the suffixes ."),
+        (("--frozen", "int7"), "argument --frozen: invalid choice: 'int7' (choose from"),
+    ],
+)
+def test_arguments_that_can_not_be_are_refused_before_anything_runs(
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as exited:
+        main(["bench", "--model", str(config(tmp_path / "model", LLAMA)), *options])
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_rank_has_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit):
+        main(["bench", "--model", str(config(tmp_path / "model", LLAMA))])
+    assert "torchrun has started only one; start one for each GPU, two or more" in capsys.readouterr().err
