@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make a parser of the options of examples/train.py, and of those that change its strategy."""
     parser = train.make_parser(__doc__)
     if not torch.cuda.is_available():
-        parser.set_defaults(steps=200)  # two runs in two minutes on two cores
+        parser.set_defaults(steps=150)  # two runs in two minutes on two cores
     parser.add_argument("--levels", nargs="+", metavar="XYZ", help="scopes instead of the strategy's; each is compared")
     for name in ("weights", "gradients"):
         parser.add_argument(f"--{name}", help="codec instead of the strategy's: none, int8, int4:256, ...")

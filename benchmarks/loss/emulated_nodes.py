@@ -17,7 +17,7 @@ RANKS_ON_CPU = 4
 
 def add_gbps(parser: argparse.ArgumentParser) -> None:
     """Add the option that says how slow links are."""
-    default = 25.0 if torch.cuda.is_available() else 0.5
+    default = 25.0 if torch.cuda.is_available() else 0.25
     text = f"Gbit/s that a node sends to others at most, unless torchrun starts this; 0: no limit (default: {default})"
     parser.add_argument("--gbps", type=float, default=default, help=text)
 
