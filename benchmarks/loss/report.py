@@ -48,6 +48,7 @@ TABLES: dict[str, tuple[Callable[[list[Result]], str], tuple[str, ...]]] = {
     "straddling": (lambda results: tables.straddling(results[0]["rows"]), ("straddling-cpu",)),
     "local steps": (local_gaps.table, (LOCAL_STEPS,)),
     "Muon on CPUs": (muon_table.table, ("muon-2x2-cpu/*",)),
+    "Muon on GPUs": (muon_table.table, ("muon-2x2-h200/*",)),
 }
 """Functions that make the tables, by their names on the page, and the paths of the results that they take."""
 

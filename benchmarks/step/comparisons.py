@@ -79,7 +79,9 @@ MIXTURES = {
 """Of mixtures of experts, below each other: a further run is a further line."""
 MIXTURES_BESIDE_PEERS = {
     "2 x 1, sockets": "moe-2.6B-2x1-peers",
+    "2 x 1, sockets, another machine": "moe-2.6B-2x1-megatron",
     "2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p-peers",
+    "2 x 1, no peer-to-peer, another machine": "moe-2.6B-2x1-no-p2p-megatron",
     "2 x 1, NVLink": "moe-2.6B-2x1-fast-peers",
     "2 x 2, sockets": "moe-2.6B-2x2-expert-parallel",
 }
@@ -176,6 +178,19 @@ LORA = {
         {"two of 2": "lora-70B-2x2", "one of 2": "lora-70B-1x2"}, (STEP, PEAK, GENERATED), below="nodes"
     ),
     "lora-nodes-of-one": one("lora-6.7B-2x1", STEP, PEAK, GENERATED),
+    "qlora-in-turn": Comparison(
+        {"NVLink": "lora-6.7B-1x2-qlora-in-turn", "no peer-to-peer": "lora-6.7B-1x2-no-p2p-qlora-in-turn"},
+        (STEP, PAIRED, HOST),
+    ),
+    "qlora": Comparison(
+        {
+            "6.7B, NVLink": "lora-6.7B-1x2-qlora",
+            "6.7B, no peer-to-peer": "lora-6.7B-1x2-no-p2p-qlora",
+            "70B, checkpointing, NVLink": "lora-70B-1x2-qlora",
+        },
+        (STEP, PEAK, HOST),
+        below="model, link",
+    ),
     "lora-no-peer-to-peer": one("lora-6.7B-2x1-no-p2p", STEP, AGAINST_FSDP2, PEAK, HOST),
     "lora-shared": Comparison(
         {"first machine": "lora-6.7B-2x2-shared-first", "second machine": "lora-6.7B-2x2-shared-second"},

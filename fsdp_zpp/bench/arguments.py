@@ -77,9 +77,10 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
     add(
         "--strategies",
         metavar="NAMES",
-        help="the only strategies to try, several by commas, with fsdp1: in front under FullyShardedDataParallel: "
-        f"{', '.join(_SHOWN)}; levels alone (IIG) are without codecs, with zeropp- in front with those of zeropp; with "
-        f"{ALONE} behind those that are not torch's, each GPU counts as a node (default: those that may pay)",
+        help=f"the only strategies to try, separated by commas: {', '.join(_SHOWN)}; IIG: these scopes without codecs; "
+        "zeropp-IIG: with those of zeropp. Prefix fsdp1: uses FullyShardedDataParallel; suffix "
+        f"{ALONE} counts each GPU as a node (not for torch's own); once-...: the base is quantized and the model wrapped "
+        "once; mixzpp wraps each layer (default: those that may pay)",
     )
     add("--steps", type=float, default=8, metavar="N", help="timed steps of each strategy (default: 8)")
     add("--warmup", type=float, default=3, metavar="N", help="steps before them (default: 3)")

@@ -101,7 +101,7 @@ def traced(training: Training, tokens: torch.Tensor, trace: Path, with_host: boo
         return {}
     on_gpu = tokens.is_cuda
     activities = [ProfilerActivity.CPU] * with_host + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # which warns without
         for _ in range(TRACED_STEPS):
             training.step(tokens)
         if on_gpu:

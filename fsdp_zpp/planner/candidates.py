@@ -63,8 +63,8 @@ def presets(size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec |
 
     Args:
         size: The size of the model.
-        cluster: The cluster. On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. On
-            several nodes with slow links, each GPU as a node is a candidate, too.
+        cluster: The cluster. On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links
+            inside nodes are slow, each GPU as a node is a candidate, too, where that is not what links decide.
         work: The work of a step. Scopes that accumulate inside a node are candidates if it accumulates.
         frozen: Codec of the frozen base; None compares those that there are.
     """
@@ -75,9 +75,10 @@ def presets(size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec |
         found = _with_codecs(accumulates, several_nodes=cluster.nodes > 1)
     else:
         return
+    splits = cluster.slow_links and cluster.gpus_per_node > 1 and (cluster.nodes > 1 or size.frozen > 0)
     for candidate in found:
         yield candidate
-        if cluster.slow_links and cluster.nodes > 1:
+        if splits:
             finer = dataclasses.replace(candidate.strategy, gpus_per_node=1)
             yield Candidate(finer, f"{candidate.title}, nodes of 1")
 

@@ -111,7 +111,7 @@ def _on_ties(choice: Estimate, alike: list[Estimate], slow_links: bool) -> str:
         said += f"; it communicates less than {listed(louder)}"
     if larger:
         said += f"{' and' if louder else ';'} takes less memory than {listed(larger)}"
-    return f"{said}, as fast within {TOLERANCE:.0%}" if said else ""
+    return f"{said}, which are as fast within {TOLERANCE:.0%}" if said else ""
 
 
 def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> str:

@@ -16,8 +16,8 @@ def notes_on_links(cluster: Cluster, rows: Sequence[Estimate]) -> list[str]:
         return []
     if cluster.nodes == 1:
         note = (
-            "Links inside the node are slow: each GPU counts as a node to strategies with codecs and optimizer scope G."
-            " A quantized base stays sharded over the machine."
+            "Links of the machine are slow: strategies with codecs and optimizer scope G count each GPU as a node, and "
+            "their bytes are shown as sent inside it. A quantized base stays sharded over the machine."
         )
         return [note]
     by_size = [[row for row in rows if row.fits and _splits(row) == splits] for splits in (False, True)]

@@ -143,7 +143,7 @@ def plan(
     axes = Axes(tp, pp, cp, ep)
     axes.check(cluster)
     _check_local_steps(local_steps, axes, experts_strategy)
-    if presets and frozen is None and frozen_storage is None:
+    if presets and frozen_storage is None:  # of rows whose base is not quantized
         frozen_storage = compute
     return make_plan(
         _size_of(params, trainable, units),

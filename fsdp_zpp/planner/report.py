@@ -157,8 +157,7 @@ def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
 
 
 def _columns_of_zeros(plan: Plan) -> list[str]:
-    feedback = (plan.resolved.error_feedback, plan.local_steps and plan.local_steps.error_feedback)
-    in_use = {"errors": any(each is not None for each in feedback), "outer": plan.local_steps is not None}
+    in_use = {"errors": any(row.memory.errors for row in plan.rows), "outer": plan.local_steps is not None}
     return [name for name, shown in in_use.items() if not shown]
 
 

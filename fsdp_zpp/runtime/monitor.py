@@ -103,9 +103,7 @@ class Monitor:
         full_shard = _full_shard(self._model, self._micro_batches)
         self._steps.append(_Step(self._number, self._began, end, hops, waits, difference, full_shard))
         self._sent, self._began, self._micro_batches = sent, end, 0
-        while self._steps and self._steps[0].is_complete():
-            self._last = self._steps.popleft().figures()
-        return dict(self._last)
+        return self._latest()
 
     def close(self) -> None:
         """End the measurement: the model runs as it would without."""
@@ -126,6 +124,12 @@ class Monitor:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         """Close it."""
         self.close()
+
+    def _latest(self) -> dict[str, float]:
+        """Return the figures of the latest step that the device has completed."""
+        while self._steps and self._steps[0].is_complete():
+            self._last = self._steps.popleft().figures()
+        return dict(self._last)
 
     def _attach(self, counters: Iterable[Traffic]) -> Counter[tuple[Kind, Level]]:
         """Time all hops of ``counters``, some of which may be new, and return the bytes that they have counted."""

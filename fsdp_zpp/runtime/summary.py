@@ -25,6 +25,7 @@ Groups = dict[tuple[Strategy, ProcessMesh], list[StrategyUnit]]
 _INTRA, _INTER = "on the intra-node hop", "on the inter-node hop"
 _ALONE = "one rank: nothing is sent"
 _FAST_LINKS = "one node: no gain on fast links; on slow ones, say gpus_per_node=1"
+_NO_INTRA_NODE_HOP = "one GPU a node: no intra-node hop"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def summarize(
         why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
         exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
         topology = resolved.within_node().topology  # gradients stay there
-    parts = _weights(strategy, resolved, encoded, no_gain) + _reduction(*codecs, topology) + exchanges
+    reduction = _reduction(*codecs, topology)
+    if strategy.intra_gradients == "auto":  # nobody has asked for it: without the hop, nothing is missing
+        reduction = [part for part in reduction if part[1] != _NO_INTRA_NODE_HOP]
+    parts = _weights(strategy, resolved, encoded, no_gain) + reduction + exchanges
     if strategy.gradients is not None and codecs[1] is None:
         parts.append((f"gradients reduced as {strategy.gradients}", no_gain))
     parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
@@ -186,7 +190,7 @@ def _no_inter_node_hop(topology: Topology) -> str | None:
 def _no_intra_node_hop(topology: Topology) -> str | None:
     if topology.world == 1:
         return _ALONE
-    return "one GPU a node: no intra-node hop" if topology.gpus_per_node == 1 else None
+    return _NO_INTRA_NODE_HOP if topology.gpus_per_node == 1 else None
 
 
 def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:

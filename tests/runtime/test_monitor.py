@@ -30,6 +30,15 @@ STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=GPUS) for scopes in SCOPES}
 HOPS = [(kind, level) for kind in ("weights", "gradients") for level in ("inter", "intra")]
 
 
+def figures_of(watch: Monitor) -> dict[str, float]:
+    """End a step and return its own figures, also on a GPU, which may not have completed it at once."""
+    figures = watch.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        figures = watch._latest()
+    return figures
+
+
 def total(model: Any) -> dict[tuple[str, str], int]:
     """What traffic() says, by the monitor's names."""
     sent: Any = traffic(model)
@@ -45,7 +54,7 @@ def watched(adapter: Adapter, case: Case, strategy: Strategy) -> list[tuple[dict
     def after_step(*_: Any) -> None:
         nonlocal before
         now = total(model)
-        found.append((watch.step(), {hop: now[hop] - before[hop] for hop in HOPS}))
+        found.append((figures_of(watch), {hop: now[hop] - before[hop] for hop in HOPS}))
         before = now
 
     with monitor(model) as watch:
@@ -105,10 +114,10 @@ def watched_base(adapter: Adapter) -> tuple[dict[str, float], Any, int]:
     model = adapter.shard(net, Case(model=MODEL), strategy)
     with monitor(model) as watch:
         train(adapter, model, Case(steps=1))
-        watch.step()
+        figures_of(watch)
         before = total(model)
         train(adapter, model, Case(steps=1))
-        figures = watch.step()
+        figures = figures_of(watch)
     return figures, {hop: total(model)[hop] - before[hop] for hop in HOPS}, frozen
 
 
@@ -133,7 +142,7 @@ def without(adapter: Adapter) -> tuple[Any, ...]:
     on_one_node = adapter.make(Case(model=MODEL), Strategy(gpus_per_node=4))
     with monitor(on_one_node) as watch:
         train(adapter, on_one_node, Case(steps=1))
-        return len(watch._timer.hops), {key for key in watch.step() if "share" in key or "full_shard" in key}
+        return len(watch._timer.hops), {key for key in figures_of(watch) if "share" in key or "full_shard" in key}
 
 
 @over_adapters
@@ -148,9 +157,9 @@ def reset_traffic(adapter: Adapter) -> tuple[Any, ...]:
         train(adapter, model, Case(steps=1))
         first = traffic(model, reset=True)
         nothing = traffic(model)
-        one = watch.step()
+        one = figures_of(watch)
         train(adapter, model, Case(steps=1))
-        return first, nothing, traffic(model), one, watch.step()
+        return first, nothing, traffic(model), one, figures_of(watch)
 
 
 @over_adapters
