@@ -110,9 +110,13 @@ class FrozenBase:
     def full_shard_units(self, is_outermost: bool) -> list[FullShardUnit]:
         """Return what FULL_SHARD would communicate of the weights, in the dtype that they show."""
         return [
-            FullShardUnit(w.shape.numel(), w.dtype.itemsize, 0, not is_outermost, w.placement.mesh.topology)
+            FullShardUnit(w.shape.numel(), 0, w.dtype.itemsize, 0, not is_outermost, w.placement.mesh.topology)
             for w in self.weights
         ]
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device of the payloads, which are gathered where they are; None if no weights are left."""
+        return self.weights[0].device if self.weights else None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

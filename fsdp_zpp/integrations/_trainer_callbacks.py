@@ -74,6 +74,7 @@ class MonitorCallback(TrainerCallback):
         # First, so that those who report to TensorBoard and the like find the figures in the logs.
         self._handler.callbacks.remove(self)
         self._handler.callbacks.insert(0, self)
+        self._close()  # for a training that has failed does not end
         self._monitor = monitor(others["model"])
 
     def on_step_end(self, *arguments: object, **others: object) -> None:
@@ -89,6 +90,9 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_end(self, *arguments: object, **others: object) -> None:
         """End the measurement."""
+        self._close()
+
+    def _close(self) -> None:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None

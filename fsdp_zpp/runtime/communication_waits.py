@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_zpp.collectives._torch_backward_end import at_end_of_backward
-from fsdp_zpp.collectives.hop_timer import Mark, mark
+from fsdp_zpp.collectives.hop_timer import MOST_INTERVALS, Mark, mark
 
 from .unit import units_of
 
@@ -29,7 +29,7 @@ class CommunicationWaits:
         device: Device that it computes on.
 
     Attributes:
-        intervals: Those since the list was emptied.
+        intervals: Those since the list was emptied, at most ``MOST_INTERVALS``.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -54,19 +54,28 @@ class CommunicationWaits:
     def _watch(self, module: nn.Module) -> Iterator[RemovableHandle]:
         # FullyShardedDataParallel waits in its own forward, around the module that it wraps.
         inner = module.module if isinstance(module, FullyShardedDataParallel) else module
-        yield module.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
-        yield inner.register_forward_pre_hook(lambda *_: self._end(), prepend=inner is not module)
-        yield inner.register_forward_hook(
-            lambda *given: _watch_gradients(given[-1], self._begin_in_backward), prepend=True
+        # Hooks of a compiled layer would be compiled, too, as functions that differ from layer to layer.
+        begin, end, begin_in_backward, end_in_backward = map(
+            torch.compiler.disable,
+            (
+                lambda *_: self._begin(),
+                lambda *_: self._end(),
+                lambda *given: _watch_gradients(given[-1], self._begin_in_backward),
+                lambda *given: _watch_gradients(given[-1], self._end_in_backward),
+            ),
         )
-        yield module.register_forward_hook(lambda *given: _watch_gradients(given[-1], self._end_in_backward))
+        yield module.register_forward_pre_hook(begin, prepend=True)
+        yield inner.register_forward_pre_hook(end, prepend=inner is not module)
+        yield inner.register_forward_hook(begin_in_backward, prepend=True)
+        yield module.register_forward_hook(end_in_backward)
 
     def _begin(self) -> None:
         self._began = mark(self._device)
 
     def _end(self) -> None:
         if self._began is not None:
-            self.intervals.append((self._began, mark(self._device)))
+            if len(self.intervals) < MOST_INTERVALS:
+                self.intervals.append((self._began, mark(self._device)))
             self._began = None
 
     def _begin_in_backward(self) -> None:

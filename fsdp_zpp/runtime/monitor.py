@@ -7,24 +7,34 @@ two later: nothing makes the host or a stream wait. Without a monitor nothing of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from fsdp_zpp.collectives.hop_timer import HopTimer, Mark, TimedHop, has_come, mark, milliseconds_between
+from fsdp_zpp.collectives.hop_timer import (
+    MOST_INTERVALS,
+    HopTimer,
+    Mark,
+    TimedHop,
+    has_come,
+    mark,
+    milliseconds_between,
+)
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.kinds import Kind, Level
 
 from .api import communicators
 from .communication_waits import CommunicationWaits
-from .full_shard import FullShardUnit, full_shard_bytes
-from .unit import units_of
+from .forward_counter import ForwardCounter
+from .full_shard import Forwards, FullShardUnit, full_shard_bytes
+from .unit import Unit, units_of
 
 _KINDS: dict[Kind, str] = {"gather": "weights", "reduce": "gradients"}
 _LEVELS: tuple[Level, ...] = ("inter", "intra")
@@ -39,6 +49,7 @@ def monitor(model: nn.Module) -> Monitor:
 
     Raises:
         ValueError: If nothing of fsdp_zpp is in ``model``.
+        RuntimeError: If another monitor, which is not closed, measures ``model`` or a part of it.
 
     Examples:
         >>> watch = monitor(model)
@@ -59,19 +70,17 @@ class Monitor:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        counters = _counters(model)  # raises before anything is set
         self._model = model
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._timer = HopTimer()
+        self._sent = self._attach(_counters(model))  # raises before anything is set
+        self._device = _device(model)
         # On a CPU the host itself makes each hop, so all of its time is exposed.
         self._waits = CommunicationWaits(model, self._device) if self._device.type == "cuda" else None
-        self._micro_batches = 0
-        outermost = next((module for module in model.modules() if units_of(module)), model)
-        self._counted: RemovableHandle | None = outermost.register_forward_pre_hook(self._count_forward)
+        self._forwards = ForwardCounter(model)
+        self._is_closed = False
         self._steps: deque[_Step] = deque()
         self._number = 0
         self._last: dict[str, float] = {}
-        self._sent = self._attach(counters)
         self._began = mark(self._device)
 
     def step(self) -> dict[str, float]:
@@ -85,32 +94,32 @@ class Monitor:
             and ``intra``, as in ``weights/inter/bytes``: ``bytes`` that this rank sent (:func:`fsdp_zpp.traffic`),
             ``ms`` that its collectives took in their streams, the wait for other ranks included, and ``exposed_ms``,
             the part of it in which the computation waited; ``inter/full_shard_bytes`` and ``intra/full_shard_bytes``,
-            which FULL_SHARD would send in the same micro-batches under ``no_sync``, and ``inter/share`` and
+            which FULL_SHARD would send in the same forwards under ``no_sync``, and ``inter/share`` and
             ``intra/share``, the part of it that was sent. These four are left out where torch sends something itself,
-            which is not counted, and shares where FULL_SHARD would send nothing. Empty if no step is complete.
+            which is not counted, and shares where FULL_SHARD would send nothing. All times but the step's are left out
+            if it had 100,000 collectives or more. Empty if no step is complete.
 
         Raises:
-            RuntimeError: If the monitor is closed.
+            RuntimeError: If the monitor is closed, or another one measures a part that is new in the model.
         """
-        if self._counted is None:
+        if self._is_closed:
             raise RuntimeError("this monitor is closed; call fsdp_zpp.monitor(model) again to go on")
-        end, counters = mark(self._device), _counters(self._model)
-        sent = self._attach(counters)
+        end, sent = mark(self._device), self._attach(_counters(self._model))
         self._number += 1
         hops, self._timer.hops = self._timer.hops, []
         waits = None if self._waits is None else self._waits.take()
         difference = {key: sent[key] - self._sent[key] for key in sent}
-        full_shard = _full_shard(self._model, self._micro_batches)
+        full_shard = _full_shard(self._model, self._forwards.take())
         self._steps.append(_Step(self._number, self._began, end, hops, waits, difference, full_shard))
-        self._sent, self._began, self._micro_batches = sent, end, 0
+        self._sent, self._began = sent, end
         return self._latest()
 
     def close(self) -> None:
         """End the measurement: the model runs as it would without."""
-        if self._counted is None:
+        if self._is_closed:
             return
-        self._counted.remove()
-        self._counted = None
+        self._is_closed = True
+        self._forwards.remove()
         if self._waits is not None:
             self._waits.remove()
         for counter in _counters(self._model):
@@ -131,17 +140,18 @@ class Monitor:
             self._last = self._steps.popleft().figures()
         return dict(self._last)
 
-    def _attach(self, counters: Iterable[Traffic]) -> Counter[tuple[Kind, Level]]:
+    def _attach(self, counters: Collection[Traffic]) -> Counter[tuple[Kind, Level]]:
         """Time all hops of ``counters``, some of which may be new, and return the bytes that they have counted."""
+        if any(counter.timer not in (None, self._timer) for counter in counters):
+            raise RuntimeError(
+                f"another monitor measures this {type(self._model).__name__} or a part of it, and would miss what this "
+                "one times; call close() of that one first, or use it in a `with` block"
+            )
         total: Counter[tuple[Kind, Level]] = Counter()
         for counter in counters:
             counter.timer = self._timer
             total.update(counter.sent)
         return total
-
-    def _count_forward(self, *_: object) -> None:
-        # Evaluation is no micro-batch.
-        self._micro_batches += torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
@@ -158,23 +168,34 @@ class _Step:
 
     def is_complete(self) -> bool:
         """Return whether all times of the step are known."""
-        return has_come(self.end) and all(has_come(hop.end) for hop in self.hops)
+        ends = (*(hop.end for hop in self.hops), *(end for _, end in self.waits or ()))
+        return has_come(self.end) and all(map(has_come, ends))
 
     def figures(self) -> dict[str, float]:
         """Return what :meth:`Monitor.step` returns."""
         found: dict[str, float] = {"step": self.number, "ms": milliseconds_between(self.start, self.end)}
-        waits = None if self.waits is None else [self._since_start(*wait) for wait in self.waits]
         for kind, name in _KINDS.items():
             for level in _LEVELS:
-                ran = [self._since_start(h.start, h.end) for h in self.hops if (h.kind, h.level) == (kind, level)]
                 found[f"{name}/{level}/bytes"] = self.sent.get((kind, level), 0)
-                found[f"{name}/{level}/ms"] = sum(end - start for start, end in ran)
-                exposed = ran if waits is None else overlaps(ran, waits)
-                found[f"{name}/{level}/exposed_ms"] = sum(end - start for start, end in exposed)
+        # Of longer steps not all is known.
+        if max(len(self.hops), len(self.waits or ())) < MOST_INTERVALS:
+            found |= self._times()
         for level, nbytes in (self.full_shard or {}).items():
             found[f"{level}/full_shard_bytes"] = nbytes
             if nbytes:
                 found[f"{level}/share"] = sum(self.sent.get((kind, level), 0) for kind in _KINDS) / nbytes
+        return found
+
+    def _times(self) -> dict[str, float]:
+        """Return the times of hops."""
+        found = {}
+        waits = None if self.waits is None else [self._since_start(*wait) for wait in self.waits]
+        for kind, name in _KINDS.items():
+            for level in _LEVELS:
+                ran = [self._since_start(h.start, h.end) for h in self.hops if (h.kind, h.level) == (kind, level)]
+                exposed = ran if waits is None else overlaps(ran, waits)
+                found[f"{name}/{level}/ms"] = sum(end - start for start, end in ran)
+                found[f"{name}/{level}/exposed_ms"] = sum(end - start for start, end in exposed)
         return found
 
     def _since_start(self, start: Mark, end: Mark) -> tuple[float, float]:
@@ -185,11 +206,13 @@ def overlaps(
     ones: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
     """Yield the parts of intervals in which one of ``others``, which do not overlap each other, runs, too."""
-    others = list(others)
+    others = sorted(others)
     for start, end in ones:
-        for begins, ends in others:
-            if start < ends and begins < end:
-                yield max(start, begins), min(end, ends)
+        for at in range(bisect_right(others, start, key=itemgetter(1)), len(others)):
+            begins, ends = others[at]
+            if begins >= end:
+                break
+            yield max(start, begins), min(end, ends)
 
 
 def _counters(model: nn.Module) -> list[Traffic]:
@@ -197,12 +220,28 @@ def _counters(model: nn.Module) -> list[Traffic]:
     return list({id(part.traffic): part.traffic for part in communicators(model)}.values())
 
 
-def _full_shard(model: nn.Module, micro_batches: int) -> dict[Level, int] | None:
+def _device(model: nn.Module) -> torch.device:
+    """Return the device that ``model`` computes on, which need not be that of its parameters: they may be offloaded."""
+    devices = (part.compute_device() for part in communicators(model))
+    return next((device for device in devices if device is not None), torch.device("cpu"))
+
+
+def _full_shard(model: nn.Module, forwards: Forwards) -> dict[Level, int] | None:
     """Return the bytes of FULL_SHARD; None if not all that the model itself sends is counted."""
     units: list[FullShardUnit] = []
-    for number, part in enumerate(communicators(model)):
-        of_part = part.full_shard_units(is_outermost=number == 0)
+    outermost: set[object] = set(_outermost_units(model))
+    for part in communicators(model):
+        of_part = part.full_shard_units(is_outermost=part in outermost)
         if of_part is None:
             return None
         units += of_part
-    return full_shard_bytes(units, micro_batches)
+    return full_shard_bytes(units, forwards)
+
+
+def _outermost_units(module: nn.Module) -> Iterator[Unit]:
+    """Yield the units that no other unit of ``module`` encloses."""
+    if units_of(module):
+        yield from units_of(module)
+        return
+    for child in module.children():
+        yield from _outermost_units(child)

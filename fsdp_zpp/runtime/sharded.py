@@ -25,6 +25,14 @@ class Sharded:
         """Return the number of values of the parameters, on all ranks together."""
         return 0
 
+    def trained_numel(self) -> int:
+        """Return the number of values, on all ranks together, whose gradients FSDP itself would reduce."""
+        return 0
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device that gathers and computes, also where shards are offloaded; None without parameters."""
+        return None
+
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients.
 

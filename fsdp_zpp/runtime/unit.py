@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import nn
 
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
@@ -40,6 +41,9 @@ class Communicator(Protocol):
 
     def full_shard_units(self, is_outermost: bool) -> Sequence[FullShardUnit] | None:
         """Return what FULL_SHARD would communicate; None if torch sends something of this part itself, uncounted."""
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device on which it communicates; None if it has nothing to send."""
 
 
 Checksums = Mapping[str, tuple[str, int]]
@@ -190,9 +194,20 @@ class StrategyUnit:
         if self.stock or torch_gathers or (self.reduce is not None and self.reduce.is_native):
             return None
         weights, gradients = self.sharded.wire_dtypes()
-        reduced = gradients.itemsize if self.sharded.is_trained() else 0
-        numel = self.sharded.numel()
-        return [FullShardUnit(numel, weights.itemsize, reduced, not is_outermost, self.ranks.topology)]
+        return [
+            FullShardUnit(
+                numel=self.sharded.numel(),
+                trained_numel=self.sharded.trained_numel(),
+                weight_nbytes=weights.itemsize,
+                gradient_nbytes=gradients.itemsize,
+                reshards=not is_outermost,
+                topology=self.ranks.topology,
+            )
+        ]
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device on which FSDP gathers and computes; None if it has no parameters."""
+        return self.sharded.compute_device()
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
         """Gather the weights as they are, since they hold packed values; to be called before the unit is used.

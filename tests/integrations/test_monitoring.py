@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torchtitan_on_cpu
@@ -45,6 +46,25 @@ def reported(folder: str) -> list[dict[str, float]]:
         return [logs for logs in reporter.reported if "loss" in logs]
 
 
+def trained_again(folder: str) -> bool:
+    """In a worker: whether a Trainer's callback reports a training after one that has failed."""
+    with new_job():
+        trainer = use_strategy(make_trainer(folder, llama.make_base(), eval_strategy="no"), STRATEGY)
+        reporter, failing = Reporter(), TrainerCallback()
+        failing.on_step_end = Mock(side_effect=RuntimeError("failed"))  # type: ignore[method-assign]
+        for callback in (reporter, MonitorCallback(trainer), failing):
+            trainer.add_callback(callback)
+        with pytest.raises(RuntimeError, match="failed"):
+            trainer.train()
+        trainer.remove_callback(failing)
+        trainer.train()
+        return any(INTER in logs for logs in reporter.reported)
+
+
+def test_trainer_measures_again_after_a_failure(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    assert all(pool(4).run(trained_again, str(tmp_path)))
+
+
 def test_trainer_reports_each_step(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     logs = pool(4).run(reported, str(tmp_path))[0]
     assert [each["fsdp_zpp/step"] for each in logs] == list(range(1, STEPS + 1))
@@ -81,6 +101,12 @@ def test_torchtitan_logs_the_step_before(pool: Callable[[int], Pool], tmp_path: 
     run = pool(4).run(torchtitan_on_cpu.call, "train", "strategy", tmp_path, *options)[0]
     assert run.metrics["fsdp_zpp/step"] == 3
     assert run.metrics[INTER] == run.traffic[-1]["gather"]["inter"] - run.traffic[-2]["gather"]["inter"] > 0
+
+
+def test_torchtitan_saves_a_seed_checkpoint_without(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    options = ["--parallelism.strategy", '{"levels": "GGG", "gpus_per_node": 2}', "--parallelism.monitor"]
+    options += ["--checkpoint.enable", "--checkpoint.interval", "100"]
+    assert "model" in pool(1).run(torchtitan_on_cpu.call, "seed_checkpoint", tmp_path, *options)[0]
 
 
 def test_torchtitan_monitors_strategies_alone(pool: Callable[[int], Pool]) -> None:

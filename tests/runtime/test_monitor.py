@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
+from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import train
 from harness.wiretap import wiretap
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_zpp import LocalSteps, Monitor, Strategy, monitor, traffic
+from fsdp_zpp.collectives import hop_timer
 from fsdp_zpp.runtime.communication_waits import CommunicationWaits
-from fsdp_zpp.runtime.monitor import overlaps
+from fsdp_zpp.runtime.monitor import _Step, overlaps
 
 GPUS = 2
 # All shapes are multiples of the ranks, so that neither FSDP pads.
@@ -106,6 +112,47 @@ def test_full_shard_sends_what_is_said(
         assert figures["intra/full_shard_bytes"] == 2 * sent["inter"]
 
 
+def one_step(adapter: Adapter, strategy: Any, kind: str) -> tuple[int, dict[str, float]]:
+    """In a worker: what a step sends between nodes, as the wiretap sees it, and what a monitor says of it, if any."""
+    net = models.make_net(**dict(MODEL))
+    if kind == "partly frozen":
+        for block in net.blocks:
+            block.up.requires_grad_(False)
+    if kind.endswith("reentrant"):
+        models.recompute(net, kind, lambda module: isinstance(module, models.Block))
+    for at, block in enumerate(net.blocks):
+        net.blocks[at] = adapter.wrap(block, strategy)
+    model = net if kind.startswith("without root") else adapter.wrap(net, strategy)
+
+    def step(evaluates: bool = False) -> None:
+        models.loss_of(model, models.batch(0, 0)).backward()
+        if evaluates:
+            # Once: torch leaves the root unsharded after it, and then gathers it no more.
+            with torch.no_grad():
+                models.loss_of(model, models.batch(1, 0))
+
+    step()
+    watch = None if strategy is STOCK else monitor(model)
+    with wiretap(GPUS) as tap:
+        step(evaluates=kind == "evaluated")
+    return tap.total("inter"), {} if watch is None else figures_of(watch)
+
+
+KINDS = ["partly frozen", "evaluated", "without root", "without root, no_reentrant", "no_reentrant", "reentrant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@over_adapters
+def test_full_shard_sends_what_is_said_of_other_models(
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str
+) -> None:
+    stock = pool(4).run(one_step, adapter, STOCK, kind)
+    said = pool(4).run(one_step, adapter, Strategy("GGG", gpus_per_node=GPUS), kind)
+    for (sent, _), (_, figures) in zip(stock, said, strict=True):
+        assert figures["inter/full_shard_bytes"] == sent
+        assert figures["inter/share"] >= 1
+
+
 def watched_base(adapter: Adapter) -> tuple[dict[str, float], Any, int]:
     """In a worker: a step on a frozen base that is quantized, and the numbers of frozen values."""
     net = models.make_net(frozen=True, **dict(MODEL))
@@ -192,6 +239,100 @@ def test_gathers_are_made_where_the_computation_waits(pool: Callable[[int], Pool
     for outside, hops in pool(4).run(gathers_outside_waits, adapter):
         assert hops > 0
         assert outside == 0
+
+
+def compiled(adapter: Adapter) -> tuple[int, int]:
+    """In a worker: how often the computation of compiled layers waits in a step, and of others."""
+    found = []
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        net = models.make_net(blocks=12)  # more than dynamo compiles a function for
+        for block in net.blocks if is_compiled else []:
+            block.compile(backend="aot_eager", fullgraph=True)
+        model = adapter.shard(net, Case(), Strategy("GGG", gpus_per_node=GPUS))
+        with monitor(model):
+            waits = CommunicationWaits(model, torch.device("cpu"))
+            train(adapter, model, Case(steps=2))
+            found.append(len(waits.take()))
+            waits.remove()
+    return found[0], found[1]
+
+
+@over_adapters
+def test_hooks_are_not_compiled(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for ours, eager in pool(4).run(compiled, adapter):
+        assert ours == eager > 0
+
+
+def offloaded() -> dict[str, float]:
+    """In a worker: figures of a model whose parameters are on the CPU."""
+    adapter = Fsdp2((("offload_policy", CPUOffloadPolicy(pin_memory=False)),))
+    case = Case(model=MODEL, clip=None)
+    [*_, (figures, _)] = watched(adapter, case, Strategy.zeropp(gpus_per_node=GPUS))
+    return figures
+
+
+def test_parameters_may_be_offloaded(pool: Callable[[int], Pool]) -> None:
+    assert all(figures["weights/inter/ms"] > 0 for figures in pool(4).run(offloaded))
+
+
+def second_monitor(adapter: Adapter) -> None:
+    """In a worker: a second monitor on a model, or a part of it, while the first one is open, and after that."""
+    model = adapter.make(Case(model=MODEL), Strategy("GGG", gpus_per_node=GPUS))
+    with monitor(model) as watch:
+        for part in (model, model.blocks):
+            with pytest.raises(RuntimeError, match="another monitor measures this"):
+                monitor(part)
+        train(adapter, model, Case(steps=1))
+        assert figures_of(watch)["weights/inter/ms"] > 0
+    with monitor(model.blocks):
+        pass
+
+
+@over_adapters
+def test_a_second_one_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    pool(4).run(second_monitor, adapter)
+
+
+def long_step(adapter: Adapter) -> tuple[int, dict[str, float], dict[str, float]]:
+    """In a worker: the intervals that are kept of a step that is too long, its figures, and those of the next."""
+    model = adapter.make(Case(model=MODEL), Strategy("GGG", gpus_per_node=GPUS))
+    with monitor(model) as watch:
+        with patch.object(hop_timer, "MOST_INTERVALS", 5), patch("fsdp_zpp.runtime.monitor.MOST_INTERVALS", 5):
+            train(adapter, model, Case(steps=1))
+            kept, one = len(watch._timer.hops), figures_of(watch)
+        train(adapter, model, Case(steps=1))
+        return kept, one, figures_of(watch)
+
+
+@over_adapters
+def test_a_long_step_has_no_times(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for kept, one, two in pool(4).run(long_step, adapter):
+        assert kept == 5
+        assert one["weights/inter/bytes"] > 0
+        assert {name for name in two if name not in one} == {
+            "/".join((*hop, what)) for hop in HOPS for what in ("ms", "exposed_ms")
+        }
+
+
+def test_a_step_is_complete_when_all_its_times_have_come() -> None:
+    to_come = Mock(query=lambda: False)
+    complete = _Step(1, 0.0, 1.0, [], [(0.0, 1.0)], {}, None)
+    assert complete.is_complete()
+    assert not dataclasses.replace(complete, end=to_come).is_complete()
+    assert not dataclasses.replace(complete, waits=[(0.0, to_come)]).is_complete()
+    hop = hop_timer.TimedHop("gather", "inter", 0.0, to_come)
+    assert not dataclasses.replace(complete, hops=[hop]).is_complete()
+
+
+def test_overlaps_are_those_of_all_pairs() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        times = sorted(draw.choices(range(60), k=20))
+        waits = [(float(a), float(b)) for a, b in zip(times[::2], times[1::2], strict=True)]
+        hops = [(float(a), float(a + draw.randrange(20))) for a in draw.choices(range(60), k=10)]
+        pairs = [(max(a, c), min(b, d)) for a, b in hops for c, d in waits if a < d and c < b]
+        assert sorted(overlaps(hops, waits)) == sorted(pairs)
 
 
 def test_overlaps() -> None:

@@ -50,6 +50,16 @@ class ShardedInstance(Sharded):
         flat_param = self._flat_param
         return 0 if flat_param is None else sum(shape.numel() for shape in flat_param._shapes)
 
+    def trained_numel(self) -> int:
+        """Return the number of all values if any is trained, since torch reduces the gradient of a flat parameter."""
+        return self.numel() if self.is_trained() else 0
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device of the handle."""
+        handle = self._instance._handle
+        device: torch.device | None = None if handle is None else handle.device
+        return device
+
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which FSDP itself gathers the weights and reduces the gradients."""
         handle = self._instance._handle

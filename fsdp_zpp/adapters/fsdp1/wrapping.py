@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,10 @@ class CommHookUnit:
 
     def full_shard_units(self, is_outermost: bool) -> None:
         """Return None, for torch gathers the weights."""
+
+    def compute_device(self) -> torch.device | None:
+        """Return the device that gradients are reduced on."""
+        return self.sharded.compute_device()
 
     def weights_loaded(self) -> None:
         """Handle weights that were loaded, from a state dict."""

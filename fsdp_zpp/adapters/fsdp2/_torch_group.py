@@ -239,6 +239,14 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Return the number of values of its parameters, on all ranks together."""
         return numel_of(self)
 
+    def trained_numel(self) -> int:
+        """Return the number of values that have gradients, which are all that torch reduces."""
+        return self.weights.trained_numel()
+
+    def compute_device(self) -> torch.device:
+        """Return the device of the group's mesh."""
+        return self.device
+
     def wire_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which FSDP itself gathers the weights, those of a uniform group, and reduces them."""
         first = self.fsdp_params[0]

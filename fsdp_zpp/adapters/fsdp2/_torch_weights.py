@@ -141,6 +141,10 @@ class GroupWeights:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""
         return any(map(_requires_gradient, self._group.fsdp_params))
 
+    def trained_numel(self) -> int:
+        """Return the number of values of the parameters that require a gradient, on all ranks together."""
+        return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
+
 
 def _requires_gradient(param: FSDPParam) -> bool:
     """Return whether a parameter requires a gradient: sharded, or as modules showed it when it was unsharded last.

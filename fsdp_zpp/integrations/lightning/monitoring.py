@@ -20,6 +20,7 @@ class MonitorCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure, now that the model is sharded."""
+        self._close()
         assert trainer.strategy.model is not None
         self._monitor, self._done = monitor(trainer.strategy.model), trainer.global_step
 
@@ -31,6 +32,13 @@ class MonitorCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the measurement."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the measurement."""
+        self._close()
+
+    def _close(self) -> None:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None

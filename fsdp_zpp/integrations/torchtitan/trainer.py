@@ -69,15 +69,15 @@ class StrategyTrainer(Trainer):
         self._accumulates = strategy is not None and not strategy.is_plain
         self._micro_batches_left = 0
         super().__init__(config)
+        is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
         if strategy is not None and self.checkpointer.enable:
             _check_export(self.checkpointer, self.model_parts)
             _take_turns(self.checkpointer)
-            is_sharded = isinstance(self.model_parts[0], FSDPModule)  # not if it is only to save a seed checkpoint
             if is_sharded and _has_codec_state(strategy):
                 self.checkpointer.states[CODECS] = _codec_state(self.model_parts, self.optimizers)
         self._monitor: Monitor | None = None
         self._figures: dict[str, float] = {}
-        if config.parallelism.monitor:
+        if config.parallelism.monitor and is_sharded:
             self._monitor = monitor(nn.ModuleList(self.model_parts))
             self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
 
