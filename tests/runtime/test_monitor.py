@@ -148,8 +148,10 @@ def test_full_shard_sends_what_is_said_of_other_models(
 ) -> None:
     stock = pool(4).run(one_step, adapter, STOCK, kind)
     said = pool(4).run(one_step, adapter, Strategy("GGG", gpus_per_node=GPUS), kind)
+    # A strategy has FSDP1 shard frozen parameters apart, which are then not reduced with the others: two of `up`.
+    apart = 2 * 4 * (32 * 64 + 64) // 4 if str(adapter) == "fsdp1" and kind == "partly frozen" else 0
     for (sent, _), (_, figures) in zip(stock, said, strict=True):
-        assert figures["inter/full_shard_bytes"] == sent
+        assert figures["inter/full_shard_bytes"] == sent - apart
         assert figures["inter/share"] >= 1
 
 
