@@ -130,3 +130,34 @@ def test_a_hop_of_single_gpus_goes_out_of_the_box_and_stays_in_it_by_how_many_pe
     flat = plan(LLAMA_8B, nodes=32, gpus_per_node=1, inter_gbps=1)["zeropp"].volume
     assert own.inter + own.intra == flat.inter
     assert own.intra / own.inter == pytest.approx(7 / 24)
+
+
+@pytest.mark.parametrize("cluster", [{"nodes": 1, "gpus_per_node": 8}, {"nodes": 8, "gpus_per_node": 1}], ids=str)
+def test_the_strategy_of_torchs_row_fits_though_gradients_accumulate_in_fp32_here(cluster: dict[str, int]) -> None:
+    made = plan(20e9, **cluster, gpu="a100", net="8xib-ndr", micro_batches=4, tokens=4096)
+    assert made["FULL_SHARD"].fits
+    assert not made["GNG"].fits
+    for row in made.rows:
+        if row.torch is not None and row.fits:
+            assert made[row.strategy.levels].fits
+    assert made["FULL_SHARD"].strategy.levels == "GGG"
+    roomy = plan(1e9, **cluster, gpu="a100", net="8xib-ndr", micro_batches=4, tokens=4096)
+    assert roomy["FULL_SHARD"].strategy.levels == "GNG"
+
+
+def test_a_model_that_is_frozen_in_part_is_compared_under_zeropp_too() -> None:
+    cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100", "net": "100gbe", "tokens": 4096}
+    names = {row.name for row in plan(7e9, trainable=6.9e9, **cluster).rows}
+    assert {"zeropp", "loco", "mixzpp"} <= names
+    named = {row.name for row in plan(7e9, trainable=6.9e9, **cluster, frozen=NF4(64)).rows if row.title}
+    assert named == {"FULL_SHARD", "HYBRID_SHARD", "mixzpp nf4(64)"}
+    box = [row.name for row in eight_4090().rows if row.title]
+    assert "mixzpp, nodes of 1" in box
+    assert "zeropp, nodes of 1" not in box  # each GPU is a node to it already
+
+
+def test_naming_the_codec_of_the_base_leaves_torchs_rows_as_they_are() -> None:
+    cluster = {"nodes": 2, "gpus_per_node": 4, "gpu": "h100", "net": "100gbe", "tokens": 2048}
+    plain, named = plan(LLAMA_70B, **cluster), plan(LLAMA_70B, **cluster, frozen=NF4(64))
+    for name in ("FULL_SHARD", "HYBRID_SHARD"):
+        assert (named[name].memory, named[name].volume) == (plain[name].memory, plain[name].volume)
