@@ -1,9 +1,10 @@
 """The best row that fits, and why it is.
 
-The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE`, rows without codecs go first if
-computation hides their communication and it is no large part of the step. Of the rest the one is chosen that communicates least over a slow network, since
-computation hides communication on paper better than in practice; of equals one with a name that people know, torch's or
-a preset's, before presets with a coarser base; of those the smallest.
+The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE`, rows without codecs go first
+if computation hides their communication and it is no large part of the step. Of the rest the one is chosen that
+communicates least over a slow network, since computation hides communication on paper better than in practice; of
+equals one with a name that people know, torch's or a preset's, before presets with a coarser base; of those the
+smallest.
 """
 
 from __future__ import annotations
