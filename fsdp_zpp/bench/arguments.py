@@ -79,8 +79,8 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
         metavar="NAMES",
         help=f"the only strategies to try, separated by commas: {', '.join(_SHOWN)}; IIG: these scopes without codecs; "
         "zeropp-IIG: with those of zeropp. Prefix fsdp1: uses FullyShardedDataParallel; suffix "
-        f"{ALONE} counts each GPU as a node (not for torch's own); once-...: the base is quantized and the model wrapped "
-        "once; mixzpp wraps each layer (default: those that may pay)",
+        f"{ALONE} counts each GPU as a node (not for torch's own); once-...: the base is quantized and the model "
+        "wrapped once; mixzpp wraps each layer (default: those that may pay)",
     )
     add("--steps", type=float, default=8, metavar="N", help="timed steps of each strategy (default: 8)")
     add("--warmup", type=float, default=3, metavar="N", help="steps before them (default: 3)")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 
-from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.planner.estimate import Estimate
 from fsdp_zpp.planner.hardware import SLOWEST_NVLINK
 
@@ -19,7 +19,7 @@ _PLANNED = 2
 
 
 def candidates(planner: Planner, frozen: str | None) -> list[str]:
-    """Return the names of strategies to try, the plainest first.
+    """Return the names of strategies to try, the plainest first, as this rank's packages allow.
 
     Args:
         planner: Planner of the run.
@@ -64,7 +64,8 @@ def _on_nodes(planner: Planner, gpus_per_node: int) -> Iterator[str]:
     """Yield ZeRO++ as it is and with deltas, those that send less under accumulation, and the planner's first."""
     accumulates = planner.task.micro_batches > 1
     yield from ("zeropp", "zeropp-delta", *(("zeropp-IIG", "zeropp-delta-IIG") if accumulates else ()))
-    estimates = planner.best(gpus_per_node, weights=Int8(256), gradients=Int4(128))
+    zeropp = Strategy.zeropp()
+    estimates = planner.best(gpus_per_node, weights=zeropp.weights, gradients=zeropp.gradients)
     others = _beside(("IGG", "IIG") if accumulates else ("IGG",), estimates)
     yield from (f"zeropp-{levels}" for levels in islice(others, _PLANNED))
     yield "zeropp-GGG"  # which needs the least memory

@@ -7,6 +7,7 @@ import logging
 import sys
 from typing import Any
 
+from fsdp_zpp.collectives.agreement import run_on_first_rank
 from fsdp_zpp.planner.table import aligned
 
 from .arguments import add_arguments, check
@@ -14,6 +15,7 @@ from .chart import check_format, draw_steps
 from .columns import filled, of_a_run
 from .job import is_rank_zero, joined
 from .models import load_config
+from .result_file import check_writable
 from .run import Findings, measure_all
 
 NOTHING_MEASURED = 1
@@ -51,7 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.chart is not None:
             check_format(arguments.chart)  # now, not after minutes of measurements
         with joined() as place:
+            run_on_first_rank(lambda: _check_files(arguments))
             findings = measure_all(arguments, config, place)
+            if arguments.chart is not None and findings.recommendation.strategy is not None:
+                run_on_first_rank(lambda: draw_steps(findings.rows, arguments.chart))
     # These are errors of the arguments; anything else is a bug and keeps its traceback.
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         # All ranks have the same arguments and so the same error; one message is enough.
@@ -61,6 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     if is_rank_zero():
         _report(findings, arguments)
     return 0 if findings.recommendation.strategy is not None else NOTHING_MEASURED
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise if a result could not be written after minutes of measurements."""
+    for option in ("json", "chart"):
+        if (path := getattr(arguments, option)) is not None:
+            check_writable(f"--{option}", path)
 
 
 def _check_sequence(sequence: int, config: Any) -> None:
@@ -76,7 +88,5 @@ def _report(findings: Findings, arguments: argparse.Namespace) -> None:
     if any(row.get("sent_is_planned") for row in findings.rows):
         print("~: torch's own collectives are not counted; planned, as if every byte went to each rank by itself")
     print("", *findings.notes, findings.recommendation.line, sep="\n")
-    if arguments.chart is not None and findings.recommendation.strategy is not None:
-        draw_steps(findings.rows, arguments.chart)
     for path in filter(None, (arguments.json, arguments.chart)):
         print(f"wrote {path}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.planner.bandwidth import Bandwidth, measure_bandwidth, world
 
 _ROUNDS = 3
@@ -45,12 +46,14 @@ class Links:
         gpus_per_node: Ranks of each.
         inter: A whole node to the others; None if there is one node.
         intra: A rank to the others of its node; None if a node has one rank.
+        are_slow: Whether the machine says that it has no NVLink, so that strategies may split it, as in training.
     """
 
     nodes: int
     gpus_per_node: int
     inter: Link | None
     intra: Link | None
+    are_slow: bool = False
 
     def layout_of(self, gpus_per_node: int | None) -> Links:
         """Return the links with another number of ranks counted as a node, as far as these tell.
@@ -90,7 +93,14 @@ def measure_links(gpus_per_node: int | None, device: str) -> Links:
         ValueError: If the layout is not possible.
     """
     rounds = [measure_bandwidth(world(), gpus_per_node, _MIB[device]) for _ in range(_ROUNDS)]
-    return Links(rounds[0].nodes, rounds[0].gpus_per_node, _link(rounds, "inter_gbps"), _link(rounds, "intra_gbps"))
+    found = find_links(world())
+    return Links(
+        rounds[0].nodes,
+        rounds[0].gpus_per_node,
+        _link(rounds, "inter_gbps"),
+        _link(rounds, "intra_gbps"),
+        are_slow=found is not None and found.are_slow,
+    )
 
 
 def _link(rounds: list[Bandwidth], name: str) -> Link | None:

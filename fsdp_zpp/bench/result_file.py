@@ -36,3 +36,19 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text("\n".join(["{", *lines, "}\n"]))
     partial.replace(path)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Make the folder of ``path``, and raise unless the file can be written; one that is there stays as it is.
+
+    Raises:
+        OSError: If it can't be written. It names the ``option``.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise OSError(f"{option} {path} can't be written: {error}; name a file where rank 0 may write") from error

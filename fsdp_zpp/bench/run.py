@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_zpp.collectives.agreement import agree, from_first_rank, run_on_first_rank
+from fsdp_zpp.planner.bandwidth import world
 from fsdp_zpp.planner.model_size import module_size
 
 from .arguments import named_contenders
@@ -64,22 +66,24 @@ def measure_all(arguments: argparse.Namespace, config: Any, place: torch.device)
 
     Raises:
         ValueError: If the layout is not possible, or a strategy is unknown.
+        OSError: On every rank, if rank 0 can't write the JSON file.
     """
     if is_rank_zero():
         _log.info("measuring the links")
     links = measure_links(arguments.gpus_per_node, place.type)
     task = _task(arguments, config, links, place.type)
     planner = Planner(module_size(network(task)), task, links, free_gib(place))
-    names = arguments.strategies or ",".join(candidates(planner, arguments.frozen))
-    contenders = named_contenders(names, arguments.gpus_per_node, bool(task.lora))
+    # Ranks may have different packages, but they must try the same.
+    names = arguments.strategies or from_first_rank(",".join(candidates(planner, arguments.frozen)))
+    contenders = agree(world(), lambda: named_contenders(names, arguments.gpus_per_node, bool(task.lora)))
     notes = (_ON_CPU,) if place.type == "cpu" else ()
     rows: list[Row] = []
     findings = Findings(links, rows, Recommendation("", None), notes)
     for row in _measured(arguments, task, planner, contenders):
         rows.append(row)
         findings = Findings(links, rows, recommend(rows), notes)
-        if is_rank_zero() and arguments.json is not None:
-            _write(arguments, findings)
+        if arguments.json is not None:
+            run_on_first_rank(partial(_write, arguments, findings))
     return findings
 
 

@@ -25,17 +25,21 @@ class Candidate:
     """One row of a plan.
 
     Attributes:
-        strategy: The strategy. For one of torch's, that which sends and keeps the same here.
+        strategy: The strategy. For one of torch's, that which sends the same here. It keeps the same, too, but that
+            gradients of several micro-batches accumulate in fp32; torch's do in the dtype in which they are reduced.
         title: Name of a preset, with what is different from its defaults, or of torch's strategy; None has letters
             alone.
         torch: Name of torch's ``ShardingStrategy``; None for a strategy of this package.
         coarser: Whether the base is coarser than the preset's, and takes longer to decode: to fit, or to send less.
+        instead: Strategies to use here for one of torch's, in this order, if gradients in fp32 do not fit: they reduce
+            each micro-batch, so they send more than planned and keep less.
     """
 
     strategy: Strategy
     title: str | None = None
     torch: str | None = None
     coarser: bool = False
+    instead: tuple[Strategy, ...] = ()
 
 
 def lettered(codecs: Strategy, cluster: Cluster, local_steps: LocalSteps | None) -> list[Candidate]:
@@ -53,32 +57,33 @@ def of_torch(cluster: Cluster, work: StepConfig) -> Iterator[Candidate]:
     Under ``no_sync``, torch accumulates whole gradients on each rank, and communicates them once a step.
     """
     accumulates = work.micro_batches > 1
-    yield Candidate(Strategy("GNG" if accumulates else "GGG"), "FULL_SHARD", "FULL_SHARD")
+    full, hybrid = Strategy("GGG"), Strategy("III")
+    yield Candidate(Strategy("GNG") if accumulates else full, "FULL_SHARD", "FULL_SHARD", instead=(full,))
     if cluster.nodes > 1:
-        yield Candidate(Strategy("INI" if accumulates else "III"), "HYBRID_SHARD", "HYBRID_SHARD")
+        planned = Strategy("INI") if accumulates else hybrid
+        yield Candidate(planned, "HYBRID_SHARD", "HYBRID_SHARD", instead=(hybrid, full))
 
 
 def presets(size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec | None) -> Iterator[Candidate]:
-    """Return presets with their codecs: of ZeRO++, or of MixZ++ if parts of the model are frozen.
+    """Return presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
 
     Args:
         size: The size of the model.
         cluster: The cluster. On a single node with fast links ZeRO++'s codecs are inactive, so it is left out. If links
             inside nodes are slow, each GPU as a node is a candidate, too, where that is not what links decide.
         work: The work of a step. Scopes that accumulate inside a node are candidates if it accumulates.
-        frozen: Codec of the frozen base; None compares those that there are.
+        frozen: Codec of the frozen base; None compares those that there are, and a base without a codec.
     """
     accumulates = work.micro_batches > 1
+    found: list[Candidate] = []
     if size.frozen:
-        found = _with_quantized_base(accumulates, _base_codecs() if frozen is None else [frozen])
-    elif cluster.nodes > 1 or cluster.slow_links:
-        found = _with_codecs(accumulates, several_nodes=cluster.nodes > 1)
-    else:
-        return
-    splits = cluster.slow_links and cluster.gpus_per_node > 1 and (cluster.nodes > 1 or size.frozen > 0)
+        found += _with_quantized_base(accumulates, _base_codecs() if frozen is None else [frozen])
+    if (frozen is None or not size.frozen) and (cluster.nodes > 1 or cluster.slow_links):
+        found += _with_codecs(accumulates, several_nodes=cluster.nodes > 1)
+    splits = cluster.slow_links and cluster.gpus_per_node > 1
     for candidate in found:
         yield candidate
-        if splits:
+        if splits and (cluster.nodes > 1 or candidate.strategy.frozen is not None):
             finer = dataclasses.replace(candidate.strategy, gpus_per_node=1)
             yield Candidate(finer, f"{candidate.title}, nodes of 1")
 

@@ -1,6 +1,7 @@
 """The best row that fits, and why it is.
 
-The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE` the one is chosen that
+The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE`, rows without codecs go first
+if computation hides their communication and it is no large part of the step. Of the rest the one is chosen that
 communicates least over a slow network, since computation hides communication on paper better than in practice; of
 equals one with a name that people know, torch's or a preset's, before presets with a coarser base; of those the
 smallest.
@@ -10,14 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.resolve import Scopes, resolve_scopes
 
 from .config import MemoryBudget
 from .estimate import Estimate
-from .table import listed, seconds
+from .table import seconds
 
 TOLERANCE = 0.03
 """Times within this fraction of the shortest step count as equal: predictions are no better."""
+
+LARGE_PART = 0.3
+"""Communication that takes a larger part of a step than this is not taken to be hidden, so codecs may be chosen without
+a predicted gain: a unit's gather hides behind one other unit's computation at best, and the root's behind none. Where
+the CPU's launches take longest, none is taken to be hidden: LoRA of a 6.7B model on two nodes of one GPU was a tenth
+slower under HSDP than under codecs, though a twelfth of its planned step was communication."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
@@ -34,9 +42,29 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
         return None
     in_step, local = _by_mathematics(fitting)
     gains = all(estimate.strategy.local_steps is not None for estimate in _fastest(fitting))
-    quiet = _quietest(_fastest(local if gains else in_step), slow_links)
+    return _best(_fastest(local if gains else in_step), slow_links)
+
+
+def _best(fast: list[Estimate], slow_links: bool) -> Estimate:
+    """Return the best of those that are as fast."""
+    exact = [estimate for estimate in fast if not _is_lossy(estimate)]
+    if exact:
+        best = _plainest(_quietest(exact, slow_links))
+        if _hider(best) == "computation" and best.time.communication <= LARGE_PART * best.time.total:
+            return best
+    return _plainest(_quietest(fast, slow_links))
+
+
+def _plainest(estimates: list[Estimate]) -> Estimate:
     # Where letters coincide, the usual name wins: False sorts before True.
-    return min(quiet, key=lambda each: (*_fame(each), each.memory.total, _goes_by_another_name(each)))
+    return min(estimates, key=lambda each: (*_fame(each), each.memory.total, _goes_by_another_name(each)))
+
+
+def _is_lossy(estimate: Estimate) -> bool:
+    """Return whether a codec rounds what is sent or kept."""
+    strategy = estimate.strategy
+    codecs = strategy.weights, strategy.gradients, strategy.intra_gradients, strategy.frozen
+    return any(isinstance(codec, Codec) for codec in codecs)
 
 
 def _by_mathematics(estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Estimate]]:
@@ -73,7 +101,7 @@ def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list
 
 
 def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget, slow_links: bool) -> str:
-    """Say in one sentence why ``choice`` is the choice, or why there is none."""
+    """Say why ``choice`` is the choice, or why there is none."""
     if choice is None:
         smallest = min(estimates, key=lambda estimate: estimate.memory.total)
         return (
@@ -82,50 +110,62 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
         )
     fitting = [estimate for estimate in estimates if estimate.fits]
     in_step, local = _by_mathematics(fitting)
+    beside = _beside_full_shard(estimates, choice)
     if len(fitting) == 1:
-        takes = f"with {choice.gib:.1f} GiB of {budget.gpu_memory:g} GiB a GPU"
-        return f"{choice.name} is the only one that fits, {takes}{_on_mathematics(choice, in_step, local)}."
-    among = f"all {len(estimates)}" if len(fitting) == len(estimates) else f"the {len(fitting)} that fit"
-    place = f"the fastest of {among}" if choice in _fastest(fitting) else f"the choice of {among}"
-    sentence = f"{choice.name} is {place}, at {seconds(choice.time.total)} a step{_on_hiding(choice)}"
-    sentence += _on_ties(choice, in_step if choice.strategy.local_steps is None else local, slow_links)
-    sentence += _on_mathematics(choice, in_step, local)
-    return f"{sentence}{_beside_full_shard(estimates, choice)}."
+        takes = f"{choice.gib:.1f} GiB of {budget.gpu_memory:g} GiB a GPU"
+        sentences = [f"{choice.name} is the only one that fits, with {takes}{beside}."]
+    else:
+        alike = in_step if choice in in_step else local
+        others = f"the {len(alike)}{' that fit' if len(fitting) < len(estimates) else ''}"
+        if in_step and local:
+            others += f" {'without' if choice in in_step else 'with'} local steps"
+        sentences = [f"{choice.name} takes {seconds(choice.time.total)} a step{beside}."]
+        sentences.append(_on_ties(choice, alike, others, slow_links))
+    return " ".join([*sentences, *_on_mathematics(choice, in_step, local)])
 
 
-def _on_hiding(choice: Estimate) -> str:
+def _hider(choice: Estimate) -> str:
+    """Return what hides the communication of ``choice``; empty if nothing does."""
     time = choice.time
     if time.wait or max(time.computation, time.launch) <= time.communication:
         return ""
-    return f", where {'computation' if time.computation >= time.launch else 'the CPU'} hides its communication"
+    return "computation" if time.computation >= time.launch else "the CPU"
 
 
-def _on_ties(choice: Estimate, alike: list[Estimate], slow_links: bool) -> str:
-    """Say what decided among those that are as fast."""
+def _on_ties(choice: Estimate, alike: list[Estimate], others: str, slow_links: bool) -> str:
+    """Say how many are as fast, and what decided among them."""
     fast = _fastest(alike)
-    quiet = _quietest(fast, slow_links)
-    louder = [each.name for each in fast if each not in quiet]
-    larger = [each.name for each in quiet if each.memory.total > choice.memory.total and _fame(each) == _fame(choice)]
-    said = ""
-    if louder:
-        said += f"; it communicates less than {listed(louder)}"
-    if larger:
-        said += f"{' and' if louder else ';'} takes less memory than {listed(larger)}"
-    return f"{said}, which are as fast within {TOLERANCE:.0%}" if said else ""
+    hider = _hider(choice)
+    if len(fast) == 1:
+        return f"It is the fastest of {others}{f', and {hider} hides its communication' if hider else ''}."
+    count = f"All{others.removeprefix('the')}" if len(fast) == len(alike) else f"{len(fast)} of {others}"
+    said = f"{count} are as fast within {TOLERANCE * 100:g} %"
+    said += f", because {hider} hides their communication" if hider else ""
+    exact = [each for each in fast if not _is_lossy(each)]
+    is_exact = not _is_lossy(choice) and len(exact) < len(fast)
+    rivals = exact if is_exact else fast
+    quiet = _quietest(rivals, slow_links)
+    reasons = ["sends the least"] if len(quiet) < len(rivals) else []
+    if any(each.memory.total > choice.memory.total and _fame(each) == _fame(choice) for each in quiet):
+        reasons.append("takes the least memory")
+    if is_exact and not reasons:
+        reasons.append("is the plainest")
+    among = "these without codecs" if is_exact else "these"
+    return f"{said}; of {among} it {' and '.join(reasons)}." if reasons else f"{said}."
 
 
-def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> str:
+def _on_mathematics(choice: Estimate, in_step: list[Estimate], local: list[Estimate]) -> list[str]:
     """Say how the choice compares with those that fit on the other side of local steps."""
     others = in_step if choice in local else local
     fastest = min(others, key=lambda estimate: estimate.time.total, default=None)
     if choice in local:
         if fastest is None:
-            return "; it changes the mathematics, and without that nothing fits"
+            return ["It changes the mathematics; without that, nothing fits."]
         figures = f"{fastest.name} is the fastest, at {seconds(fastest.time.total)}"
-        return f"; it changes the mathematics, and of those that do not, {figures}"
+        return [f"It changes the mathematics; of those that do not, {figures}."]
     if fastest is None or fastest.time.total >= choice.time.total:
-        return ""
-    return f"; {fastest.name} takes {seconds(fastest.time.total)}, too small a gain to change the mathematics for"
+        return []
+    return [f"{fastest.name} takes {seconds(fastest.time.total)}, too small a gain to change the mathematics for."]
 
 
 def _beside_full_shard(estimates: Sequence[Estimate], choice: Estimate) -> str:

@@ -39,7 +39,8 @@ class Estimate:
     Attributes:
         strategy: The strategy of all parameters, or of those beside experts. If each GPU counts as a node without being
             asked to, and there is a quantized base, ``gpus_per_node`` is None, so that the base is sharded over the
-            machine. For a row of torch's, the strategy here that sends the same.
+            machine. For a row of torch's, the strategy here that sends the same or, if that does not fit since it
+            accumulates gradients in fp32, one that reduces each micro-batch.
         topology: The layout of the ranks that it shards over.
         volume: Bytes that one GPU sends in an optimizer step, out of its node (of the cluster) and inside it; those of
             exchanges are averaged over the steps.

@@ -30,11 +30,36 @@ def estimate_of(
     budget: MemoryBudget,
     precision: Precision,
 ) -> Estimate:
-    """Return the figures of ``candidate``. With local steps, there is one part, of whole layers."""
+    """Return the figures of ``candidate``. With local steps, there is one part, of whole layers.
+
+    For one of torch's, they are as torch runs it, and the strategy is one that fits here if any does.
+    """
+    on = parts, size, cluster, axes, work, budget
+    if candidate.torch is None:
+        return _estimate(candidate, *on, precision)
+    # Torch's FSDP accumulates in the dtype in which it reduces.
+    as_torchs = _estimate(candidate, *on, replace(precision, accumulation=precision.reduce))
+    for strategy in (candidate.strategy, *candidate.instead):
+        own = _estimate(replace(candidate, strategy=strategy), *on, precision)
+        if own.fits:
+            break
+    experts = as_torchs.experts
+    if experts is not None and own.experts is not None:
+        experts = replace(experts, strategy=own.experts.strategy)
+    return replace(as_torchs, strategy=own.strategy, experts=experts)
+
+
+def _estimate(
+    candidate: Candidate,
+    parts: tuple[Part, ...],
+    size: ModelSize,
+    cluster: Cluster,
+    axes: Axes,
+    work: StepConfig,
+    budget: MemoryBudget,
+    precision: Precision,
+) -> Estimate:
     strategy = candidate.strategy
-    if candidate.torch is not None:
-        # Torch's FSDP accumulates in the dtype in which it reduces.
-        precision = replace(precision, accumulation=precision.reduce)
     dense, *others = (_of_part(part, strategy, cluster, axes, work, precision) for part in parts)
     experts = next(iter(others), None)
     volume, memory = dense.volume, dense.memory + memory_beside(budget)

@@ -29,7 +29,7 @@ class Plan:
         estimates: All 14 strategies, in the order of ``LEGAL_LEVELS``; then those with local steps, if they were given
             and there are several nodes.
         choice: The best strategy that fits; None if none does.
-        reason: A sentence that says why.
+        reason: A sentence or two that say why.
         notes: Sentences that explain the figures.
         local_steps: The local steps of the strategies that have them; None if none has.
         axes: The other parallelisms.

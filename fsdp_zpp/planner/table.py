@@ -29,12 +29,3 @@ def count(number: int, noun: str, plural: str = "s") -> str:
 def seconds(value: float) -> str:
     """Return a time as text, in seconds or milliseconds."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a list in a sentence: the first few, and how many others there are."""
-    shown = list(names) if len(names) <= _LISTED else [*names[: _LISTED - 1], f"{len(names) - _LISTED + 1} others"]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
-
-
-_LISTED = 4

@@ -112,6 +112,19 @@ def test_adapters_of_a_mixture_are_trained_on_each_kind_of_base(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("option", ["--json", "--chart"])
+def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks_before_anything_is_measured(
+    option: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "bench.svg"
+    command = ["--model", config(tmp_path / "model", LLAMA), *WORK, option, path]
+    done = launch(2, "-m", "fsdp_zpp", "bench", *command, on_cpu=True)
+    assert done.returncode != 0
+    assert f"{option} {path} can't be written" in done.stderr
+    assert "measuring the links" not in done.stderr
+
+
 class _Idle(Training):
     """A training that does nothing."""
 

@@ -130,9 +130,10 @@ def test_memory_is_the_planners() -> None:
     assert made.states_gib(contender("hybrid_shard")) == pytest.approx(by_levels["III"])
     alone = made.states_gib(contender("zeropp-alone"))
     assert alone == made.states_gib(contender("zeropp").on_nodes_of(1))
-    # Whole gradients of all but the last micro-batch, in bf16.
+    # Whole gradients of all but the last micro-batch, in bf16; the shard's in fp32 come after them.
     accumulating = planner(links, micro_batches=4)
-    assert accumulating.states_gib(contender("full_shard")) == pytest.approx(by_levels["GGG"] + 2 * 1.3e9 / 2**30)
+    gradients = (2 - 4 / 8) * 1.3e9 / 2**30
+    assert accumulating.states_gib(contender("full_shard")) == pytest.approx(by_levels["GGG"] + gradients)
     assert made.states_gib(contender("diloco-8")) is None
 
 
@@ -146,6 +147,14 @@ def test_a_base_takes_its_codes_once_whole_or_sharded() -> None:
     assert sharded == made.states_gib(contender("mixzpp"))
     # Three quarters of them are elsewhere, and two of ten units are in flight.
     assert whole - sharded == pytest.approx((0.75 - 0.2) * codes, rel=0.01)
+
+
+def test_slow_links_split_the_machine_for_strategies_that_name_no_node_size() -> None:
+    slow = planner(Links(1, 4, None, PCIE, are_slow=True))
+    assert slow.states_gib(contender("zeropp")) == slow.states_gib(contender("zeropp-alone"))
+    fast = planner(Links(1, 4, None, FAST))
+    assert fast.states_gib(contender("zeropp")) != fast.states_gib(contender("zeropp-alone"))
+    assert fast.states_gib(contender("hybrid_shard")) == fast.states_gib(contender("full_shard"))
 
 
 def test_bytes_of_torchs_strategies_are_planned_by_hop() -> None:

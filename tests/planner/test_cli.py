@@ -68,7 +68,7 @@ def test_the_table_is_the_plan() -> None:
     assert len(rows) == 14
     (chosen,) = (line for line in lines if line.startswith("-> "))
     assert chosen.startswith(f"-> {made.choice.levels}")
-    assert lines[-8 - len(made.notes) : -5 - len(made.notes)] == [made.reason, "", made.choice.paste]
+    assert lines[-9 - len(made.notes) : -6 - len(made.notes)] == [made.reason, "", made.choice.paste]
     fits = rows[: next(i for i, line in enumerate(lines) if line.startswith("does not fit")) - lines.index(chosen)]
     assert sorted(fits) == sorted(estimate.levels for estimate in made.estimates if estimate.fits)
 

@@ -85,15 +85,15 @@ def options_of(path: Path) -> tuple[ModelSize, dict[str, Any]]:
     result = json.loads(path.read_text())
     options = result["arguments"]
     size = SIZES[options["size"] + " adapters" * bool(options.get("lora"))]
-    between = SOCKETS
-    if options.get("fast_network"):
-        blocked = (result.get("environment") or {}).get("NCCL_P2P_DISABLE") == "1"
-        between = WITHOUT_PEER_TO_PEER if blocked else NVLINK
+    blocked = (result.get("environment") or {}).get("NCCL_P2P_DISABLE") == "1"
+    inside = WITHOUT_PEER_TO_PEER if blocked else NVLINK
+    between = inside if options.get("fast_network") else SOCKETS
     return size, {
         "nodes": options["nodes"],
         "gpus_per_node": options["gpus_per_node"],
         "inter_gbps": between * options["gpus_per_node"],
-        "intra_gbps": NVLINK,
+        "intra_gbps": inside,
+        "slow_links": blocked,
         "gpu": GPUS[result["manifest"]["machine"]["gpu"]],
         "micro_batches": options["micro_batches"],
         "tokens": options["micro_batch"] * options["sequence"],
