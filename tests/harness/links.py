@@ -39,7 +39,7 @@ def machine(sets: Sets | None) -> Iterator[None]:
 
     with (
         patch.object(links, "own_report", own_report),
-        patch.object(links, "_communicates_between_gpus", lambda group: dist.get_world_size(group) > 1),
+        patch.object(links, "may_be_known", lambda group: dist.get_world_size(group) > 1),
         patch.object(links, "_links", WeakKeyDictionary()),
     ):
         yield
