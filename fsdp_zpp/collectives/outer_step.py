@@ -223,10 +223,12 @@ class OuterStep:
         """Return what SGD adds to this rank's chunks of the weights, given their outer gradient."""
         config = self._config
         parts = {piece: self._momentum[piece.name].to(self._device).view(1, -1) for piece in layout.pieces}
-        momentum = layout.join(parts, 1, gradient)
+        # What one parameter has is updated in place.
+        momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
         momentum.mul_(config.outer_momentum).add_(gradient)
         for piece, new in layout.split(momentum).items():
-            self._momentum[piece.name].copy_(new[0])
+            if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
+                kept.copy_(new[0])
         step = gradient.add_(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
         return step.mul(-config.outer_lr)
 

@@ -279,15 +279,19 @@ def test_a_hook_follows_links_too(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(hooked, Int4(32), NONE, None, LoCo())[0][0] == "1 node x 4"
 
 
+def placed(adapter: Adapter | None, gpus_per_node: int | None) -> object:
+    """In a worker: a model, or a hook, on nodes of this size."""
+    if adapter is None:
+        return QuantizedReduceState(Int4(32), gpus_per_node=gpus_per_node)
+    return adapter.wrap(models.make_net(), Strategy.zeropp(gpus_per_node=gpus_per_node))
+
+
 def named_on_one_rank(adapter: Adapter | None) -> str:
     """In a worker: what a model, or a hook, raises if the last rank alone names the nodes, and links would be asked."""
     gpus_per_node = 4 if dist.get_rank() == 3 else None
     with machine(NONE):
-        with pytest.raises(ValueError) as raised:
-            if adapter is None:
-                QuantizedReduceState(Int4(32), gpus_per_node=gpus_per_node)
-            else:
-                adapter.wrap(models.make_net(), Strategy.zeropp(gpus_per_node=gpus_per_node))
+        with pytest.raises(ValueError, match="ranks were given") as raised:
+            placed(adapter, gpus_per_node)
         assert known_links(dist.group.WORLD) is None
     return str(raised.value)
 

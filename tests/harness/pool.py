@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_zpp.collectives import rank_names
+
 TIMEOUT = timedelta(seconds=110)
 """How long a collective may take, and a task: a hang fails in less than two minutes."""
 GRACE = 6.0
@@ -108,6 +110,7 @@ def _work(rank: int, world: int, port: int, pipe: Connection) -> None:
         task = pipe.recv()
         if task is None:
             break
+        rank_names._axes.clear()  # of the mesh of an earlier test over the same ranks
         module, name, args, deadline = task
         # A rank that hangs says where, with the test's captured output, before the pool ends it.
         faulthandler.dump_traceback_later(max(deadline - GRACE - time.monotonic(), 1.0))

@@ -189,7 +189,7 @@ def peaks_of_exchanges(gpus_per_node: int, numel: int) -> dict[tuple[str, str, s
         held = torch.ones(numel if replicated else -(-numel // gpus_per_node), dtype=dtype)
         share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
         outer = OuterStep(local_steps, mesh, Traffic())
-        fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), partial(list, ["weight"]), int)
+        fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), dict, partial(list, ["weight"]), int)
         fragment.note_trained()
         with PeakOfNewMemory() as memory:
             fragment.send(1)

@@ -37,7 +37,9 @@ def test_a_summary_names_what_is_inactive_and_why() -> None:
     one_node = str(on(Topology(4, 4), zeropp))
     assert "NOT active: weights gathered as int8(256), gradients reduced as int4(128) (one node: no gain" in one_node
     assert one_node.count("one node: no inter-node hop") == 1
-    assert "no intra-node hop" in str(on(Topology(4, 1), zeropp))
+    # A codec that was derived is not missed without its hop; one that was asked for is.
+    assert not on(Topology(4, 1), zeropp).inactive
+    assert "no intra-node hop" in str(on(Topology(4, 1), Strategy.zeropp(intra_gradients=Int8(128))))
     (alone,) = on(Topology(1, 1), zeropp).inactive
     assert alone.endswith("gradients reduced as int4(128) on the inter-node hop (one rank: nothing is sent)")
     assert on(Topology(4, 2), Strategy()).active == (
