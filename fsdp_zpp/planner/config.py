@@ -42,13 +42,7 @@ class Cluster:
         object.__setattr__(self, "nodes", whole("nodes", self.nodes))
         object.__setattr__(self, "gpus_per_node", whole("gpus_per_node", self.gpus_per_node))
         _check_bandwidth("inter_gbps", self.inter_gbps, self.nodes, "nodes, so a node's Gbit/s to the others", "--net")
-        _check_bandwidth(
-            "intra_gbps",
-            self.intra_gbps,
-            self.gpus_per_node,
-            "GPUs a node, so a GPU's Gbit/s inside it",
-            "--gpu, --link",
-        )
+        _check_bandwidth("intra_gbps", self.intra_gbps, self.gpus_per_node, "GPUs a node, so a GPU's Gbit/s inside it", "--gpu, --link")
 
     @property
     def topology(self) -> Topology:
@@ -60,10 +54,8 @@ def _check_bandwidth(name: str, gbps: float | None, ranks: int, what: str, named
     if gbps is not None:
         positive(name, gbps)
     elif ranks > 1:
-        raise ValueError(
-            f"{name} is missing: there are {ranks} {what} must be given or measured; on the command line, "
-            f"pass --{name.replace('_', '-')}, {named}, or run it under torchrun with --measure"
-        )
+        raise ValueError(f"{name} is missing: there are {ranks} {what} must be given or measured; on the command line, "
+            f"pass --{name.replace('_', '-')}, {named}, or run it under torchrun with --measure")
 
 
 @dataclass(frozen=True)
