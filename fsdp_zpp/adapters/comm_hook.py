@@ -21,7 +21,7 @@ from fsdp_zpp.config.error_feedback import LoCo, check_error_feedback
 from fsdp_zpp.config.resolve import intra_node_codec
 from fsdp_zpp.config.strategy import check_gpus_per_node
 from fsdp_zpp.runtime.checkpoint import RankState
-from fsdp_zpp.runtime.rank_layout import joined_by_links, launched_node_size
+from fsdp_zpp.runtime.rank_layout import joined_by_links, node_size_fact
 
 
 class QuantizedReduceState:
@@ -34,7 +34,8 @@ class QuantizedReduceState:
         codec: Codec of the inter-node hop; None for full precision in two hops.
         intra_codec: Codec of the intra-node hop; ``"auto"`` is ``Int8`` with the same block.
         error_feedback: Error feedback on the codecs. A state that has it serves one model only.
-        gpus_per_node: Consecutive ranks that share fast links. Default: as for ``Strategy.zeropp()``.
+        gpus_per_node: Consecutive ranks that share fast links. Default: as for ``Strategy.zeropp()``, or with
+            error feedback as for ``Strategy.loco()``.
         process_group: The group that the model is sharded over. Default: all ranks.
 
     Raises:
@@ -66,10 +67,10 @@ class QuantizedReduceState:
         intra = agree(self.process_group, lambda: _checked(codec, intra_codec, error_feedback, gpus_per_node))
         self.traffic = Traffic()
         facts: dict[str, object] = {"codec": codec, "intra_codec": intra, "error_feedback": error_feedback}
-        facts |= {"gpus_per_node": gpus_per_node or launched_node_size(self.process_group)}
-        # Before process_mesh, which makes process groups: ranks with different node sizes would hang in it.
+        facts |= {"gpus_per_node": node_size_fact(gpus_per_node, self.process_group)}
+        # Before links are asked and process groups are made: ranks with different node sizes would hang in either.
         check_agreement(self.process_group, "QuantizedReduceState", facts)
-        self.mesh = _mesh_of(self.process_group, gpus_per_node, codec)
+        self.mesh = _mesh_of(self.process_group, gpus_per_node, gains=codec is not None and error_feedback is None)
         self.codecs = (intra, codec)
         self.error_feedback = error_feedback
         self._is_of_unit = False
@@ -158,9 +159,9 @@ def _checked(
     return intra
 
 
-def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, codec: Codec | None) -> ProcessMesh:
-    """Return the mesh of a hook; like a strategy, it follows links if it has a codec for slow ones. Collective."""
-    if gpus_per_node is None and codec is not None:
+def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, gains: bool) -> ProcessMesh:
+    """Return the mesh of a hook. Like a strategy, it follows links if it gains by that at little cost. Collective."""
+    if gpus_per_node is None and gains:
         find_links(group)
         if (joined := joined_by_links(group)) is not None:
             return mesh_on(group, joined, by_links=True)

@@ -64,6 +64,9 @@ class Codec(ABC):
             cols: Columns of the grid.
         """
 
+    def prepare_decode(self, device: torch.device) -> None:  # noqa: B027
+        """Load what decoding needs besides payloads; called when ``device`` gets payloads to keep, before a forward."""
+
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:
         """Decode rows of a larger payload, in order.
 

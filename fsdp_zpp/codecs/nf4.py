@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.kernels import PayloadLayout, dequantize_nf4_rows
+from fsdp_zpp.kernels.nf4 import levels_on
 
 from .base import Codec, check_block
 
@@ -104,6 +105,9 @@ class NF4(Codec):
         values = out.new_empty(rows * cols, padded)
         self.decode_rows(payload, values)
         out.view(cols, rows, numel).copy_(values.view(rows, cols, padded)[..., :numel].transpose(0, 1))
+
+    def prepare_decode(self, device: torch.device) -> None:
+        levels_on(device)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:
         dequantize_nf4_rows(payload, out, self.block)

@@ -12,6 +12,7 @@ _LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS = 0
 _P2P_OVER_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 _P2P_WORKS = 0  # NVML_P2P_STATUS_OK
+_P2P_UNKNOWN = 6  # NVML_P2P_STATUS_UNKNOWN; those between deny it, each with a reason
 _UUID_NBYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
@@ -21,7 +22,7 @@ class NvlinkPeers(NamedTuple):
     Attributes:
         gpu: That one; for an instance of MIG, the whole GPU.
         joined: GPUs to which it has NVLink, directly or through switches.
-        apart: GPUs to which it has none.
+        apart: GPUs to which it has none. Those in neither are unknown.
     """
 
     gpu: str
@@ -68,7 +69,10 @@ def _peers(library: Any, uuid: str) -> NvlinkPeers | None:
         if name is None or name == gpu:
             continue
         if library.nvmlDeviceGetP2PStatus(own, peer, _P2P_OVER_NVLINK, ctypes.byref(status)) == _SUCCESS:
-            (joined if status.value == _P2P_WORKS else apart).add(name)
+            if status.value == _P2P_WORKS:
+                joined.add(name)
+            elif status.value < _P2P_UNKNOWN:
+                apart.add(name)
     return NvlinkPeers(gpu, frozenset(joined), frozenset(apart))
 
 

@@ -8,6 +8,7 @@ GPU; ranks exchange what they have found, once a group, so that all of them conc
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from ._nvml import NvlinkPeers, nvlink_peers
 from .agreement import from_each_rank
 from .mesh import topology_of
 from .rank_names import named_ranks
+
+logger = logging.getLogger("fsdp_zpp")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def find_links(group: dist.ProcessGroup, device: torch.device | None = None) -> 
         device: This rank's GPU. Default: the one that the group is bound to, or the current one.
     """
     if group not in _links:
-        _links[group] = _exchanged(group, device) if _communicates_between_gpus(group) else None
+        _links[group] = _exchanged(group, device) if may_be_known(group) else None
     return _links[group]
 
 
@@ -146,18 +149,26 @@ def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
     return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
 
 
-def _communicates_between_gpus(group: dist.ProcessGroup) -> bool:
-    """Return whether to ask ranks about GPUs; alike on all of them, whatever each has."""
+def may_be_known(group: dist.ProcessGroup) -> bool:
+    """Return whether :func:`find_links` asks ranks about GPUs; alike on all of them, whatever each has."""
     return dist.get_world_size(group) > 1 and "nccl" in dist.get_backend_config(group)
 
 
 def _exchanged(group: dist.ProcessGroup, device: torch.device | None) -> Links | None:
-    reports = from_each_rank(own_report(group, device), group, device)
+    reports = from_each_rank(_own_report_or_none(group, device), group, device)
     try:
         launched = topology_of(group)
     except ValueError:  # the launcher does not say what shares a machine; whoever needs nodes raises it
         return None
     return links_from(reports, launched)
+
+
+def _own_report_or_none(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
+    try:
+        return own_report(group, device)
+    except Exception as error:  # of any kind: the other ranks would hang in the exchange
+        logger.debug("links of this rank's GPU are not known: %s: %s", type(error).__name__, error)
+        return GpuReport(None)
 
 
 def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:

@@ -16,13 +16,15 @@ given, the machine is asked (collectives/links.py), and its answer decides if th
   all states: ``III`` would become ``NNN``.
 - Only if codecs make it pay. Under parameter scope ``I`` they must encode the weights, of which each node keeps a copy:
   one that is not encoded would undo what sharding saves. Under others, codecs of weights or gradients will do.
+- Not with error feedback, whose fp32 errors each GPU would keep for whole gradients: 4 bytes a parameter, which no
+  sharding divides.
 - Not for a frozen base, ours or one of packed values, which stays sharded over the host: under LoRA it is nearly all of
   the model, which often has no room on one GPU.
 - Not on several hosts. The network between them is slower still, so the host stays the node, and both hops are encoded.
 - Not if the sets of ranks that NVLink joins are unequal or not consecutive, which no node size expresses.
 
-The price is the encoded copy of the weights and, under gradient scope ``I`` or with error feedback, gradients that
-accumulate whole on each GPU; the set-up line names the bytes. Otherwise the host is the node. PCIe counts as slow with
+The price is the encoded copy of the weights and, under gradient scope ``I``, gradients that accumulate whole on
+each GPU; the set-up line names the bytes. Otherwise the host is the node. PCIe counts as slow with
 peer-to-peer access, too: what it lacks beside NVLink is bandwidth.
 """
 

@@ -177,7 +177,7 @@ class Strategy:
     def follows_links(self) -> bool:
         """Return whether the machine's links decide what a node is, if it is not named; [Note: Links] in resolve.py."""
         encodes = self.weights is not None or (self.gradients is not None and not self.keeps_secondary)
-        return self.optimizer == "G" and encodes
+        return self.optimizer == "G" and encodes and self.error_feedback is None
 
     @classmethod
     def zeropp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:

@@ -105,3 +105,5 @@ class FrozenUnit:
     def _hold(self, shard: Tensor) -> None:
         """Hold another tensor as the payload shard, or as the secondary shard."""
         self._shard, self._held = shard, self.split(shard)
+        for codec in {weight.codec for weight in self.weights}:
+            codec.prepare_decode(shard.device)

@@ -6,6 +6,13 @@ Decoding takes ``level * scale`` in fp32 and rounds once, to the dtype of the ou
 finite is NaN, so all of it decodes to NaN.
 """
 
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -25,3 +32,14 @@ LEVELS = (
     1.0,
 )
 """The level of each code: fp32 values, ascending. They are those of QLoRA (arXiv 2305.14314, appendix E)."""
+
+
+@functools.cache
+def levels_on(device: torch.device) -> Tensor:
+    """Return the levels on ``device``, fp32 [16].
+
+    The first call for a GPU copies them there, for which the CPU waits, and which no CUDA graph can capture: make it
+    before a forward.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(LEVELS, dtype=torch.float32, device=device)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .nf4 import LEVELS
+from .nf4 import levels_on
 from .payload import MIN_SCALE, SCALE_MASK, SCALE_RAISE, PayloadLayout
 
 
@@ -111,7 +111,7 @@ def dequantize_nf4_rows(
     def call(payload: Tensor, out: Tensor) -> None:
         if numel == 0:  # torch views no rows without bytes as floats
             return
-        levels = torch.tensor(LEVELS, device=payload.device)
+        levels = levels_on(payload.device)
         # Byte by byte, of whose two values the first is the high nibble: half as many look-ups as there are codes.
         pairs = torch.cartesian_prod(levels, levels)
         values = torch.nn.functional.embedding(layout.codes(payload, numel).int(), pairs)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_zpp.collectives.hops import Hop, Traffic, hop_over
 from fsdp_zpp.collectives.kinds import Level
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import process_mesh
 
 from .config import positive, whole
@@ -85,6 +86,24 @@ def measure_bandwidth(
         inter_gbps=gbps(mesh.inter, "inter", topology.gpus_per_node),
         intra_gbps=gbps(mesh.intra, "intra", 1),
     )
+
+
+def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool | None:
+    """Return whether the links inside a node are slow: as the machine says, which decides on nodes in training, too.
+
+    Collective over ``group``.
+
+    Args:
+        group: The ranks.
+        measured: What decides if the machine does not say; None if the links inside nodes were not measured.
+
+    Returns:
+        None if neither says it.
+    """
+    links = find_links(group)
+    if links is not None:
+        return links.are_slow
+    return None if measured is None else measured.slow_links
 
 
 def world() -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .argument_types import trainable_count
 from .arguments import add_arguments, local_steps
-from .bandwidth import measure_bandwidth, world
+from .bandwidth import links_are_slow, measure_bandwidth, world
 from .chart import draw_plan
 from .config import whole
 from .json_report import plan_to_json
@@ -103,12 +103,13 @@ def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         bandwidth = measure_bandwidth(world(), gpus, mib)
+        found = {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
+        # A node size that is given stays, and so does what the name of a link says.
+        if gpus is None and link is None:
+            found["slow_links"] = links_are_slow(world(), bandwidth if "intra_gbps" in found else None)
     finally:
         dist.destroy_process_group()
-    found = {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
-    # A node size that is given stays, and so does what the name of a link says.
-    asks_machine = "gpus_per_node" in found and "intra_gbps" in found and link is None
-    return found | ({"slow_links": bandwidth.slow_links} if asks_machine else {})
+    return found
 
 
 def _rank_zero() -> bool:

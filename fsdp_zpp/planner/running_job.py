@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import agree, check_agreement
-from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
 
-from .bandwidth import Bandwidth, measure_bandwidth, world
+from .bandwidth import links_are_slow, measure_bandwidth, world
 from .config import GIB, whole
 from .model_size import ModelSize, module_size
 from .plan import plan
@@ -45,7 +44,8 @@ def choose_strategy(
         intra_gbps: Gbit/s of one GPU to the others of its node. None measures it likewise.
         gpu_memory: GiB of a GPU. None asks the GPUs; without GPUs there is no limit.
         slow_links: Whether the links inside a node are slow, as in ``plan``. None asks the machine, or
-            the measurement, if ``gpus_per_node`` is None, too: a node size that is given stays.
+            the measurement if it does not say, unless ``gpus_per_node`` or hardware is named: a node size that is given
+            stays.
         **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
             of hardware replace measurements. With experts on ranks of their own, the result is the strategy of the
             other parameters; ``plan`` has both.
@@ -55,21 +55,23 @@ def choose_strategy(
         TypeError: If an argument has the wrong type.
     """
     group = dist.group.WORLD
-    asks_machine = gpus_per_node is None and slow_links is None
+    named = options.get("gpu") is not None or options.get("link") is not None
+    asks_machine = gpus_per_node is None and slow_links is None and not named
     size, nodes, gpus_per_node = agree(group, lambda: _on_what(model, nodes, gpus_per_node))
     unknown_inter = inter_gbps is None and nodes > 1 and options.get("net") is None
-    named = options.get("gpu") is not None or options.get("link") is not None
     unknown_intra = intra_gbps is None and gpus_per_node > 1 and not named
-    measures = unknown_inter or unknown_intra
     facts: dict[str, object] = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    facts |= {"measured bandwidth": measures, "memory of the GPU": gpu_memory is None}  # each of them by a collective
+    # Each of these decides on a collective.
+    facts |= {"measured inter_gbps": unknown_inter, "measured intra_gbps": unknown_intra}
+    facts |= {"links asked of the machine": asks_machine, "memory of the GPU": gpu_memory is None}
     check_agreement(group, "choose_strategy", facts)
-    if measures and group is not None:
-        measured = measure_bandwidth(group, gpus_per_node)
-        inter_gbps = measured.inter_gbps if unknown_inter else inter_gbps
-        if unknown_intra:
-            intra_gbps = measured.intra_gbps
-            slow_links = _are_slow(group, measured) if asks_machine else slow_links
+    if group is not None:
+        measured = measure_bandwidth(group, gpus_per_node) if unknown_inter or unknown_intra else None
+        if measured is not None:
+            inter_gbps = measured.inter_gbps if unknown_inter else inter_gbps
+            intra_gbps = measured.intra_gbps if unknown_intra else intra_gbps
+        if asks_machine:
+            slow_links = links_are_slow(group, measured if unknown_intra else None)
     on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "slow_links": slow_links}
     on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
     on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
@@ -77,12 +79,6 @@ def choose_strategy(
     if agreed.choice is None:
         raise ValueError(agreed.reason)
     return agreed.choice.strategy
-
-
-def _are_slow(group: dist.ProcessGroup, measured: Bandwidth) -> bool:
-    """Return whether links inside a node are slow: what the machine says, or their speed if it does not. Collective."""
-    links = find_links(group)
-    return measured.slow_links if links is None else links.are_slow
 
 
 def _on_what(model: nn.Module, nodes: int | None, gpus_per_node: int | None) -> tuple[ModelSize, int, int]:

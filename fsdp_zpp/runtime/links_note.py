@@ -50,6 +50,8 @@ def note_on_links(strategy: Strategy, mesh: ProcessMesh, members: Sequence[Strat
         why, advice = "packed values stay sharded", ""
     elif strategy.optimizer != "G":
         why, advice = "smaller nodes would hold more of the optimizer state", ""
+    elif strategy.error_feedback is not None:
+        why, advice = "smaller nodes would hold more of the error state", ""
     else:
         why, advice = "not all that crosses them is encoded", " or choose Strategy.zeropp()"
     stays = f"the host still counts as one node, for {why}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from fsdp_zpp.collectives.links import known_links
+from fsdp_zpp.collectives.links import known_links, may_be_known
 from fsdp_zpp.collectives.mesh import ProcessMesh, mesh_on, topology_of
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -62,6 +62,15 @@ def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
     if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
         return dist.get_world_size(group)
     return strategy.gpus_per_node
+
+
+def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
+    """Return what ranks must agree on of a ``gpus_per_node``, before links are asked: only ranks without one ask."""
+    if given is not None:
+        return given
+    # As resolved rather than as given: ranks that leave it to the launcher may have been launched differently.
+    launched = launched_node_size(group)
+    return f"{launched} by default" if may_be_known(group) else launched
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:

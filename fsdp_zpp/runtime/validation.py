@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
-from .rank_layout import launched_node_size, node_size
+from .rank_layout import node_size_fact
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,8 +62,7 @@ def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, obje
         return {"strategy": strategy}
     facts: dict[str, object] = {"strategy": "a Strategy"}
     facts |= {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
-    # As resolved rather than as given: ranks that leave it to the launcher may have been launched differently.
-    return facts | {"gpus_per_node": node_size(strategy, group) or launched_node_size(group)}
+    return facts | {"gpus_per_node": node_size_fact(strategy.gpus_per_node, group)}
 
 
 def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import over_adapters
+from harness.covering import ADAPTERS, over_adapters
 from harness.fsdp1 import Fsdp1
 from harness.links import NONE, Sets, machine
 from harness.messages import collected
@@ -24,14 +24,15 @@ from harness.training import largest_distance, train
 from harness.wiretap import wiretap
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_zpp import Int4, Int8, QuantizedReduceState, Strategy, quantized_reduce_hook
+from fsdp_zpp import Int4, Int8, LoCo, QuantizedReduceState, Strategy, quantized_reduce_hook
+from fsdp_zpp.collectives.links import known_links
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 PAIRS: Sets = [(0, 1), (2, 3)]
 CROSSED: Sets = [(0, 2), (1, 3)]
 JOINED: Sets = [(0, 1, 2, 3)]
 
-FOLLOWING = PRESETS | {
+FOLLOWING = {name: strategy for name, strategy in PRESETS.items() if strategy.error_feedback is None} | {
     "coded GGG": Strategy.zeropp(levels="GGG"),
     "coded IIG": Strategy.zeropp(levels="IIG"),
     "coded gradients": Strategy.zero2(gradients=Int4(32)),
@@ -42,6 +43,7 @@ STAYING = {
     "uncoded copies, coded gradients": Strategy("IGG", gradients=Int4(32)),
     "a codec inside": replace(INSIDE, gradients=None),
     "optimizer in nodes": Strategy.mics(gradients=Int4(32), weights=Int8(64)),
+    "error feedback": Strategy.loco(),
     "local steps": Strategy.diloco(every=2),
     "replicas": Strategy("NNN", gradients=Int4(32)),
 }
@@ -142,6 +144,12 @@ def nodes_and_line(adapter: Adapter, strategy: Strategy, sets: Sets, launched: i
             NONE,
             "INFO",
             "one node, for smaller nodes would hold more of the optimizer state; pass gpus_",
+        ),
+        (
+            Strategy.loco(),
+            NONE,
+            "WARNING",
+            "one node, for smaller nodes would hold more of the error state; pass gpus_per_node=1 to override",
         ),
         (
             Strategy("NGG"),
@@ -251,12 +259,12 @@ def test_a_mesh_of_nodes_names_them(pool: Callable[[int], Pool], adapter: Adapte
     assert pool(4).run(on_a_mesh, adapter) == [{"1 node x 4"}] * 4
 
 
-def hooked(codec: Any, sets: Sets, gpus_per_node: int | None) -> tuple[str, Any, str]:
+def hooked(codec: Any, sets: Sets, gpus_per_node: int | None, loco: LoCo | None = None) -> tuple[str, Any, str]:
     """In a worker: the nodes of a hook, the weights that it trains, and what it logs."""
     adapter = Fsdp1()
     with machine(sets), collected() as records:
         model = adapter.make(CASE, STOCK)
-        state = QuantizedReduceState(codec, gpus_per_node=gpus_per_node)
+        state = QuantizedReduceState(codec, gpus_per_node=gpus_per_node, error_feedback=loco)
         model.register_comm_hook(state, quantized_reduce_hook)
         train(adapter, model, CASE)
     return str(state.mesh.topology), adapter.full_weights(model), "".join(line for _, line in records)
@@ -268,3 +276,29 @@ def test_a_hook_follows_links_too(pool: Callable[[int], Pool]) -> None:
     assert all(torch.equal(by_links[1][name], value) for name, value in named[1].items())
     assert by_links[2].endswith("; 4 GPUs without NVLink: each counts as a node; gpus_per_node=4 to override")
     assert pool(4).run(hooked, None, NONE, None)[0][0] == "1 node x 4"
+    assert pool(4).run(hooked, Int4(32), NONE, None, LoCo())[0][0] == "1 node x 4"
+
+
+def placed(adapter: Adapter | None, gpus_per_node: int | None) -> object:
+    """In a worker: a model, or a hook, on nodes of this size."""
+    if adapter is None:
+        return QuantizedReduceState(Int4(32), gpus_per_node=gpus_per_node)
+    return adapter.wrap(models.make_net(), Strategy.zeropp(gpus_per_node=gpus_per_node))
+
+
+def named_on_one_rank(adapter: Adapter | None) -> str:
+    """In a worker: what a model, or a hook, raises if the last rank alone names the nodes, and links would be asked."""
+    gpus_per_node = 4 if dist.get_rank() == 3 else None
+    with machine(NONE):
+        with pytest.raises(ValueError, match="ranks were given") as raised:
+            placed(adapter, gpus_per_node)
+        assert known_links(dist.group.WORLD) is None
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("adapter", [*ADAPTERS, None], ids=["fsdp1", "fsdp2", "hook"])
+def test_nodes_that_some_ranks_name_are_an_error_before_links_are_asked(
+    pool: Callable[[int], Pool], adapter: Adapter | None
+) -> None:
+    text = "ranks were given different arguments: gpus_per_node: 4 by default on ranks 0-2, 4 on rank 3; pass the same"
+    assert all(text in error for error in pool(4).run(named_on_one_rank, adapter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -142,6 +143,26 @@ def agreed(sets: Sets) -> tuple[Any, ...]:
 def test_ranks_exchange_what_they_see_once_a_group(pool: Callable[[int], Pool]) -> None:
     pairs = links_from(reports_of(4, [(0, 1), (2, 3)]), Topology(4, 4))
     assert pool(4).run(agreed, [(0, 1), (2, 3)]) == [(None, pairs, True, True, 1)] * 4
+
+
+def asked_where_a_driver_fails() -> tuple[bool, bool]:
+    """In a worker: whether links are known if the driver of one rank fails, and whether that is logged."""
+    group = dist.group.WORLD
+    with machine([(0, 1, 2, 3)]), patch.object(links.logger, "debug") as debug:
+        reported = links.own_report
+
+        def own_report(*arguments: Any) -> GpuReport:
+            if dist.get_rank() == 1:
+                raise UnicodeDecodeError("utf-8", b"", 0, 1, "no name")
+            return reported(*arguments)
+
+        with patch.object(links, "own_report", own_report):
+            found = find_links(group)
+    return found is None, debug.called
+
+
+def test_a_driver_that_fails_on_one_rank_leaves_links_unknown_on_all(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(asked_where_a_driver_fails) == [(True, rank == 1) for rank in range(4)]
 
 
 def asked_on_cpus() -> Any:

@@ -13,7 +13,7 @@ from fsdp_zpp.collectives import _nvml
 from fsdp_zpp.collectives._nvml import nvlink_peers
 
 NOT_FOUND = 6
-OVER_NVLINK, NOT_SUPPORTED = 2, 5
+OVER_NVLINK, NOT_SUPPORTED, UNKNOWN = 2, 5, 6
 
 
 def library_of(uuids: Sequence[str], joined: Collection[frozenset[int]], instances: Collection[str]) -> SimpleNamespace:
@@ -33,13 +33,16 @@ def library_of(uuids: Sequence[str], joined: Collection[frozenset[int]], instanc
         assert len(text) == size
         return 0
 
+    statuses = {True: 0, False: NOT_SUPPORTED}
+
     def p2p_status(one: ctypes.c_void_p, other: ctypes.c_void_p, what: int, status: Any) -> int:
         assert what == OVER_NVLINK
         pair = frozenset(((one.value or 0) - 1, (other.value or 0) - 1))
-        return set_to(status, 0 if pair in joined else NOT_SUPPORTED)
+        return set_to(status, statuses[pair in joined])
 
     return SimpleNamespace(
         users=users,
+        statuses=statuses,
         nvmlInit_v2=lambda: users.append(1) or 0,
         nvmlShutdown=lambda: users.pop() and 0,
         nvmlDeviceGetCount_v2=lambda count: set_to(count, len(uuids)),
@@ -72,6 +75,12 @@ def test_nvml_tells_which_gpus_nvlink_joins(install: Install) -> None:
     assert nvlink_peers("one") == nvlink_peers("two") == nvlink_peers("c")
     assert nvlink_peers("of another machine") is None
     assert library.users == []
+
+
+def test_a_status_of_unknown_is_no_denial(install: Install) -> None:
+    library = install(library_of(["GPU-a", "GPU-b", "GPU-c"], {frozenset((0, 1))}, []))
+    library.statuses[False] = UNKNOWN
+    assert nvlink_peers("a") == ("GPU-a", {"GPU-b"}, frozenset())
 
 
 @pytest.mark.parametrize(

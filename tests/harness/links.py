@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_zpp.collectives import links
 from fsdp_zpp.collectives.links import GpuReport
+from fsdp_zpp.runtime import rank_layout
 
 Sets = Sequence[Sequence[int]]
 """The ranks that NVLink joins to each other; others are alone."""
@@ -37,9 +38,13 @@ def machine(sets: Sets | None) -> Iterator[None]:
     def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuReport:
         return GpuReport(None) if sets is None else reports_of(dist.get_world_size(), sets)[dist.get_rank()]
 
+    def may_be_known(group: dist.ProcessGroup) -> bool:
+        return dist.get_world_size(group) > 1
+
     with (
         patch.object(links, "own_report", own_report),
-        patch.object(links, "_communicates_between_gpus", lambda group: dist.get_world_size(group) > 1),
+        patch.object(links, "may_be_known", may_be_known),
+        patch.object(rank_layout, "may_be_known", may_be_known),
         patch.object(links, "_links", WeakKeyDictionary()),
     ):
         yield

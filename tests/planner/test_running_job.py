@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from harness.covering import over_each
 from harness.launch import launch
+from harness.links import NONE, Sets, machine
 from harness.pool import Pool, WorkerError, device_type
 from harness.wiretap import wiretap
 from torch import nn
@@ -22,12 +23,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from fsdp_zpp import Int4, Int8, Strategy, choose_strategy, plan
+from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.planner import bandwidth, running_job
-from fsdp_zpp.planner.bandwidth import Bandwidth, measure_bandwidth, world
+from fsdp_zpp.planner.bandwidth import Bandwidth, links_are_slow, measure_bandwidth, world
 from fsdp_zpp.planner.config import Precision
 from fsdp_zpp.planner.model_size import module_size
+from fsdp_zpp.planner.report import Plan
 from fsdp_zpp.planner.volume import Volume, step_volume
 
 ENCODED = {"weights": Int8(64), "gradients": Int4(32)}
@@ -194,6 +197,56 @@ def test_choose_strategy_measures_bandwidths(pool: Callable[[int], Pool]) -> Non
         module_size(_model()), nodes=2, gpus_per_node=2, inter_gbps=measured[0].inter_gbps, intra_gbps=50, gpu_memory=80
     )
     assert strategies[0] == made.choice.strategy
+
+
+def _choose_on(sets: Sets | None, differs: bool, arguments: dict[str, Any]) -> tuple[bool, bool | str | None]:
+    """In a worker: the slow_links that are planned with, if ``plan`` is called, and the calls of ``find_links``."""
+    seen: list[bool | None] = []
+    asked = mock.Mock(side_effect=find_links)
+
+    def planned(*args: Any, **options: Any) -> Plan:
+        seen.append(options["slow_links"])
+        return plan(*args, **options)
+
+    if differs and dist.get_rank() == 3:
+        arguments = arguments | {"slow_links": True}
+    with (
+        machine(sets),
+        mock.patch.object(running_job, "plan", planned),
+        mock.patch.object(bandwidth, "find_links", asked),
+    ):
+        try:
+            choose_strategy(_model(), gpu_memory=80, **arguments)
+        except ValueError as error:
+            return asked.called, str(error)
+    return asked.called, seen[0]
+
+
+def test_the_machine_says_whether_links_are_slow_also_if_bandwidths_are_given(pool: Callable[[int], Pool]) -> None:
+    given = {"intra_gbps": 5000.0}
+    assert pool(4).run(_choose_on, NONE, False, given) == [(True, True)] * 4
+    assert pool(4).run(_choose_on, [(0, 1, 2, 3)], False, given) == [(True, False)] * 4
+    assert pool(4).run(_choose_on, None, False, given) == [(True, None)] * 4
+    for named in ({"gpus_per_node": 4, **given}, {"link": "nvlink4"}, {"slow_links": False, **given}):
+        assert [asked for asked, _ in pool(4).run(_choose_on, NONE, False, named)] == [False] * 4
+
+
+def test_ranks_agree_on_whether_links_are_asked(pool: Callable[[int], Pool]) -> None:
+    for asked, error in pool(4).run(_choose_on, NONE, True, {"intra_gbps": 5000.0}):
+        assert not asked
+        assert "links asked of the machine: True on ranks 0-2, False on rank 3" in error
+
+
+@pytest.mark.parametrize(("sets", "slow"), [(NONE, True), ([(0, 1, 2, 3)], False), (None, True)])
+def test_speed_decides_only_where_the_machine_says_nothing(
+    pool: Callable[[int], Pool], sets: Sets | None, slow: bool
+) -> None:
+    assert pool(4).run(_are_slow, sets, Bandwidth(1, 4, None, 60.0)) == [slow] * 4
+
+
+def _are_slow(sets: Sets | None, measured: Bandwidth) -> bool | None:
+    with machine(sets):
+        return links_are_slow(world(), measured)
 
 
 def test_choose_strategy_works_without_a_job_on_a_given_cluster() -> None:

@@ -8,13 +8,12 @@ from the parts in ``tiles.py``, ``decoding.py``, ``encoding.py`` and ``error_til
 into programs and ``launch.py`` launches them.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..nf4 import LEVELS
+from ..nf4 import levels_on
 from ..payload import ALIGNMENT, PayloadLayout
 from .delta import add_delta_kernel, quantize_delta_kernel
 from .feedback import quantize_with_feedback_kernel, sum_quantize_with_feedback_kernel
@@ -240,6 +239,4 @@ def dequantize_nf4_rows(
         BLOCK=layout.block,
         GROUP=group(dtype, layout),
     )
-    # All calls of a launch are on one device; it is known when the first comes.
-    levels = functools.cache(functools.partial(torch.tensor, LEVELS, dtype=torch.float32))
-    return lambda payload, out: launch(payload, out, levels(device=payload.device))
+    return lambda payload, out: launch(payload, out, levels_on(payload.device))
