@@ -1,10 +1,10 @@
 """The best row that fits, and why it is.
 
 The fastest wins (PaRO, section 3.4). Of those that are as fast within :data:`TOLERANCE`, rows without codecs go first
-if computation hides their communication and it is no large part of the step. Of the rest the one is chosen that
-communicates least over a slow network, since computation hides communication on paper better than in practice; of
-equals one with a name that people know, torch's or a preset's, before presets with a coarser base; of those the
-smallest.
+if computation hides their communication and codecs would gain nothing else: neither :data:`TOLERANCE` of a step less
+communication over the slow network nor :data:`LESS_MEMORY`. Of the rest the one is chosen that communicates least over
+the slow network, since computation hides communication on paper better than in practice; of equals one with a name that
+people know, torch's or a preset's, before presets with a coarser base; of those the smallest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from .table import seconds
 TOLERANCE = 0.03
 """Times within this fraction of the shortest step count as equal: predictions are no better."""
 
-LARGE_PART = 0.3
-"""Communication that takes a larger part of a step than this is not taken to be hidden, so codecs may be chosen without
-a predicted gain: a unit's gather hides behind one other unit's computation at best, and the root's behind none. Where
-the CPU's launches take longest, none is taken to be hidden: LoRA of a 6.7B model on two nodes of one GPU was a tenth
-slower under HSDP than under codecs, though a twelfth of its planned step was communication."""
+LESS_MEMORY = 0.1
+"""Fraction of a row's memory that is worth codecs: that of a quantized base, not of what a step's buffers take."""
 
 
 def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
@@ -47,12 +44,17 @@ def choose(estimates: Sequence[Estimate], slow_links: bool) -> Estimate | None:
 
 def _best(fast: list[Estimate], slow_links: bool) -> Estimate:
     """Return the best of those that are as fast."""
+    best = _plainest(_quietest(fast, slow_links))
     exact = [estimate for estimate in fast if not _is_lossy(estimate)]
-    if exact:
-        best = _plainest(_quietest(exact, slow_links))
-        if _hider(best) == "computation" and best.time.communication <= LARGE_PART * best.time.total:
-            return best
-    return _plainest(_quietest(fast, slow_links))
+    if not exact or not _is_lossy(best):
+        return best
+    without = _plainest(_quietest(exact, slow_links))
+    cost = _slow_hop(fast, slow_links)
+    gains_nothing = cost(without) - cost(best) <= TOLERANCE * without.time.total
+    gains_nothing &= best.memory.total >= (1 - LESS_MEMORY) * without.memory.total
+    # Where the CPU's launches take longest, plans are too rough: LoRA of a 6.7B model on two nodes of one GPU was a
+    # tenth slower under HSDP than under codecs, though a twelfth of its planned step was communication.
+    return without if gains_nothing and _hider(without) == "computation" else best
 
 
 def _plainest(estimates: list[Estimate]) -> Estimate:
@@ -88,10 +90,15 @@ def _fastest(estimates: list[Estimate]) -> list[Estimate]:
 
 
 def _quietest(estimates: list[Estimate], slow_links: bool) -> list[Estimate]:
-    """Return those that communicate least between nodes, or inside if nothing goes between and links are slow."""
+    """Return those that communicate least over the slow network."""
+    return _least(estimates, _slow_hop(estimates, slow_links))
+
+
+def _slow_hop(estimates: list[Estimate], slow_links: bool) -> Callable[[Estimate], float]:
+    """Return the time over the slow network: between nodes, or inside if nothing goes between and links are slow."""
     if any(estimate.time.inter for estimate in estimates):
-        return _least(estimates, lambda estimate: estimate.time.inter)
-    return _least(estimates, lambda estimate: estimate.time.intra) if slow_links else estimates
+        return lambda estimate: estimate.time.inter
+    return lambda estimate: estimate.time.intra if slow_links else 0.0
 
 
 def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list[Estimate]:

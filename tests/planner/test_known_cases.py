@@ -25,13 +25,13 @@ def eight_4090(**more: Any) -> Plan:
 
 def test_computation_that_hides_gathers_does_not_choose_those_that_cross_nodes_most() -> None:
     batch = {"micro_batches": 8, "tokens": 8192}
-    fast = plan(LLAMA_8B, **FOUR_A100_NODES, **batch)
-    assert fast["zeropp GGG"].time.total == fast["zeropp IIG"].time.total == fast.choice.time.computation
-    assert fast.choice is fast["HYBRID_SHARD"]  # whose communication is a seventh of the step: codecs gain nothing
-    made = plan(LLAMA_8B, **FOUR_A100_NODES | {"net": "25gbe"}, **batch)
-    assert made["zeropp IIG"].time.total == made["HYBRID_SHARD"].time.total == made.choice.time.computation
-    assert made.choice is made["zeropp IIG Int4Delta"]
-    assert made.choice.paste == (
+    made = plan(LLAMA_8B, **FOUR_A100_NODES, **batch)
+    assert made["zeropp GGG"].time.total == made["HYBRID_SHARD"].time.total == made.choice.time.computation
+    assert made.choice is made["zeropp IIG"]
+    assert made.choice.paste == 'from fsdp_zpp import Strategy; strategy = Strategy.zeropp(levels="IIG")'
+    slower = plan(LLAMA_8B, **FOUR_A100_NODES | {"net": "25gbe"}, **batch)
+    assert slower.choice is slower["zeropp IIG Int4Delta"]
+    assert slower.choice.paste == (
         'from fsdp_zpp import Int4Delta, Strategy; strategy = Strategy.zeropp(levels="IIG", weights=Int4Delta())'
     )
     # ZeRO++'s IIG sends 8-bit weights once and 4-bit gradients once: (1 + 1/2) bytes, with scales, to three nodes.
@@ -80,7 +80,7 @@ def test_codecs_that_gain_nothing_are_not_chosen() -> None:
     assert made["zeropp GGG"].time.total == made["FULL_SHARD"].time.total
     assert made.choice is made["FULL_SHARD"]
     assert "computation hides their communication; of these without codecs it takes the least memory." in made.reason
-    # A third of a step is not relied on to be hidden.
+    # What codecs take away is more than a thirtieth of the step, which is not relied on to be hidden.
     close = plan(7e9, nodes=2, gpus_per_node=8, gpu="a100", inter_gbps=500, tokens=4096)
     assert close["HYBRID_SHARD"].time.total == pytest.approx(close.choice.time.total)
     assert close.choice.strategy.gradients is not None
@@ -106,7 +106,7 @@ def test_each_gpu_of_a_box_without_nvlink_is_a_node_to_codecs_under_optimizer_sc
 def test_a_gpu_as_a_node_sends_over_its_own_link_what_the_same_cluster_sends_between_nodes() -> None:
     box = plan(LLAMA_8B, nodes=1, gpus_per_node=8, link="pcie4", intra_gbps=100)
     nodes = plan(LLAMA_8B, nodes=8, gpus_per_node=1, inter_gbps=100)
-    for name in ("zeropp", "zeropp Int4Delta", "zeropp GGG", "zeropp NNG", "loco"):
+    for name in ("zeropp", "zeropp Int4Delta", "zeropp GGG", "zeropp NNG"):
         assert (box[name].volume.intra, box[name].volume.inter) == (nodes[name].volume.inter, 0)
         assert box[name].memory == nodes[name].memory
         assert box[name].time.communication == pytest.approx(nodes[name].time.communication)
