@@ -16,7 +16,7 @@ from configurations import NAMES
 from figures import gaps_svg
 from gaps import FAMILIES, REFERENCE, Runs, table
 from gpt2_training import Settings
-from jobs import Run, add_options, carry_out, parser_of, settings_of
+from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result
 
@@ -27,14 +27,9 @@ WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights"}
 def parse(given: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--configs", default=",".join(NAMES), help="in this order; default: all")
     parser.add_argument("--lr", type=float, default=1e-3)
     add_options(parser, Path("runs/convergence"))
-    arguments = parser.parse_args(given)
-    arguments.configs = arguments.configs.split(",")
-    if unknown := set(arguments.configs) - set(NAMES):
-        parser.error(f"unknown configurations {sorted(unknown)}; known are {', '.join(NAMES)}")
-    return arguments
+    return parse_configs(parser, NAMES, given)
 
 
 def report(folder: Path, results: list[Result], settings: Settings) -> None:

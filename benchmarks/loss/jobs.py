@@ -11,7 +11,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -83,6 +83,16 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     add("--validate-every", type=int, default=100, help="steps")
     add("--validation-tokens", type=count, default=2**19)
     add("--job", type=int, help=argparse.SUPPRESS)  # number of this worker's job; without it, it trains all runs
+
+
+def parse_configs(parser: argparse.ArgumentParser, known: Collection[str], given: Sequence[str]) -> argparse.Namespace:
+    """Parse ``given`` with the further option ``--configs``: some of the ``known`` names, all by default."""
+    parser.add_argument("--configs", default=",".join(known), help="in this order; default: all")
+    arguments = parser.parse_args(given)
+    arguments.configs = arguments.configs.split(",")
+    if unknown := set(arguments.configs) - set(known):
+        parser.error(f"unknown configurations {sorted(unknown)}; known are {', '.join(known)}")
+    return arguments
 
 
 def settings_of(arguments: argparse.Namespace, sha256: str, kind: type[Settings] = Settings, **others: Any) -> Settings:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from corpus import Corpus
 from gpt2_training import Settings
-from jobs import Run, add_options, carry_out, parser_of, settings_of
+from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from muon_table import NAMES, table
 from muon_training import MuonSettings, train_and_count
@@ -26,15 +26,10 @@ from result_files import Result, Row
 def parse(given: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--configs", default=",".join(NAMES), help="in this order; default: all")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--muon-lr", type=float, default=0.02, help="of Muon")
     add_options(parser, Path("runs/muon"))
-    arguments = parser.parse_args(given)
-    arguments.configs = arguments.configs.split(",")
-    if unknown := set(arguments.configs) - set(NAMES):
-        parser.error(f"unknown configurations {sorted(unknown)}; known are {', '.join(NAMES)}")
-    return arguments
+    return parse_configs(parser, NAMES, given)
 
 
 def report(_: Path, results: list[Result], settings: Settings) -> None:

@@ -16,6 +16,7 @@ from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.links import NONE, machine
 from harness.messages import collected
 from harness.pool import Pool, device_type
+from packed_model import WIDTH, make, packed_linear, x
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,47 +28,6 @@ from fsdp_zpp import NF4, Int8, Strategy, fully_shard, quantize_frozen_params
 from fsdp_zpp.adapters.fsdp2 import units
 from fsdp_zpp.frozen.modules import FrozenModule
 from fsdp_zpp.runtime.unit import named_units
-
-WIDTH = 64
-
-
-def packed_linear(seed: int, storage: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
-    """A linear layer of QLoRA's."""
-    torch.manual_seed(seed)
-    values = torch.randn(WIDTH, WIDTH).bfloat16().to(models.device()) / 8
-    arguments: dict[str, Any] = {"quant_type": "nf4", "quant_storage": storage, "blocksize": 64} | options
-    layer = bnb.nn.Linear4bit(
-        WIDTH, WIDTH, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=storage
-    )
-    layer.weight = bnb.nn.Params4bit(values, requires_grad=False, module=layer, **arguments)
-    layer.weight = layer.weight._quantize(models.device())
-    return layer.to(models.device())
-
-
-class Packed(nn.Module):
-    """Two packed layers, then a plain frozen one, and a trainable one."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.first, self.second = packed_linear(6, **options), packed_linear(2, **options)
-        self.plain = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
-        nn.init.ones_(self.plain.weight)
-        nn.init.ones_(self.trained.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trained(self.second(self.first(x)) + self.plain(x))
-
-
-def make(**options: Any) -> Packed:
-    """The model in bf16, the same on every rank."""
-    return Packed(**options).to(models.device(), torch.bfloat16)
-
-
-def x() -> Tensor:
-    """An input."""
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(models.device())
-
 
 STRATEGIES = {
     **{scopes: Strategy(scopes, weights=Int8(64), gpus_per_node=2) for scopes in ("GGG", "IGG", "IIG", "NNG")},
