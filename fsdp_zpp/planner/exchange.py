@@ -50,8 +50,8 @@ def exchange_volume(
 
 
 def per_step(exchange: Volume, local_steps: LocalSteps) -> Volume:
-    """Return the bytes of exchanges averaged over the steps, rounded up to whole bytes."""
-    return Volume(-(-exchange.inter // local_steps.every), -(-exchange.intra // local_steps.every))
+    """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes."""
+    return Volume(-(-exchange.inter // local_steps.last_every), -(-exchange.intra // local_steps.last_every))
 
 
 def exchange_memory(

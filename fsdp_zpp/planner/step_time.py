@@ -94,7 +94,7 @@ def with_exchanges(
         cluster: The cluster.
         local_steps: When fragments are exchanged.
     """
-    every = local_steps.every
+    every = local_steps.last_every
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
     inside = _seconds(exchange.intra, cluster.intra_gbps) / every
     starts = min(fragments, every) if local_steps.spread else 1

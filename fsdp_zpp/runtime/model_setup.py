@@ -46,7 +46,7 @@ def set_up_model(
         groups[unit.strategy, unit.ranks].append(unit)
     for (_, ranks), members in groups.items():
         # Nodes that have trained on their own hold different weights.
-        if not any(unit.fragment is not None and unit.fragment.progress.made for unit in members):
+        if not any(unit.fragment is not None and unit.fragment.progress.apart for unit in members):
             shards = (shard for unit in members for shard in unit.sharded.shards())
             check_replicas(shards, ranks, members[0].scopes.optimizer, model)
     _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
@@ -95,7 +95,8 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
     ranks = next(iter(fragments)).ranks
-    training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced)
+    reductions = [unit.reductions for unit in fragments]
+    training = LocalTraining(model, [*fragments.values()], reductions, ranks, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments):

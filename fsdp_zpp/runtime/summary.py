@@ -220,10 +220,11 @@ def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverag
 
 def _error_nbytes(unit: StrategyUnit) -> int:
     """Return the bytes of error state that a unit will take on this rank."""
-    reduce = unit.reduce
-    if reduce is None or not unit.sharded.is_trained():
+    if not unit.sharded.is_trained():
         return 0
-    return reduce.error_nbytes(sum(shard.numel() for shard in unit.sharded.shards()))
+    held = sum(shard.numel() for shard in unit.sharded.shards())
+    # Those of one phase of local steps at a time.
+    return max((reduction.error_nbytes(held) for reduction in unit.reductions.all), default=0)
 
 
 def log_reduction(
