@@ -66,8 +66,8 @@ def test_it_is_a_value() -> None:
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
     assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
     assert str(LocalSteps(((0, 8), (100, 32)), start=50, stop=900, nesterov=False)) == (
-        "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum 0.9, after 50 synchronous steps, "
-        "synchronous again from step 900 on"
+        "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum 0.9, after 50 synchronous "
+        "steps, synchronous again from step 900 on"
     )
 
 
