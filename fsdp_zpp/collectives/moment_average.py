@@ -71,12 +71,14 @@ class MomentAverage:
         flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
         for name, places, part in chunks.places(flat):
             part.copy_(held[name][places])
-        # In one expression, so that what is used up is freed.
-        self._decode_into(flat, self._reduce.all_to_all(self._encoded(flat), self._label))
+        # Payloads in one expression with what uses them up, so that they are freed.
+        self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
+        self._expand(flat)
         mean = flat[:1]
         for other in flat[1:]:  # one after the other, so that copies on other axes are summed in the same order
             mean.add_(other)
-        self._decode_into(flat, self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label))
+        self._decode(self._gather.all_gather(self._encoded(mean.div_(self._nodes)), self._label), flat)
+        self._expand(flat)
         for name, places, part in chunks.places(flat):
             held[name][places].copy_(part)
 
@@ -88,8 +90,11 @@ class MomentAverage:
                 row.abs_().sqrt_().sqrt_().mul_(signs)
         return encode(self._codec, rows.view(-1), 1, len(rows), self._label)
 
-    def _decode_into(self, rows: Tensor, payload: Tensor) -> None:
+    def _decode(self, payload: Tensor, rows: Tensor) -> None:
         decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
+
+    def _expand(self, rows: Tensor) -> None:
+        """Make moments of their decoded roots."""
         if not self._codec.is_lossless:
             for row in rows:
                 for blocks in _in_blocks(row, self._codec.block_numel):

@@ -26,9 +26,7 @@ class NodeChunks:
         layout: Where the parameters lie in a node's chunk.
     """
 
-    def __init__(
-        self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int
-    ) -> None:
+    def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
         self._numels = numels
         order = {name: place for place, name in enumerate(placements)}
         pieces = [Piece(order[name], name, chunk_numel(numel, nodes)) for name, numel in numels.items()]

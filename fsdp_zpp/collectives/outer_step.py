@@ -118,7 +118,9 @@ class OuterStep:
             self._device = for_collectives(shard.new_empty(0), self._gather.group).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
-            self._momentum[name] = torch.zeros(chunk_numel(shard.numel(), self._nodes), dtype=torch.float32, device=kept_on)
+            self._momentum[name] = torch.zeros(
+                chunk_numel(shard.numel(), self._nodes), dtype=torch.float32, device=kept_on
+            )
 
     def _settle(self) -> None:
         """Wait in the current stream for what is on its way, before its memory is used otherwise."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.agreement import agree, from_each_rank
+from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.moment_average import MomentAverage
+from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.config.local_steps import MOMENT_CODEC
 
 from .fragment import Fragment
 from .optimizer_state import local_state, restored
-from .unit import StrategyUnit
+from .sharded import Sharded
 
 Number = int | float | Tensor
 States = Mapping[str, torch.dtype | Number]
@@ -35,11 +37,20 @@ Key = tuple[str, str, int]
 """A unit's name, a parameter's FQN, and its optimizer's place among those that hold it."""
 
 
+class MomentUnit(Protocol):
+    """A unit as seen from here; see :class:`StrategyUnit`."""
+
+    sharded: Sharded
+    ranks: ProcessMesh
+    traffic: Traffic
+    share: NodeShare | None
+
+
 @dataclass(frozen=True)
 class _Held:
     """A parameter that an optimizer holds, of which this rank has values."""
 
-    unit: StrategyUnit
+    unit: MomentUnit
     name: str
     parameter: nn.Parameter
     optimizer: Optimizer
@@ -103,7 +114,7 @@ class OptimizerMoments:
         ranks: All ranks.
     """
 
-    def __init__(self, model: str, units: Mapping[Fragment, StrategyUnit], ranks: ProcessMesh) -> None:
+    def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
         self._model, self._units, self._ranks = model, units, ranks
 
     def saw(self, optimizer: object) -> None:
@@ -133,30 +144,32 @@ class OptimizerMoments:
             self._average(unit, {key: held[key] for key in agreed if key[0] == unit.sharded.name}, agreed, codec)
 
     def _average(
-        self, unit: StrategyUnit, held: Mapping[Key, _Held], agreed: Mapping[Key, States], codec: Codec | None
+        self, unit: MomentUnit, held: Mapping[Key, _Held], agreed: Mapping[Key, States], codec: Codec | None
     ) -> None:
         label = unit.sharded.name
         over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, label)
         kinds = {
-            (place, state) for _, name, place in held for state, value in agreed[label, name, place].items()
+            (place, state)
+            for _, name, place in held
+            for state, value in agreed[label, name, place].items()
             if isinstance(value, torch.dtype)
         }
         for place, state in sorted(kinds):
             moments: dict[str, Tensor] = {}
             for key, each in held.items():
-                if key[2] == place and state in agreed[key] and isinstance(each.state[state], Tensor):
-                    moments |= unit.sharded.named_parts(each.parameter, local_state(each.state[state]))
+                if key[2] == place and isinstance(agreed[key].get(state), torch.dtype):
+                    moments.update(unit.sharded.named_parts(each.parameter, local_state(each.state[state])))
             share = unit.share
             own = moments if share is None else dict(zip(moments, share.of([*moments.values()]), strict=True))
             over_nodes.average(own, unit.sharded.placements())
             if share is not None:
                 share.gather([*moments.values()], label)
 
-    def _described(self, units: Sequence[StrategyUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
+    def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
         held = {key: each for unit in units for key, each in self._held(unit)}
         return held, {key: each.described() for key, each in held.items()}
 
-    def _held(self, unit: StrategyUnit) -> Iterator[tuple[Key, _Held]]:
+    def _held(self, unit: MomentUnit) -> Iterator[tuple[Key, _Held]]:
         """Yield what optimizers hold of a unit and this rank has values of; the same on all nodes."""
         optimizers = list(dict.fromkeys(each for fragment in self._units for each in fragment.optimizers))
         if not optimizers:
@@ -165,17 +178,16 @@ class OptimizerMoments:
                 "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or "
                 "LocalSteps(moments_every=None)"
             )
-        of: dict[int, list[tuple[Optimizer, Mapping[str, Any]]]] = {}
+        of: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     of.setdefault(id(parameter), []).append((optimizer, group))
         for parameter in unit.sharded.parameters():
-            local = local_state(parameter)
-            names = unit.sharded.named_parts(parameter, local.detach())
+            local: Tensor = local_state(parameter).detach()
             if local.numel():
+                name = next(iter(unit.sharded.named_parts(parameter, local)))
                 for place, (optimizer, group) in enumerate(of.get(id(parameter), [])):
-                    name = next(iter(names))
                     yield (unit.sharded.name, name, place), _Held(unit, name, parameter, optimizer, group)
 
 
