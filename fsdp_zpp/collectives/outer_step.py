@@ -14,8 +14,7 @@ small enough for 4 bits. Nodes go on from the agreed weights as rounded to the d
 measured from there, so that rounding is not sent as a change. The momentum is kept once, by the owners of the chunks.
 
 All of this belongs to parameters ([Note: Identity] in flat_layout.py): an exchange is of some of them, and leaves the
-others' agreed weights, momentum and errors as they are. Each parameter is cut into chunks by itself, so that its chunk
-has the same owner whatever else is exchanged.
+others' agreed weights, momentum and errors as they are.
 
 Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in exact_places.py): parameters
 that it has placed differently begin a new block, so that no copy is rounded as a neighbour demands that others lack.
@@ -35,11 +34,12 @@ from fsdp_zpp.config.local_steps import LocalSteps
 
 from .devices import for_collectives
 from .error_state import ErrorFeedbackState, SavedErrors
-from .flat_layout import FlatLayout, Piece
+from .flat_layout import FlatLayout
 from .gradient_reduce import GradientReduce
 from .held_errors import Extent
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
+from .node_chunks import NodeChunks, chunk_numel
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
 
@@ -118,10 +118,9 @@ class OuterStep:
             self._device = for_collectives(shard.new_empty(0), self._gather.group).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
-            self._momentum[name] = torch.zeros(self._chunk(shard), dtype=torch.float32, device=kept_on)
-
-    def _chunk(self, shard: Tensor) -> int:
-        return -(-shard.numel() // self._nodes)
+            self._momentum[name] = torch.zeros(
+                chunk_numel(shard.numel(), self._nodes), dtype=torch.float32, device=kept_on
+            )
 
     def _settle(self) -> None:
         """Wait in the current stream for what is on its way, before its memory is used otherwise."""
@@ -145,7 +144,7 @@ class OuterStep:
         self._settle()
         for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
             if warms_up:
-                momentum, chunk = self._momentum[name], self._chunk(shard)
+                momentum, chunk = self._momentum[name], chunk_numel(shard.numel(), self._nodes)
                 own = slice(self._node * chunk, min((self._node + 1) * chunk, shard.numel()))
                 change = agreed.view(-1)[own] - shard.view(-1)[own].to(agreed.device, torch.float32)
                 momentum.mul_(self._config.outer_momentum)[: change.numel()].add_(change)
@@ -171,10 +170,12 @@ class OuterStep:
         }
         if not held:
             return
-        layout = self._layout(held, placements or dict.fromkeys(shards))
+        numels = {name: agreed.numel() for name, agreed in held.items()}
+        chunks = NodeChunks(numels, placements or dict.fromkeys(shards), self._nodes, self._block)
+        layout = chunks.layout
         # Zeros where chunks are padded.
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
-        for name, places, part in self._places(change, layout, held):
+        for name, places, part in chunks.places(change):
             values = shards[name].view(-1)[places]
             torch.sub(
                 held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
@@ -189,29 +190,10 @@ class OuterStep:
             )
             gathered = self._gather.all_gather(payload, self.label)
             decode(self._codec, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
-            for name, places, part in self._places(change, layout, held):
+            for name, places, part in chunks.places(change):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
             self._arrival = record_event(change)
-
-    def _layout(self, held: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> FlatLayout:
-        """Return where the parameters in ``held`` lie in a node's chunk."""
-        order = {name: place for place, name in enumerate(placements)}
-        pieces = [Piece(order[name], name, self._chunk(each)) for name, each in held.items()]
-        return FlatLayout.aligned(pieces, [placements[name] for name in held], self._block)
-
-    def _places(
-        self, change: Tensor, layout: FlatLayout, held: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, slice, Tensor]]:
-        """Yield for each parameter in ``change`` [nodes, numel]: its name, a slice of it, and ``change`` there."""
-        if len(held) == 1:  # in one go
-            ((name, kept),) = held.items()
-            yield name, slice(0, kept.numel()), change.view(-1)[: kept.numel()]
-            return
-        for piece, part in layout.split(change).items():
-            for row, start in zip(part, range(0, held[piece.name].numel(), piece.numel), strict=False):
-                stop = min(start + piece.numel, held[piece.name].numel())
-                yield piece.name, slice(start, stop), row[: stop - start]
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
-from fsdp_zpp.codecs.blockwise import Int4
+from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 
 from .error_feedback import LoCo, check_loco
 from .exchange_schedule import Segments, check_schedule, due_in, segments_of
 
 _INT4 = Int4(128)
+
+MOMENT_CODEC = Int8(128)
+"""Encodes optimizers' moments in exchanges."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class LocalSteps:
         start: Number of synchronous steps at the beginning.
         stop: The number of steps after which all steps are synchronous again; None if that never happens. Before the
             first of them, all fragments are exchanged, and optimizer states are averaged over nodes.
+        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
+            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
+            forward waits for them, in spite of an overlap.
 
     Raises:
         ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes,
@@ -69,6 +75,7 @@ class LocalSteps:
     offload: bool = False
     start: int = 0
     stop: int | None = None
+    moments_every: int | None = None
 
     def __post_init__(self) -> None:
         check_schedule(self.every, self.start, self.stop)
@@ -84,6 +91,11 @@ class LocalSteps:
             )
         if not _is_number(self.mix) or not 0 < self.mix <= 1:
             raise ValueError(f"mix must be in (0, 1], got {self.mix!r}")
+        if self.moments_every is not None and not _is_count(self.moments_every):
+            raise ValueError(
+                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
+                f"{self.moments_every!r}"
+            )
         for name in ("nesterov", "spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -144,8 +156,14 @@ class LocalSteps:
         changes = "".join(f", from step {begin} on every {each}" for begin, each in later)
         started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
         stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
-        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
+        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
+        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
+        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
         return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

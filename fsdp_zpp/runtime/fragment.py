@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep, OuterStepState
@@ -49,12 +51,14 @@ class Progress:
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
         apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
+        sent: Exchanges made so far, the one under way included.
     """
 
     made: int = 0
     exchanged: int = 0
     arrives: int | None = None
     apart: bool = False
+    sent: int = 0
 
 
 class Fragment:
@@ -77,6 +81,7 @@ class Fragment:
         outer: As given.
         progress: How far its training has come.
         pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
+        optimizers: Optimizers that are known to step parameters of its model, in the order in which they became known.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded, without a state of local steps, since a reader last reset this.
     """
@@ -93,6 +98,7 @@ class Fragment:
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
+        self.optimizers = weakref.WeakKeyDictionary[Optimizer, None]()
         self._own: dict[str, Tensor] | None = None
         self._share, self._shards, self._placements = share, shards, placements
         self._trained, self._invalidate = trained, invalidate
@@ -181,6 +187,7 @@ class Fragment:
         self.outer.send(shards, self._placements())
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
+        self.progress.sent += 1
 
     def receive(self, mix: float) -> None:
         """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""
@@ -280,7 +287,7 @@ class Fragment:
             self.before_restore()
         if (state := self._loaded) is None:
             return
-        self._loaded = None
+        self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
         self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))

@@ -34,6 +34,7 @@ from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
+from .moments import OptimizerMoments
 from .step_reductions import StepReductions
 
 
@@ -47,6 +48,7 @@ class LocalTraining:
         reductions: Reduce the gradients of all fragments' units.
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
+        moments: Averages the optimizers' moments.
 
     Raises:
         ValueError: If ranks differ in how far they have trained.
@@ -59,10 +61,11 @@ class LocalTraining:
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
+        moments: OptimizerMoments,
     ) -> None:
         self._model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
-        self._steps_are_announced = steps_are_announced
+        self._steps_are_announced, self.moments = steps_are_announced, moments
         self._config = fragments[0].config
         self._awaits_step = self._shows_agreed = False
         steps = [fragment.progress.made for fragment in fragments]
@@ -176,6 +179,7 @@ class LocalTraining:
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
             self._agree_on_changes([self._trained[index] for index in due])
+            self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
@@ -199,6 +203,24 @@ class LocalTraining:
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
 
+    def _average_moments(self, fragments: Sequence[Fragment]) -> None:
+        """Average the moments of those fragments whose next exchange includes them. Collective."""
+        # Before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        every = self._config.moments_every
+        due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
+        if due and due[0].progress.made:
+            self.moments.average(due)
+
+    def average_moments_exactly(self) -> None:
+        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective.
+
+        Raises:
+            ValueError: As :meth:`OptimizerMoments.average` does.
+        """
+        self._prepare()
+        if self._trained and self._trained[0].progress.made:
+            self.moments.average(self._trained, codec=None)
+
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
 
@@ -213,13 +235,15 @@ class LocalTraining:
         if self._all[0].progress.apart:
             self._exchange_all(step)
 
-    def _exchange_all(self, step: int) -> None:
+    def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
         for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
         for fragment in self._trained:
             fragment.note_trained()
         self._agree_on_changes(self._trained)
+        if with_moments:
+            self._average_moments(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:
@@ -231,7 +255,8 @@ class LocalTraining:
         """Let all nodes hold the same weights and optimizer states. Collective."""
         step = self._all[0].progress.made
         self._check_agreement(f"all {len(self._trained)} after step {step}")
-        self._exchange_all(step)
+        self.average_moments_exactly()  # first, since it may fail
+        self._exchange_all(step, with_moments=False)
         for fragment in self._all:
             fragment.progress.apart = False
             if self._config.has_stopped(step):

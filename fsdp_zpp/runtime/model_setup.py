@@ -17,6 +17,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
+from .moments import OptimizerMoments
 from .overrides import warn_of_unmatched
 from .summary import Groups, log_summaries
 from .unit import StrategyUnit
@@ -87,21 +88,22 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
             f"{model}: its parts were given {arguments}, but steps are counted for the whole model; pass the same to "
             "all parts"
         )
-    fragments = {unit: unit.fragment for unit in units if unit.fragment is not None}
+    fragments = {unit.fragment: unit for unit in units if unit.fragment is not None}
     if not fragments:
         return None
 
     def steps_are_announced() -> bool:
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
-    ranks = next(iter(fragments)).ranks
-    reductions = [unit.reductions for unit in fragments]
-    training = LocalTraining(model, [*fragments.values()], reductions, ranks, steps_are_announced)
+    reductions = [unit.reductions for unit in fragments.values()]
+    ranks = next(iter(fragments.values())).ranks
+    moments = OptimizerMoments(model, fragments, ranks)
+    training = LocalTraining(model, [*fragments], reductions, ranks, steps_are_announced, moments)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
-    if all(unit.loaded_state is None for unit in fragments):
+    if all(unit.loaded_state is None for unit in fragments.values()):
         training.before_forward(root)
-    for unit in fragments:
+    for unit in fragments.values():
         unit.local_training = training
     return training
 
