@@ -232,15 +232,16 @@ class LocalTraining:
         self._prepare()
         step = self._all[0].progress.made
         self._check_agreement(f"all {len(self._trained)} after step {step}")
-        if self._all[0].progress.apart:
-            self._exchange_all(step)
+        if not self._all[0].progress.apart:
+            return
+        for fragment in self._trained:
+            fragment.note_trained()
+        self._exchange_all(step)
 
     def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
         for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
-        for fragment in self._trained:
-            fragment.note_trained()
         self._agree_on_changes(self._trained)
         if with_moments:
             self._average_moments(self._trained)
