@@ -20,9 +20,8 @@ def with_levels(codecs: Strategy, levels: str) -> Strategy:
 
 def with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
     """Add local steps to ``strategy``, without codecs that have no effect with them; see :class:`Strategy`."""
-    if local_steps.has_synchronous_steps:
-        return dataclasses.replace(strategy, local_steps=local_steps)
     feedback = strategy.error_feedback
     if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
         feedback = None
-    return dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
+    alone = dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
+    return dataclasses.replace(strategy, local_steps=local_steps) if local_steps.has_synchronous_steps else alone
