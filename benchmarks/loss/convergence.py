@@ -15,7 +15,7 @@ from pathlib import Path
 from configurations import NAMES
 from figures import gaps_svg
 from gaps import FAMILIES, REFERENCE, Runs, table
-from gpt2_training import Settings
+from training import Settings
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result

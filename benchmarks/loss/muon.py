@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from corpus import Corpus
-from gpt2_training import Settings
+from training import Settings
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from muon_table import NAMES, table
