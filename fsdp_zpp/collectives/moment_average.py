@@ -86,8 +86,7 @@ class MomentAverage:
         """Encode chunks [n, numel], which may be written to."""
         if not self._codec.is_lossless:
             for row in rows:
-                signs = row.sign()
-                row.abs_().sqrt_().sqrt_().mul_(signs)
+                _to_root(row)
         return encode(self._codec, rows.view(-1), 1, len(rows), self._label)
 
     def _decode(self, payload: Tensor, rows: Tensor) -> None:
@@ -99,8 +98,19 @@ class MomentAverage:
             for row in rows:
                 for blocks in _in_blocks(row, self._codec.block_numel):
                     _raise_zeros(blocks)
-                signs = row.sign()
-                row.square_().square_().mul_(signs)
+                _to_power(row)
+
+
+def _to_root(chunk: Tensor) -> None:
+    """Replace values by their fourth roots, with their signs."""
+    signs = chunk.sign()
+    chunk.abs_().sqrt_().sqrt_().mul_(signs)
+
+
+def _to_power(chunk: Tensor) -> None:
+    """Replace fourth roots by what they are of."""
+    signs = chunk.sign()
+    chunk.square_().square_().mul_(signs)
 
 
 def _in_blocks(chunk: Tensor, block: int) -> tuple[Tensor, ...]:

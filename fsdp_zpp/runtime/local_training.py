@@ -35,7 +35,7 @@ from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
 from .moments import OptimizerMoments
-from .step_reductions import StepReductions
+from .step_reductions import StepReductions, set_synchronous
 
 
 class LocalTraining:
@@ -272,20 +272,7 @@ class LocalTraining:
                 if progress.made:
                     fragment.adopt()
                 fragment.progress.apart = True
-        if synchronous == self._reductions[0].is_synchronous:
-            return
-        self._check_nothing_accumulated()
-        for reductions in self._reductions:
-            reductions.set_synchronous(synchronous)
-
-    def _check_nothing_accumulated(self) -> None:
-        sums = (each.accumulated.sums for of_unit in self._reductions for each in of_unit.all)
-        if on_any_rank(any(each is not None for each in sums), self._ranks.group):
-            raise RuntimeError(
-                f"{self._model} has made {self._all[0].progress.made} optimizer steps, after which local_steps reduces "
-                "gradients over other ranks, but micro-batches before the last step have accumulated gradients that no "
-                "backward has synchronized; clear them (zero_grad) or synchronize them before that step"
-            )
+        set_synchronous(self._reductions, synchronous, self._ranks, f"{self._model}, step {progress.made + 1}")
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:

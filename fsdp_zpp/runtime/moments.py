@@ -46,15 +46,29 @@ class MomentUnit(Protocol):
     share: NodeShare | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Held:
-    """A parameter that an optimizer holds, of which this rank has values."""
+    """A parameter that an optimizer holds, of which this rank has values.
+
+    Attributes:
+        unit: Its unit.
+        name: Its FQN, or the first one of a flat parameter.
+        parameter: The parameter.
+        optimizer: The optimizer.
+        group: Its group there.
+        place: The optimizer's place among those that hold the parameter.
+    """
 
     unit: MomentUnit
     name: str
     parameter: nn.Parameter
     optimizer: Optimizer
     group: Mapping[str, Any]
+    place: int
+
+    @property
+    def key(self) -> Key:
+        return self.unit.sharded.name, self.name, self.place
 
     @property
     def state(self) -> dict[str, Any]:
@@ -88,6 +102,10 @@ class _Held:
             "tensor with as many values as the rank holds of the parameter; use another optimizer, or local steps "
             "without moments_every and stop"
         )
+
+    def parts(self, state: str) -> Mapping[str, Tensor]:
+        """Return what this rank holds of a state, by FQN."""
+        return self.unit.sharded.named_parts(self.parameter, local_state(self.state[state]))
 
     def adopt(self, states: States) -> None:
         """Set the numbers, and make those moments, of zeros, that are missing."""
@@ -136,42 +154,46 @@ class OptimizerMoments:
         """
         units = [self._units[fragment] for fragment in fragments]
         held, described = agree(self._ranks.group, lambda: self._described(units))
-        by_node = [described] if self._ranks.inter is None else from_each_rank(described, self._ranks.inter)
-        agreed = agree(self._ranks.group, lambda: _agreed(by_node))
+        by_node = [
+            from_each_rank(
+                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
+            )
+            for mesh in dict.fromkeys(unit.ranks for unit in units)
+            if mesh.inter is not None
+        ]
+        agreed = agree(
+            self._ranks.group, lambda: {key: states for each in by_node for key, states in _agreed(each).items()}
+        )
         for key, states in agreed.items():
             held[key].adopt(states)
         for unit in units:
-            self._average(unit, {key: held[key] for key in agreed if key[0] == unit.sharded.name}, agreed, codec)
+            self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit}, codec)
 
-    def _average(
-        self, unit: MomentUnit, held: Mapping[Key, _Held], agreed: Mapping[Key, States], codec: Codec | None
-    ) -> None:
-        label = unit.sharded.name
-        over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, label)
-        kinds = {
-            (place, state)
-            for _, name, place in held
-            for state, value in agreed[label, name, place].items()
-            if isinstance(value, torch.dtype)
-        }
-        for place, state in sorted(kinds):
-            moments: dict[str, Tensor] = {}
-            for key, each in held.items():
-                if key[2] == place and isinstance(agreed[key].get(state), torch.dtype):
-                    moments.update(unit.sharded.named_parts(each.parameter, local_state(each.state[state])))
-            share = unit.share
-            own = moments if share is None else dict(zip(moments, share.of([*moments.values()]), strict=True))
-            over_nodes.average(own, unit.sharded.placements())
-            if share is not None:
-                share.gather([*moments.values()], label)
+    def _average(self, unit: MomentUnit, held: Mapping[_Held, States], codec: Codec | None) -> None:
+        kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for each, states in held.items():
+            for state, value in states.items():
+                if isinstance(value, torch.dtype):
+                    kinds.setdefault((state, each.place), {}).update(each.parts(state))
+        over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, unit.sharded.name)
+        placements = unit.sharded.placements()
+        for _, moments in sorted(kinds.items(), key=lambda item: item[0]):
+            if unit.share is None:
+                over_nodes.average(moments, placements)
+            else:
+                whole = [*moments.values()]
+                over_nodes.average(dict(zip(moments, unit.share.of(whole), strict=True)), placements)
+                unit.share.gather(whole, unit.sharded.name)
 
     def _described(self, units: Sequence[MomentUnit]) -> tuple[dict[Key, _Held], dict[Key, States]]:
-        held = {key: each for unit in units for key, each in self._held(unit)}
+        held = {each.key: each for unit in units for each in self._held(unit)}
         return held, {key: each.described() for key, each in held.items()}
 
-    def _held(self, unit: MomentUnit) -> Iterator[tuple[Key, _Held]]:
+    def _held(self, unit: MomentUnit) -> Iterator[_Held]:
         """Yield what optimizers hold of a unit and this rank has values of; the same on all nodes."""
-        optimizers = list(dict.fromkeys(each for fragment in self._units for each in fragment.optimizers))
+        # By their states, since a wrapper of an optimizer shows the same.
+        known = {id(each.state): each for fragment in self._units for each in fragment.optimizers}
+        optimizers = list(known.values())
         if not optimizers:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
@@ -188,7 +210,7 @@ class OptimizerMoments:
             if local.numel():
                 name = next(iter(unit.sharded.named_parts(parameter, local)))
                 for place, (optimizer, group) in enumerate(of.get(id(parameter), [])):
-                    yield (unit.sharded.name, name, place), _Held(unit, name, parameter, optimizer, group)
+                    yield _Held(unit, name, parameter, optimizer, group, place)
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:

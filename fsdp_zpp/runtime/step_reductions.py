@@ -5,8 +5,9 @@ Without local steps there is the one over all ranks; with local steps that are n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from fsdp_zpp.collectives.agreement import on_any_rank
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
@@ -72,6 +73,31 @@ class StepReductions:
             if reduction is not None and reduction.errors is not None:
                 is_second = not synchronous and True in self._by_phase
                 yield "errors in local steps" if is_second else "errors", reduction.errors
+
+
+def set_synchronous(reductions: Sequence[StepReductions], synchronous: bool, ranks: ProcessMesh, step: str) -> None:
+    """Let the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
+
+    Args:
+        reductions: Those of its units, at least one.
+        synchronous: Whether it reduces over all ranks.
+        ranks: All ranks.
+        step: Names the model and the step in errors.
+
+    Raises:
+        RuntimeError: If gradients of an earlier step wait for their reduction on any rank.
+    """
+    if synchronous == reductions[0].is_synchronous:
+        return
+    sums = (each.accumulated.sums for of_unit in reductions for each in of_unit.all)
+    if on_any_rank(any(each is not None for each in sums), ranks.group):
+        raise RuntimeError(
+            f"{step}: local_steps reduces gradients over other ranks from here on, but micro-batches of an earlier "
+            "step have accumulated gradients that no backward has synchronized; synchronize the last micro-batch of "
+            "each step, or clear gradients after it"
+        )
+    for of_unit in reductions:
+        of_unit.set_synchronous(synchronous)
 
 
 def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) -> GradientReduce | None:

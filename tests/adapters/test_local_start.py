@@ -220,7 +220,7 @@ def test_a_unit_that_is_thawed_in_the_start_is_exchanged_after_it(
 
 
 def left_over(adapter: Adapter, cleared: bool) -> tuple[str, str]:
-    """In a worker: the error of a switch while gradients of an earlier micro-batch wait, on one node even."""
+    """In a worker: the error of a switch while gradients of an earlier step wait."""
     model = adapter.make(Case(), Strategy("III", local_steps=LocalSteps(2, start=1), gpus_per_node=2))
     optimizer = sgd(model)
 
@@ -244,4 +244,4 @@ def test_gradients_that_wait_at_the_switch_are_refused(pool: Callable[[int], Poo
     assert pool(4).run(left_over, adapter, True) == [("", "")] * 4
     for kind, message in pool(4).run(left_over, adapter, False):
         assert kind == "RuntimeError", message
-        assert "has made 1 optimizer steps, after which local_steps reduces gradients over other ranks" in message
+        assert ", step 2: local_steps reduces gradients over other ranks from here on" in message

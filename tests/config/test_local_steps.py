@@ -47,6 +47,8 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"mix": 0}, ValueError, r"mix must be in \(0, 1\], got 0"),
         ({"mix": 1.5}, ValueError, "got 1.5"),
         ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
+        ({"moments_every": 0}, ValueError, "moments_every must be an int of 1 or more exchanges, or None, .* got 0"),
+        ({"moments_every": True}, ValueError, "got True"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
         ({"codec": Int4Delta()}, ValueError, "encodes changes already"),
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
@@ -69,6 +71,8 @@ def test_it_is_a_value() -> None:
         "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum 0.9, after 50 synchronous "
         "steps, synchronous again from step 900 on"
     )
+    assert str(LocalSteps(moments_every=3)).endswith("momentum 0.9, moments in 1 of 3 exchanges as int8(128)")
+    assert str(LocalSteps(moments_every=1)).endswith("momentum 0.9, moments in each exchange as int8(128)")
 
 
 @given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
