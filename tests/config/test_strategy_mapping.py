@@ -25,7 +25,7 @@ LOCO = st.builds(
 )
 LOCAL_STEPS = st.builds(
     LocalSteps,
-    every=st.integers(10, 500) | st.tuples(st.tuples(st.just(0), st.just(10)), st.tuples(st.just(7), st.just(20))),
+    every=st.integers(10, 500) | st.just(((0, 10), (7, 20))),
     outer_lr=st.floats(0.01, 2),
     outer_momentum=st.floats(0.1, 0.99),
     nesterov=st.booleans(),

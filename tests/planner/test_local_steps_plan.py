@@ -244,7 +244,10 @@ def test_memory_is_enough_for_synchronous_steps_and_figures_are_of_the_last_segm
             found, on_its_own = made[f"{levels} every 32"], alone[f"{levels} every 32"]
             assert (found.volume, found.time) == (on_its_own.volume, on_its_own.time)
             in_step = plain[levels].memory.total + (on_its_own.memory.outer if start else 0)
-            assert found.memory.total == max(on_its_own.memory.total, in_step)
+            # Before the stop, the moments of the largest unit are averaged in fp32, sent and received.
+            buffers = 0 if stop is None else 2 * 4 * max(unit.trainable for unit in made.size.units) / 8
+            least = max(on_its_own.memory.total, in_step)
+            assert least <= found.memory.total <= least + buffers
             assert found.strategy.gradients == Int4(128)
         assert made.notes[-2] == "Figures of local steps are those of the last segment, every 32 steps."
         phases = " and ".join([f"the first {start}"] * (start > 0) + [f"those from {stop} on"] * (stop is not None))
