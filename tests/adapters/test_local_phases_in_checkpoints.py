@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.covering import ADAPTERS, over_adapters, over_each, over_pairs
 from harness.pool import Pool
 from harness.training import differing_tensors, load, save, train
 from test_local_checkpoints import LAYOUTS, resumed
@@ -36,7 +36,8 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-@over_pairs(
+@over_each(
+    times=2,
     adapter=ADAPTERS,
     config=SAVED,
     layout=LAYOUTS,
