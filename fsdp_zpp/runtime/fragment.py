@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,11 +9,12 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep, OuterStepState
 from fsdp_zpp.config.local_steps import LocalSteps
+
+from .known_optimizers import KnownOptimizers
 
 Span = tuple[int, int]
 """Start and stop of values in a flat tensor."""
@@ -81,7 +81,7 @@ class Fragment:
         outer: As given.
         progress: How far its training has come.
         pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
-        optimizers: Optimizers that are known to step parameters of its model, in the order in which they became known.
+        optimizers: Optimizers that step parameters of its model, as far as it was told of them.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded, without a state of local steps, since a reader last reset this.
     """
@@ -98,7 +98,7 @@ class Fragment:
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
-        self.optimizers = weakref.WeakKeyDictionary[Optimizer, None]()
+        self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
         self._share, self._shards, self._placements = share, shards, placements
         self._trained, self._invalidate = trained, invalidate

@@ -34,7 +34,7 @@ Number = int | float | Tensor
 States = Mapping[str, torch.dtype | Number]
 """States that an optimizer keeps of a parameter, by name: the dtype of a moment, or a number."""
 Key = tuple[str, str, int]
-"""A unit's name, a parameter's FQN, and its optimizer's place among those that hold it."""
+"""A unit's name, a parameter's FQN, and its optimizer's number."""
 
 
 class MomentUnit(Protocol):
@@ -56,7 +56,7 @@ class _Held:
         parameter: The parameter.
         optimizer: The optimizer.
         group: Its group there.
-        place: The optimizer's place among those that hold the parameter.
+        number: The optimizer's number among those that are known.
     """
 
     unit: MomentUnit
@@ -64,11 +64,11 @@ class _Held:
     parameter: nn.Parameter
     optimizer: Optimizer
     group: Mapping[str, Any]
-    place: int
+    number: int
 
     @property
     def key(self) -> Key:
-        return self.unit.sharded.name, self.name, self.place
+        return self.unit.sharded.name, self.name, self.number
 
     @property
     def state(self) -> dict[str, Any]:
@@ -134,11 +134,12 @@ class OptimizerMoments:
 
     def __init__(self, model: str, units: Mapping[Fragment, MomentUnit], ranks: ProcessMesh) -> None:
         self._model, self._units, self._ranks = model, units, ranks
+        self._optimizers = next(iter(units)).optimizers
 
     def saw(self, optimizer: object) -> None:
         """Note an optimizer that steps the model's parameters."""
         if isinstance(optimizer, Optimizer):
-            next(iter(self._units)).optimizers[optimizer] = None
+            self._optimizers.add(optimizer)
 
     @torch.no_grad()
     def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
@@ -154,6 +155,8 @@ class OptimizerMoments:
         """
         units = [self._units[fragment] for fragment in fragments]
         held, described = agree(self._ranks.group, lambda: self._described(units))
+        gone = self._gone_on_any_rank()
+        described = {key: states for key, states in described.items() if key[2] not in gone}
         by_node = [
             from_each_rank(
                 {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
@@ -169,12 +172,18 @@ class OptimizerMoments:
         for unit in units:
             self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit}, codec)
 
+    def _gone_on_any_rank(self) -> frozenset[int]:
+        """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
+        gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
+        group = self._ranks.group
+        return gone if group is None else gone.union(*from_each_rank(gone, group))
+
     def _average(self, unit: MomentUnit, held: Mapping[_Held, States], codec: Codec | None) -> None:
         kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
         for each, states in held.items():
             for state, value in states.items():
                 if isinstance(value, torch.dtype):
-                    kinds.setdefault((state, each.place), {}).update(each.parts(state))
+                    kinds.setdefault((state, each.number), {}).update(each.parts(state))
         over_nodes = MomentAverage(unit.ranks, codec, unit.traffic, unit.sharded.name)
         placements = unit.sharded.placements()
         for _, moments in sorted(kinds.items(), key=lambda item: item[0]):
@@ -191,26 +200,23 @@ class OptimizerMoments:
 
     def _held(self, unit: MomentUnit) -> Iterator[_Held]:
         """Yield what optimizers hold of a unit and this rank has values of; the same on all nodes."""
-        # By their states, since a wrapper of an optimizer shows the same.
-        known = {id(each.state): each for fragment in self._units for each in fragment.optimizers}
-        optimizers = list(known.values())
-        if not optimizers:
+        if not self._optimizers.count:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
                 "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or local steps without "
                 "moments_every and stop"
             )
-        of: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
-        for optimizer in optimizers:
+        of: dict[int, list[tuple[Optimizer, dict[str, Any], int]]] = {}
+        for number, optimizer in self._optimizers.alive().items():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    of.setdefault(id(parameter), []).append((optimizer, group))
+                    of.setdefault(id(parameter), []).append((optimizer, group, number))
         for parameter in unit.sharded.parameters():
             local: Tensor = local_state(parameter).detach()
             if local.numel():
                 name = next(iter(unit.sharded.named_parts(parameter, local)))
-                for place, (optimizer, group) in enumerate(of.get(id(parameter), [])):
-                    yield _Held(unit, name, parameter, optimizer, group, place)
+                for holder in of.get(id(parameter), []):
+                    yield _Held(unit, name, parameter, *holder)
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
@@ -220,12 +226,12 @@ def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
         ValueError: If nodes keep other moments of a parameter.
     """
     agreed: dict[Key, States] = {}
-    for key in dict.fromkeys(key for described in by_node for key in described):
-        present = [states for described in by_node if (states := described.get(key))]
+    for key in dict.fromkeys(key for node in by_node for key in node):
+        present = [states for node in by_node if (states := node.get(key))]
         if not present:
             continue
         kinds = [_kinds(states) for states in present]
-        if any(key not in described for described in by_node) or any(kind != kinds[0] for kind in kinds):
+        if any(key not in node for node in by_node) or any(kind != kinds[0] for kind in kinds):
             raise ValueError(
                 f"{key[0]}: nodes average the moments of {key[1]}, but their optimizers keep different states of it; "
                 "use the same optimizers with the same parameters on every node"

@@ -27,7 +27,6 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer, fragment: Fragment) -> None:
         self._optimizer, self._fragment = optimizer, fragment
-        fragment.optimizers[optimizer] = None
 
     def state_dict(self) -> dict[str, list[ParameterState]]:
         """Return the state by parameter, in the optimizer's order."""

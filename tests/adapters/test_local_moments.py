@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -300,3 +301,24 @@ def test_what_cannot_be_averaged_is_said_on_every_rank(
         assert re.search(part, message), message
     if kinds == ("list", "list"):
         assert all(message == "" for message, _ in pool(4).run(refused, adapter, kinds, None))
+
+
+def without_optimizers(adapter: Adapter, levels: str) -> int:
+    """In a worker: in how many states nodes differ when the first of two optimizers is gone, but not on all ranks."""
+    model = adapter.make(CASE, strategy_of(levels, 2, every=50, moments_every=1))
+    kept = []
+    for _ in range(2):
+        optimizer = AdamW(model.parameters(), 3e-3)
+        train(adapter, model, CASE, optimizer=optimizer)
+        if dist.get_rank() == 0:
+            kept.append(optimizer)
+        gc.collect()
+    exchange_weights(model)
+    return differing(everywhere(states(model, [optimizer]))[dist.get_rank() % 2 :: 2])
+
+
+@over_pairs(adapter=ADAPTERS, levels=["III", "NNN"])
+def test_an_optimizer_that_some_ranks_have_freed_is_left_out(
+    pool: Callable[[int], Pool], adapter: Adapter, levels: str
+) -> None:
+    assert pool(4).run(without_optimizers, adapter, levels) == [0] * 4
