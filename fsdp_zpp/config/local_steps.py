@@ -7,12 +7,14 @@ other, in 4 bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4
 from fsdp_zpp.codecs.delta import Int4Delta
 
 from .error_feedback import LoCo, check_loco
+from .outer_momentum import TARGET_GAIN
 
 _INT4 = Int4(128)
 
@@ -28,7 +30,9 @@ class LocalSteps:
     Args:
         every: Optimizer steps between two exchanges of a fragment.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its momentum, in [0, 1).
+        outer_momentum: Its momentum, in [0, 1). ``"auto"`` chooses it for each exchange of a fragment: the largest one
+            up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
+            changes. See [Note: Automatic momentum] in outer_momentum.py.
         nesterov: Whether the momentum is Nesterov's.
         codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
@@ -37,18 +41,19 @@ class LocalSteps:
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
         mix: Share of the agreed weights in those with which a node continues when an exchange arrives; the rest is its
             own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
+            With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error
-            feedback has no codec to correct.
+        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, ``outer_lr``
+            leaves no room for a momentum that is ``"auto"``, or error feedback has no codec to correct.
         TypeError: If a flag, the codec or error feedback has the wrong type.
     """
 
     every: int = 64
     outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_momentum: float | Literal["auto"] = 0.9
     nesterov: bool = True
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
@@ -62,21 +67,34 @@ class LocalSteps:
             raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
-        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
+        self._check_momentum()
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < self.every:
             raise ValueError(
                 f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
-        if not _is_number(self.mix) or not 0 < self.mix <= 1:
-            raise ValueError(f"mix must be in (0, 1], got {self.mix!r}")
+        if not _is_number(self.mix) or not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
         for name in ("nesterov", "spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.nesterov and self.outer_momentum == 0:
             raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
+
+    def _check_momentum(self) -> None:
+        if self.outer_momentum == "auto":
+            if self.outer_lr >= TARGET_GAIN:
+                raise ValueError(
+                    f"outer_momentum='auto' makes outer steps of up to {TARGET_GAIN} times the mean change, to which "
+                    f"outer_lr={self.outer_lr} leaves no room for momentum: pass a lower outer_lr, or a number"
+                )
+        elif (
+            isinstance(self.outer_momentum, str)
+            or not _is_number(self.outer_momentum)
+            or not 0 <= self.outer_momentum < 1
+        ):
+            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}")
 
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")

@@ -22,6 +22,7 @@ from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
+from .outer_watch import OuterWatch
 
 
 class LocalTraining:
@@ -33,14 +34,24 @@ class LocalTraining:
             change.
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
+        outer: Fits their outer steps.
+
+    Attributes:
+        outer: As given.
 
     Raises:
         ValueError: If ranks differ in how far they have trained.
     """
 
     def __init__(
-        self, model: str, fragments: Sequence[Fragment], ranks: ProcessMesh, steps_are_announced: Callable[[], bool]
+        self,
+        model: str,
+        fragments: Sequence[Fragment],
+        ranks: ProcessMesh,
+        steps_are_announced: Callable[[], bool],
+        outer: OuterWatch,
     ) -> None:
+        self.outer = outer
         self._model, self._all, self._ranks = model, fragments, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
@@ -129,7 +140,7 @@ class LocalTraining:
         due = self._config.due(step, len(self._trained))
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
-            self._agree_on_changes([self._trained[index] for index in due])
+            self._agree_on_exchange([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
@@ -149,11 +160,13 @@ class LocalTraining:
         # waited for.
         check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
-    def _agree_on_changes(self, fragments: Sequence[Fragment]) -> None:
-        """Let all nodes exchange what any of them has trained. Collective."""
+    def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
+        """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
+        if fragments:
+            self.outer.fit(fragments, self._trained)
 
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
@@ -171,7 +184,7 @@ class LocalTraining:
                 fragment.receive(self._config.mix)
         for fragment in self._trained:
             fragment.note_trained()
-        self._agree_on_changes(self._trained)
+        self._agree_on_exchange(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:

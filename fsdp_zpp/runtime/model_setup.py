@@ -17,6 +17,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
+from .outer_watch import OuterWatch
 from .overrides import warn_of_unmatched
 from .summary import Groups, log_summaries
 from .unit import StrategyUnit
@@ -95,7 +96,10 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
     ranks = next(iter(fragments)).ranks
-    training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced)
+    outer = OuterWatch(
+        model, ranks, lambda: dict.fromkeys(axis for unit in fragments for axis in unit.sharded.other_axes())
+    )
+    training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced, outer)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments):

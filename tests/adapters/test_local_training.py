@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_pairs
+from harness.outer_fit import correlation_by_search, fitting_by_search
 from harness.pool import Pool
 from harness.training import differing_tensors, train
 from local_nodes import LAYOUTS, sgd, strategy_of, this_node
@@ -26,6 +27,9 @@ SCHEDULES = {
     "overlapped": LocalSteps(4, codec=None, overlap=2, mix=0.5),
     "overlapped, all at once": LocalSteps(2, codec=None, overlap=1, spread=False),
     "kept on the CPU": LocalSteps(3, codec=None, overlap=1, offload=True),
+    "kept apart": LocalSteps(3, codec=None, mix=0),
+    "momentum that fits": LocalSteps(2, codec=None, outer_momentum="auto", outer_lr=0.6),
+    "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1, nesterov=False),
 }
 
 
@@ -93,6 +97,7 @@ class Simulation:
         self.optimizers = [sgd(net) for net in self.nets]
         self.agreed = {name: p.detach().double().clone() for name, p in self.nets[0].named_parameters()}
         self.momentum = {name: torch.zeros_like(agreed) for name, agreed in self.agreed.items()}
+        self.correlations: dict[tuple[str, ...], float] = {}
         self.on_their_way: list[tuple[int, list[str]]] = []
         blocks = [f"blocks.{index}." for index in range(len(self.nets[0].blocks))]
         rest = [name for name in self.agreed if not name.startswith("blocks.")]
@@ -100,15 +105,27 @@ class Simulation:
 
     @torch.no_grad()
     def send(self, names: list[str]) -> None:
-        """The outer step on the mean of changes."""
-        for name in names:
-            held = torch.stack([net.get_parameter(name).double() for net in self.nets])
-            gradient = self.agreed[name] - held.mean(0)
-            self.momentum[name] = self.config.outer_momentum * self.momentum[name] + gradient
-            ahead = gradient + self.config.outer_momentum * self.momentum[name]
-            self.agreed[name] = self.agreed[name] - self.config.outer_lr * (
-                ahead if self.config.nesterov else self.momentum[name]
-            )
+        """The outer step of a fragment on the mean of changes."""
+        held = {name: torch.stack([net.get_parameter(name).double() for net in self.nets]) for name in names}
+        gradients = {name: self.agreed[name] - each.mean(0) for name, each in held.items()}
+        coefficient, nesterov = self.fitted(gradients), self.config.nesterov
+        for name, gradient in gradients.items():
+            self.momentum[name] = coefficient * self.momentum[name] + gradient
+            ahead = gradient + coefficient * self.momentum[name]
+            self.agreed[name] = self.agreed[name] - self.config.outer_lr * (ahead if nesterov else self.momentum[name])
+
+    def fitted(self, gradients: dict[str, Tensor]) -> float:
+        """The momentum of an outer step, by the correlation that the one before has found."""
+        if self.config.outer_momentum != "auto":
+            return self.config.outer_momentum
+        known = self.correlations.get(tuple(gradients), 1.0)
+        coefficient = fitting_by_search(self.config.outer_lr, known, self.config.nesterov)
+        along, norm = (
+            sum((each[n] * g).sum().item() for n, g in gradients.items()) for each in (self.momentum, gradients)
+        )
+        if along:
+            self.correlations[tuple(gradients)] = correlation_by_search(coefficient, along / norm)
+        return coefficient
 
     @torch.no_grad()
     def receive(self, names: list[str], mix: float) -> None:
@@ -149,9 +166,9 @@ class Simulation:
     def exchange_all(self) -> None:
         """The last exchange."""
         self.arrive(float("inf"))
-        everything = [name for names in self.fragments for name in names]
-        self.send(everything)
-        self.receive(everything, 1.0)
+        for names in self.fragments:
+            self.send(names)
+            self.receive(names, 1.0)
 
     def weights(self, rank: int) -> dict[str, Tensor]:
         """Of a node."""
@@ -192,7 +209,12 @@ def differing_weights(adapter: Adapter, strategy: Strategy, case: Case) -> tuple
 @over_pairs(
     adapter=ADAPTERS,
     layout=LAYOUTS,
-    config=[LocalSteps(2), LocalSteps(3, codec=Int8(64), overlap=1), LocalSteps(2, error_feedback=LoCo())],
+    config=[
+        LocalSteps(2),
+        LocalSteps(3, codec=Int8(64), overlap=1),
+        LocalSteps(2, error_feedback=LoCo()),
+        LocalSteps(1, outer_momentum="auto"),
+    ],
     precision=[None, Precision(torch.bfloat16, torch.float32)],
 )
 def test_nodes_are_equal_bit_for_bit_after_an_exchange_of_all(

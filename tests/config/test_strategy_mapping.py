@@ -26,14 +26,14 @@ LOCO = st.builds(
 LOCAL_STEPS = st.builds(
     LocalSteps,
     every=st.integers(10, 500),
-    outer_lr=st.floats(0.01, 2),
-    outer_momentum=st.floats(0.1, 0.99),
+    outer_lr=st.floats(0.01, 1.3),
+    outer_momentum=st.just("auto") | st.floats(0.1, 0.99),
     nesterov=st.booleans(),
     codec=st.builds(Int4, BLOCKS),
     error_feedback=st.none() | LOCO,
     spread=st.booleans(),
     overlap=st.integers(0, 9),
-    mix=st.floats(0.1, 1),
+    mix=st.floats(0, 1),
     offload=st.booleans(),
 )
 
@@ -96,6 +96,10 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
         (
             "{preset: diloco, local_steps: {every: 8, codec: none}}",
             Strategy.diloco(local_steps=LocalSteps(8, codec=None)),
+        ),
+        (
+            "{preset: diloco, local_steps: {outer_momentum: auto, mix: 0}}",
+            Strategy.diloco(local_steps=LocalSteps(outer_momentum="auto", mix=0)),
         ),
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
         (
