@@ -66,7 +66,7 @@ def local_steps(name: str) -> LocalSteps:
     Raises:
         ValueError: If it describes none, or LocalSteps refuses them.
     """
-    parts = re.fullmatch(r"local(\d+):(none|int8|int4)(\+loco)?((?::(?:at-once|[a-z]+[\d.]+))*)", name)
+    parts = re.fullmatch(r"local(\d+):(none|int8|int4)(\+loco)?((?::(?:at-once|momentum-auto|[a-z]+[\d.]+))*)", name)
     if parts is None:
         raise ValueError(f"{name!r} is unknown; local steps are named like local32:int4+loco:overlap1:mix0.5")
     every, codec, feedback, changes = parts.groups()
@@ -75,11 +75,14 @@ def local_steps(name: str) -> LocalSteps:
         word = change.rstrip("0123456789.")
         if change == "at-once":
             options["spread"] = False
+        elif change == "momentum-auto":
+            options["outer_momentum"] = "auto"
         elif word in _CHANGES:
             option, number = _CHANGES[word]
             options[option] = number(change.removeprefix(word))
         else:
-            raise ValueError(f"{name!r} changes {word!r}; what can be changed is at-once, {', '.join(_CHANGES)}")
+            changes_known = ", ".join(("at-once", "momentum-auto", *_CHANGES))
+            raise ValueError(f"{name!r} changes {word!r}; what can be changed is {changes_known}")
     if options.get("outer_momentum") == 0:
         options["nesterov"] = False
     loco = LoCo(beta=0.8) if feedback else None

@@ -1,7 +1,8 @@
 """Gaps of the study of local steps: how far above synchronous training runs end, each at its best learning rate.
 
 A name is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all fragments in the same step),
-``overlapSTEPS``, ``mixSHARE``, ``outerLR`` or ``momentumVALUE``; LocalSteps' defaults hold for the rest.
+``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE`` or ``momentum-auto``; LocalSteps' defaults hold for the
+rest.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ local_gaps = load("loss", "local_gaps")
         ("local32:int4:at-once", LocalSteps(every=32, codec=Int4(128), spread=False)),
         ("local32:int4:overlap1:mix0.5", LocalSteps(every=32, codec=Int4(128), overlap=1, mix=0.5)),
         ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
+        ("local32:none:momentum-auto", LocalSteps(every=32, codec=None, outer_momentum="auto")),
         (
             "local32:int4:outer1:momentum0",
             LocalSteps(every=32, codec=Int4(128), outer_lr=1, outer_momentum=0, nesterov=False),
