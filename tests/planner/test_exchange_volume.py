@@ -108,8 +108,9 @@ def bytes_kept(model: nn.Module) -> tuple[int, int, int]:
     units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
     exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.outer.names]
     outer = bytes_in([(each["agreed"], each["momentum"]) for each in exchanges])
+    errors = bytes_in([(each["errors"], each["errors_back"]) for each in exchanges])  # the fit is two numbers a unit
     gradients = [unit.errors.state_dict() for unit in units if unit.errors is not None]
-    return outer, bytes_in(exchanges) - outer, bytes_in(gradients)
+    return outer, errors, bytes_in(gradients)
 
 
 CASES = {
