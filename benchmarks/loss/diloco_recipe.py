@@ -7,7 +7,6 @@ where the paper has 6 and an embedding of 32,768 tokens: 34 M parameters.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from configurations import local_steps
 from corpus import Corpus
+from diloco_table import SYNCHRONOUS
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -25,8 +25,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from fsdp_zpp import Strategy
 
 PARAMETERS = 34e6
-SYNCHRONOUS = "synchronous"
-"""Name of the configuration of one replica that trains on the whole batch."""
 WARMUP_STEPS = 1000
 Z_LOSS = 1e-4
 

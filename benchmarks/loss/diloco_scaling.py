@@ -1,7 +1,7 @@
 """Validation loss of DiLoCo by its authors' recipe: the first row of "Scaling Laws for DiLoCo" (arXiv 2503.09799).
 
     python benchmarks/loss/run.py diloco-scaling --nodes 1 --configs synchronous --seeds 0,1,2
-    python benchmarks/loss/run.py diloco-scaling --nodes 2 --gpus 1 --configs local30:none:at-once:outer0.6 --seeds 0,1,2
+    python benchmarks/loss/run.py diloco-scaling --nodes 2 --gpus 1 --configs local30:none:at-once:outer0.6
 
 A node is a replica. ``synchronous`` trains one replica on the whole batch; local_gaps.py says how the others are named.
 Batch and learning rate are those of the paper's fits for the number of replicas, unless they are given
@@ -12,24 +12,21 @@ nodes. At the end comes a table of all there.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from configurations import local_steps
 from corpus import Corpus
-from diloco_recipe import SYNCHRONOUS, WARMUP_STEPS, RecipeSettings, fitted_batch, fitted_lr, train_by_recipe
-from gaps import spread
+from diloco_recipe import WARMUP_STEPS, RecipeSettings, fitted_batch, fitted_lr, train_by_recipe
+from diloco_table import SYNCHRONOUS, table
 from jobs import Run, add_options, carry_out, parser_of, settings_of
-from markdown_tables import aligned, markdown
+from markdown_tables import aligned
 from result_files import Result, Row
 from training import Settings
 
 PLAIN = "local30:none:at-once:outer0.6"
 """The paper's own: all weights at once every 30 steps, in full precision."""
-PUBLISHED = {2: 0.7, 4: 2.0, 8: 3.9}
-"""Percent above data-parallel training by replicas, for 35 M parameters (table 4)."""
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -59,25 +56,6 @@ def train_run(run: Run, corpus: Corpus, device: torch.device) -> Row:
     """Train a run. Collective."""
     assert isinstance(run.settings, RecipeSettings)
     return train_by_recipe(run.settings, run.name, run.seed, corpus, device)
-
-
-def table(results: Sequence[Result]) -> str:
-    """Return a table of losses; gaps are to the mean of the best synchronous runs, with the paper's beside them."""
-    runs: dict[tuple[int, str, float, int], list[float]] = {}
-    for result in results:
-        given, row = result["arguments"], result["rows"][0]
-        key = given["nodes"], row["name"], given["lr"], given["batch"]
-        runs.setdefault(key, []).append(row["validation"][-1][1])
-    means = [sum(losses) / len(losses) for (_, name, *_), losses in runs.items() if name == SYNCHRONOUS]
-    rows = []
-    for (nodes, name, lr, batch), losses in sorted(runs.items()):
-        published = PUBLISHED.get(nodes)
-        gaps = [] if not means or name == SYNCHRONOUS else [100 * (loss / min(means) - 1) for loss in losses]
-        cells = [f"{lr:.4f}", f"{nodes * batch}", str(len(losses)), spread(losses, ".4f")]
-        cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
-        rows.append([str(nodes), name, *cells])
-    head = ("replicas", "configuration", "lr", "sequences a step", "seeds", "validation loss")
-    return markdown((*head, "above synchronous, %", "published, %"), rows)
 
 
 def report(_: Path, results: list[Result], __: Settings) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from configurations import local_steps
 from gaps import REFERENCE
-from training import Settings
 from jobs import Run, add_options, carry_out, parser_of, settings_of
 from local_figures import every_svg
 from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, table
 from markdown_tables import aligned
 from result_files import Result
+from training import Settings
 
 BATCH = 32
 """Sequences of a step, on all nodes together."""

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from corpus import Corpus
 from dtensor_collectives import DTensorCollectives
 from full_shard import full_shard_sends
-from training import Settings, Trainee, adamw, train
 from guides_muon import whole_muon
 from muon_table import UNSHARDED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fully_shard
+from training import Settings, Trainee, adamw, train
 from transformers import PreTrainedModel
 
 from fsdp_zpp import Strategy, clip_grad_norm_, fully_shard, traffic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -190,7 +191,8 @@ def train(
 def note_progress(step: int, loss: Tensor, began: float) -> None:
     """Print how far a run is, since long ones take minutes."""
     if dist.get_rank() == 0:
-        print(f"step {step}: validation loss {loss.item():.4f}, {time.perf_counter() - began:.0f} s", flush=True)
+        seconds = time.perf_counter() - began
+        print(f"step {step}: validation loss {loss.item():.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def gpt2(settings: Settings) -> GPT2Config:
