@@ -79,15 +79,17 @@ class OuterOptimizer:
             return config.outer_momentum
         return fitting_momentum(config.outer_lr, self._correlation, nesterov=config.nesterov)
 
-    def start(self, name: str, numel: int, device: torch.device) -> None:
+    def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
         """Begin without momentum.
 
         Args:
             name: The FQN of a parameter.
             numel: Number of values in this rank's chunk of it.
-            device: Where its momentum is kept.
+            device: Where steps are made.
+            kept_on: Where its momentum is kept.
         """
-        self._momentum[name] = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._momentum[name] = torch.zeros(numel, dtype=torch.float32, device=kept_on)
+        self.products = self.products.to(device)
 
     def momentum_of(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Yield the momentum of some parameters."""
@@ -104,7 +106,8 @@ class OuterOptimizer:
         parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
         # What one parameter has is updated in place.
         momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
-        self.products = torch.stack([_product(momentum, gradient), _product(gradient, gradient)])
+        for product, other in zip(self.products, (momentum, gradient), strict=True):
+            _set_to_product(product, gradient, other)
         momentum.mul_(self._coefficient).add_(gradient)
         for piece, new in layout.split(momentum).items():
             if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
@@ -114,7 +117,7 @@ class OuterOptimizer:
 
     def skip_step(self) -> None:
         """Note a step in which this rank has no values."""
-        self.products = torch.zeros(2, dtype=torch.float32)
+        self.products.zero_()
 
     def fit(self, products: tuple[float, float]) -> OuterFigures | None:
         """Return figures of the last step, and choose the momentum of the next one.
@@ -149,11 +152,12 @@ class OuterOptimizer:
         for name, value in momentum.items():
             self._momentum[name].copy_(value)
         if fit is not None:
-            self.products, self._correlation = fit["products"].clone(), fit["correlation"]
-            self._coefficient = fit["coefficient"]
+            self.products.copy_(fit["products"])
+            self._coefficient, self._correlation = fit["coefficient"], fit["correlation"]
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Return the scalar product of flat tensors."""
-    parts = zip(one.split(_MOST_AT_ONCE), other.split(_MOST_AT_ONCE), strict=True)
-    return torch.stack([torch.dot(*pair) for pair in parts]).sum()
+def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
+    """Set a number to the scalar product of flat tensors."""
+    product.zero_()
+    for pair in zip(one.split(_MOST_AT_ONCE), other.split(_MOST_AT_ONCE), strict=True):
+        product.add_(torch.dot(*pair))

@@ -129,7 +129,7 @@ class OuterStep:
             self._device = for_collectives(shard.new_empty(0), self._gather.group).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
-            self._optimizer.start(name, self._chunks.numel(shard), kept_on)
+            self._optimizer.start(name, self._chunks.numel(shard), self._device, kept_on)
 
     def _settle(self) -> None:
         """Wait in the current stream for what is on its way, before its memory is used otherwise."""

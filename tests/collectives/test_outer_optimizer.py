@@ -41,7 +41,7 @@ def changes(layout: FlatLayout) -> Iterator[Tensor]:
 def started(config: LocalSteps, layout: FlatLayout) -> OuterOptimizer:
     optimizer = OuterOptimizer(config)
     for piece in layout.pieces:
-        optimizer.start(piece.name, piece.numel, torch.device("cpu"))
+        optimizer.start(piece.name, piece.numel, *[torch.device("cpu")] * 2)
     return optimizer
 
 
