@@ -19,7 +19,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-
 Place = Literal["weights", "gradients", "frozen", "exchanges"]
 """What a strategy may encode: trained weights, gradients, frozen weights, and changes of weights in local steps."""
 
@@ -142,7 +141,9 @@ def check_place(name: str, value: object, place: Place) -> None:
     if isinstance(value, Codec) and place not in value.places:
         suits = " and ".join(_NAMES[each] for each in value.places)
         reason = f": {value.reason}" if value.reason else ""
-        raise ValueError(f"{name} can't be {value!r}, which is for {suits} alone{reason}; choose Int8(...) or Int4(...)")
+        raise ValueError(
+            f"{name} can't be {value!r}, which is for {suits} alone{reason}; choose Int8(...) or Int4(...)"
+        )
 
 
 def check_block(codec: Codec, block: object) -> None:

@@ -1,6 +1,8 @@
 """Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``, ``nf4``.
 
-``topk:0.02:4:4096`` has a fraction, bits and a block, of which the last may be left out. A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
+``topk:0.02:4:4096`` has a fraction, bits and a block, of which the last may be left out.
+
+A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from fsdp_zpp.kernels.payload import ALIGNMENT
 
 from .base import Codec, Place, check_block
 from .blockwise import Int4, Int8
+from .packed_words import pack_words, packed_nbytes, unpack_words
 
 PLACE_BITS = 12
 """Bits of a place in a block."""
@@ -41,8 +42,6 @@ REACH = 256.0
 MIN_LARGEST = 2.0**-100
 """A block whose largest magnitude is below this is sent as zeros, so that no level is subnormal."""
 _LLOYD_STEPS = 4
-_WORDS_TOGETHER = {14: 4, 16: 1, 20: 2}
-"""How many words of a width make whole bytes, at most 8."""
 
 Bits = Literal[2, 4, 8]
 
@@ -74,9 +73,7 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         check_block(self, self.block)
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
-            raise ValueError(
-                f"TopK's block must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, got {self.block}"
-            )
+            raise ValueError(f"TopK's block must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, got {self.block}")
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
             raise ValueError(f"TopK's fraction must be a number in (0, 1], such as 0.02, got {self.fraction!r}")
         if not isinstance(self.bits, int) or self.bits not in get_args(Bits):
@@ -116,8 +113,7 @@ class TopK(Codec):
         return 8 * -(-numel // self.block)
 
     def _words_nbytes(self, numel: int) -> int:
-        together = _WORDS_TOGETHER[self._width]
-        return -(-self._words(numel) // together) * together * self._width // 8
+        return packed_nbytes(self._words(numel), self._width)
 
     def nbytes(self, numel: int) -> int:
         return -(-(self._levels_nbytes(numel) + self._words_nbytes(numel)) // ALIGNMENT) * ALIGNMENT
@@ -134,7 +130,7 @@ class TopK(Codec):
                 words, levels = self._encode_chunk(chunk)
                 start = self._levels_nbytes(numel)
                 row[:start] = levels.view(torch.uint8)
-                row[start : start + self._words_nbytes(numel)] = self._packed(words)
+                row[start : start + self._words_nbytes(numel)] = pack_words(words, self._width)
         return payload.view(rows, cols, -1).transpose(0, 1).reshape(rows * cols, -1)
 
     def _encode_chunk(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,21 +165,6 @@ class TopK(Codec):
     def _last_step(self) -> int:
         return (1 << (self.bits - 1)) - 1
 
-    def _packed(self, words: Tensor) -> Tensor:
-        """Return the bytes of words, flat, the first in the lowest bits."""
-        width, together = self._width, _WORDS_TOGETHER[self._width]
-        words = F.pad(words, (0, -words.numel() % together)).view(-1, together)
-        places = torch.arange(0, together * width, width, device=words.device)
-        return (words << places).sum(dim=1).view(torch.uint8).view(-1, 8)[:, : together * width // 8].reshape(-1)
-
-    def _unpacked(self, packed: Tensor, count: int) -> Tensor:
-        """Return ``count`` words in each of the rows of bytes ``packed``: int64 [rows, count]."""
-        width, together = self._width, _WORDS_TOGETHER[self._width]
-        nbytes = together * width // 8
-        padded = F.pad(packed.reshape(-1, nbytes), (0, 8 - nbytes)).view(torch.int64)
-        places = torch.arange(0, together * width, width, device=packed.device)
-        return (padded >> places & ((1 << width) - 1)).view(len(packed), -1)[:, :count]
-
     # ---- decoding
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
@@ -217,7 +198,7 @@ class TopK(Codec):
         """
         start, count = self._levels_nbytes(numel), self._words(numel)
         levels = payload[:, :start].contiguous().view(torch.float32).view(len(payload), -1, 2)
-        words = self._unpacked(payload[:, start : start + self._words_nbytes(numel)], count)
+        words = unpack_words(payload[:, start : start + self._words_nbytes(numel)], count, self._width)
         # The block of each word: those of whole blocks first.
         block = torch.arange(count, device=payload.device) // self.kept(self.block)
         block.clamp_(max=levels.shape[1] - 1)

@@ -174,8 +174,10 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
     codec.decode(payload, sent, 1, chunks)
-    new = errors.beta * old + (1 - errors.beta) * (compensated - sent)
-    errors.write(torch.where(new.isfinite(), new, old), chunks)
+    # In place: these may be the largest buffers of an exchange.
+    new = compensated.sub_(sent).mul_(1 - errors.beta).add_(torch.mul(old, errors.beta, out=sent))
+    is_finite = torch.mul(new, 0, out=sent) == 0
+    errors.write(torch.where(is_finite, new, old, out=new), chunks)
     return payload
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_zpp.codecs.blockwise import Blockwise
 from fsdp_zpp.config.error_feedback import error_nbytes
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
@@ -149,8 +150,21 @@ class _Exchange:
             change + chunk + sent + payloads,  # the mean, and payloads sent and received
             change + 2 * chunk,  # the outer step, from the mean to the update
             change + (self._nodes + 1) * self._payload_back,  # of which one is sent
+            change + chunk + self._fed_back * self._nodes + payloads,
             self._put_together,
         )
+
+    @property
+    def _fed_back(self) -> int:
+        """Return the bytes in which a chunk is fed back its errors outside a kernel, if its codec has none.
+
+        There is the sum with its errors, what of it is sent, and a byte a value for whether it is finite.
+        """
+        feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
+        if feedback is None or isinstance(codec, Blockwise):
+            return 0
+        decoded = 0 if feedback.dtype is None else _FP32
+        return (2 * _FP32 + 1 + decoded) * self._chunk
 
     @property
     def _agreed_copies(self) -> int:
