@@ -174,9 +174,9 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
     codec.decode(payload, sent, 1, chunks)
-    # In place: these may be the largest buffers of an exchange.
-    new = compensated.sub_(sent).mul_(1 - errors.beta).add_(torch.mul(old, errors.beta, out=sent))
-    is_finite = torch.mul(new, 0, out=sent) == 0
+    # In place of what was sent: buffers may be large, and the payload may view what was encoded.
+    new = torch.sub(compensated, sent, out=sent).mul_(1 - errors.beta).add_(old * errors.beta)
+    is_finite = new * 0 == 0
     errors.write(torch.where(is_finite, new, old, out=new), chunks)
     return payload
 

@@ -158,13 +158,13 @@ class _Exchange:
     def _fed_back(self) -> int:
         """Return the bytes in which a chunk is fed back its errors outside a kernel, if its codec has none.
 
-        There is the sum with its errors, what of it is sent, and a byte a value for whether it is finite.
+        There are the sum with its errors, what of it is left out, and two temporaries for whether it is finite.
         """
         feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
         if feedback is None or isinstance(codec, Blockwise):
             return 0
         decoded = 0 if feedback.dtype is None else _FP32
-        return (2 * _FP32 + 1 + decoded) * self._chunk
+        return (3 * _FP32 + 1 + decoded) * self._chunk
 
     @property
     def _agreed_copies(self) -> int:
