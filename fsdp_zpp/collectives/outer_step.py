@@ -84,13 +84,15 @@ class OuterStep:
         self._config, self._label, self.stream = config, label, SideStream()
         self._nodes = mesh.topology.nodes
         self._codec = config.codec or full_precision(torch.float32)
+        self._codec_back = self._codec.for_sum_of(self._nodes)
         feedback = config.error_feedback
         self._reduce = GradientReduce(mesh.across_nodes(), None, self._codec, traffic, label, error_feedback=feedback)
         self._gather = Hop(mesh.inter, "gather", "inter", traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
-        blocks = [self._codec.block_numel, 0 if feedback is None or feedback.dtype is None else feedback.dtype.block]
-        # No block of either codec spans a multiple of them all.
-        self._chunks = NodeChunks(self._nodes, math.lcm(*filter(None, blocks)))
+        codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
+        # No block of any codec spans a multiple of them all.
+        block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
+        self._chunks = NodeChunks(self._nodes, block)
         self._agreed: dict[str, Tensor] = {}
         self._optimizer = OuterOptimizer(config)
         self._arrival: torch.cuda.Event | None = None
@@ -179,7 +181,7 @@ class OuterStep:
                 self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
             gathered = self._gather.all_gather(payload, self.label)
-            decode(self._codec, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
+            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
             for name, places, part in self._chunks.places(change, layout, held):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
@@ -222,12 +224,12 @@ class OuterStep:
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
         """Encode this rank's update, with the errors of earlier ones."""
         if self._back is None:
-            return encode(self._codec, update, 1, 1, self.label)
+            return encode(self._codec_back, update, 1, 1, self.label)
         self._back.begin(update.device)
         errors = self._back.buffer("back")
         assert errors is not None
         prepared = errors.prepare(Extent(update.numel(), (0,), layout), update.device)
-        payload = encode(self._codec, update, 1, 1, self.label, prepared)
+        payload = encode(self._codec_back, update, 1, 1, self.label, prepared)
         self._back.step_made()
         return payload
 

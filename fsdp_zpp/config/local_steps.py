@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4
-from fsdp_zpp.codecs.delta import Int4Delta
 
 from .error_feedback import LoCo, check_loco
 from .outer_momentum import TARGET_GAIN
@@ -98,10 +97,14 @@ class LocalSteps:
 
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")
-        if isinstance(self.codec, Int4Delta):
-            raise ValueError(f"codec encodes changes already: pass Int4(...) instead of {self.codec!r}")
-        check_hop_codec("codec", self.codec)
+        check_place("codec", self.codec, "exchanges")
         check_loco(self.error_feedback)
+        if self.error_feedback is None and self.codec is not None and self.codec.needs_feedback:
+            raise ValueError(
+                f"codec={self.codec!r} leaves out most of a change, which is lost without error feedback: pass "
+                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1, outer_momentum=0 and "
+                "nesterov=False as in SparseLoCo"
+            )
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 

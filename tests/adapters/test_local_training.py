@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
-from harness.covering import ADAPTERS, over_pairs
+from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.outer_fit import correlation_by_search, fitting_by_search
 from harness.pool import Pool
-from harness.training import differing_tensors, train
+from harness.training import differing_tensors, mean_loss, train
 from local_nodes import LAYOUTS, sgd, strategy_of, this_node
 from torch import Tensor
 
-from fsdp_zpp import Int8, LocalSteps, LoCo, Strategy, exchange_weights
+from fsdp_zpp import Int8, LocalSteps, LoCo, Strategy, TopK, exchange_weights
 
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "codec": None}
 """An outer step that is the mean over nodes."""
+SPARSE = LoCo(beta=0, decay=0.95, reset_every=0)
 ROUNDING = 2e-5
 SCHEDULES = {
     "one after the other": LocalSteps(3, codec=None),
@@ -214,6 +215,7 @@ def differing_weights(adapter: Adapter, strategy: Strategy, case: Case) -> tuple
         LocalSteps(3, codec=Int8(64), overlap=1),
         LocalSteps(2, error_feedback=LoCo()),
         LocalSteps(1, outer_momentum="auto"),
+        LocalSteps(2, codec=TopK(), error_feedback=SPARSE),
     ],
     precision=[None, Precision(torch.bfloat16, torch.float32)],
 )
@@ -224,3 +226,24 @@ def test_nodes_are_equal_bit_for_bit_after_an_exchange_of_all(
     for before, after in pool(4).run(differing_weights, adapter, strategy, Case(steps=4, precision=precision)):
         assert before > 0
         assert after == 0
+
+
+def losses_of_sparse_exchanges(adapter: Adapter, gpus_per_node: int) -> tuple[float, ...]:
+    """In a worker: losses before training, and with what nodes agreed on if all changes or the largest are sent."""
+    case, losses = Case(steps=12), []
+    plain: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
+    for codec, feedback in ((None, None), (TopK(0.05, 2, 256), SPARSE)):
+        config = LocalSteps(2, codec=codec, error_feedback=feedback, **plain)
+        model = adapter.make(case, Strategy("III", local_steps=config, gpus_per_node=gpus_per_node))
+        losses.append(mean_loss(model, 0))
+        train(adapter, model, case)
+        exchange_weights(model)
+        losses.append(mean_loss(model, 0))
+    return losses[0], losses[1], losses[3]
+
+
+@over_adapters
+def test_it_trains_on_the_largest_changes_alone(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for before, all_changes, largest in pool(4).run(losses_of_sparse_exchanges, adapter, 2):
+        # Most of the way that training gets which exchanges all changes.
+        assert before - largest > 0.5 * (before - all_changes) > 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, LoCo
+from fsdp_zpp import NF4, Int4, Int4Delta, LoCo, TopK
 from fsdp_zpp.config.local_steps import LocalSteps
 
 
@@ -35,7 +35,8 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"mix": 1.5}, ValueError, "got 1.5"),
         ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
-        ({"codec": Int4Delta()}, ValueError, "encodes changes already"),
+        ({"codec": Int4Delta()}, ValueError, "for weights alone: a delta needs a base"),
+        ({"codec": TopK()}, ValueError, "leaves out most of a change, which is lost without error feedback: pass"),
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
         ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
