@@ -1,54 +1,50 @@
-"""Chunks of parameters, one for each node, as a fragment's exchange sends them.
-
-Each parameter is cut into chunks by itself, so that its chunk has the same owner whatever else is exchanged.
-"""
+"""Tensors of a rank in chunks, one for each node, to be exchanged between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from .flat_layout import FlatLayout, Piece
 
 
-@dataclass(frozen=True)
 class NodeChunks:
-    """Cuts what a rank holds of parameters into chunks.
+    """Cuts what a rank holds of some parameters into a chunk for each node.
+
+    Each parameter is cut by itself, so that its chunk has the same owner whatever else is exchanged.
 
     Args:
+        numels: The number of values that this rank holds of each parameter, by name: at least one.
+        placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
+            It may have more parameters than ``numels``.
         nodes: The number of nodes.
-        block: What is placed differently begins at a multiple of so many values in a chunk.
+        block: What parameters that are placed differently begin at multiples of, so that no block of a codec spans
+            them; see [Note: Copies] in exact_places.py.
+
+    Attributes:
+        layout: Where the parameters lie in a node's chunk.
     """
 
-    nodes: int
-    block: int
-
-    def numel(self, shard: Tensor) -> int:
-        """Return the values in each node's chunk of a parameter, those that pad the last one included."""
-        return -(-shard.numel() // self.nodes)
-
-    def layout(self, held: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> FlatLayout:
-        """Return where parameters lie in a node's chunk.
-
-        Args:
-            held: What this rank holds of them, by FQN.
-            placements: How another parallelism has placed each parameter of the fragment, by FQN, in order.
-        """
+    def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
+        self._numels = numels
         order = {name: place for place, name in enumerate(placements)}
-        pieces = [Piece(order[name], name, self.numel(each)) for name, each in held.items()]
-        return FlatLayout.aligned(pieces, [placements[name] for name in held], self.block)
+        pieces = [Piece(order[name], name, chunk_numel(numel, nodes)) for name, numel in numels.items()]
+        self.layout = FlatLayout.aligned(pieces, [placements[name] for name in numels], block)
 
-    def places(
-        self, chunks: Tensor, layout: FlatLayout, held: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, slice, Tensor]]:
-        """Yield for each parameter in ``chunks`` [nodes, numel]: its FQN, a slice of it, and ``chunks`` there."""
-        if len(held) == 1:  # in one go
-            ((name, kept),) = held.items()
-            yield name, slice(0, kept.numel()), chunks.view(-1)[: kept.numel()]
+    def places(self, flat: Tensor) -> Iterator[tuple[str, slice, Tensor]]:
+        """Yield, for each parameter in ``flat`` [nodes, numel]: its name, a slice of it, and ``flat`` there."""
+        if len(self._numels) == 1:  # in one go
+            ((name, numel),) = self._numels.items()
+            yield name, slice(0, numel), flat.view(-1)[:numel]
             return
-        for piece, part in layout.split(chunks).items():
-            for row, start in zip(part, range(0, held[piece.name].numel(), piece.numel), strict=False):
-                stop = min(start + piece.numel, held[piece.name].numel())
+        for piece, part in self.layout.split(flat).items():
+            numel = self._numels[piece.name]
+            for row, start in zip(part, range(0, numel, piece.numel), strict=False):
+                stop = min(start + piece.numel, numel)
                 yield piece.name, slice(start, stop), row[: stop - start]
+
+
+def chunk_numel(numel: int, nodes: int) -> int:
+    """Return the number of values in a node's chunk of ``numel`` values."""
+    return -(-numel // nodes)

@@ -39,7 +39,7 @@ from .gradient_reduce import GradientReduce
 from .held_errors import Extent
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
-from .node_chunks import NodeChunks
+from .node_chunks import NodeChunks, chunk_numel
 from .outer_optimizer import OuterFigures, OuterFit, OuterOptimizer
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
@@ -90,9 +90,8 @@ class OuterStep:
         self._gather = Hop(mesh.inter, "gather", "inter", traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
         codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
-        # No block of any codec spans a multiple of them all.
-        block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
-        self._chunks = NodeChunks(self._nodes, block)
+        # No block of any codec spans a multiple of it.
+        self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
         self._agreed: dict[str, Tensor] = {}
         self._optimizer = OuterOptimizer(config)
         self._arrival: torch.cuda.Event | None = None
@@ -131,7 +130,7 @@ class OuterStep:
             self._device = for_collectives(shard.new_empty(0), self._gather.group).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
-            self._optimizer.start(name, self._chunks.numel(shard), self._device, kept_on)
+            self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
     def _settle(self) -> None:
         """Wait in the current stream for what is on its way, before its memory is used otherwise."""
@@ -164,10 +163,12 @@ class OuterStep:
         if not held:
             self._optimizer.skip_step()
             return
-        layout = self._chunks.layout(held, placements or dict.fromkeys(shards))
+        numels = {name: agreed.numel() for name, agreed in held.items()}
+        chunks = NodeChunks(numels, placements or dict.fromkeys(shards), self._nodes, self._block)
+        layout = chunks.layout
         # Zeros where chunks are padded.
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
-        for name, places, part in self._chunks.places(change, layout, held):
+        for name, places, part in chunks.places(change):
             values = shards[name].view(-1)[places]
             torch.sub(
                 held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
@@ -182,7 +183,7 @@ class OuterStep:
             )
             gathered = self._gather.all_gather(payload, self.label)
             decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
-            for name, places, part in self._chunks.places(change, layout, held):
+            for name, places, part in chunks.places(change):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
             self._arrival = record_event(change)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
-from fsdp_zpp.codecs.blockwise import Int4
+from fsdp_zpp.codecs.blockwise import Int4, Int8
 
 from .error_feedback import LoCo, check_loco
 from .outer_momentum import TARGET_GAIN
 
 _INT4 = Int4(128)
+
+MOMENT_CODEC = Int8(128)
+"""Encodes optimizers' moments in exchanges."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class LocalSteps:
             With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
+        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
+            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
+            forward waits for them, in spite of an overlap.
 
     Raises:
         ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, ``outer_lr``
@@ -60,9 +66,10 @@ class LocalSteps:
     overlap: int = 0
     mix: float = 1.0
     offload: bool = False
+    moments_every: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if not _is_count(self.every):
             raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
@@ -74,6 +81,11 @@ class LocalSteps:
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
             raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
+        if self.moments_every is not None and not _is_count(self.moments_every):
+            raise ValueError(
+                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
+                f"{self.moments_every!r}"
+            )
         for name in ("nesterov", "spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -126,7 +138,13 @@ class LocalSteps:
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
-        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
+        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
+        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
+        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

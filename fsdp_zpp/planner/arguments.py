@@ -170,6 +170,7 @@ _EXCHANGES = {
     "exchange_overlap": "overlap",
     "exchange_at_once": "spread",
     "exchange_offload": "offload",
+    "exchange_moments_every": "moments_every",
 }
 """The argument of :class:`LocalSteps` behind each option."""
 
@@ -202,6 +203,13 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="steps that an exchange may take to arrive",
     )
+    add(
+        "--exchange-moments-every",
+        type=float,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="also average the optimizer's moments in every Nth exchange, as int8 (default: never)",
+    )
     for name, default, what in (
         ("at-once", False, "exchange all units after the same step, instead of spreading them over the N steps"),
         ("offload", True, "keep agreed weights and momentum on the CPU"),
@@ -226,5 +234,7 @@ def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
         given["exchange_feedback"] = LoCo(dtype=given["exchange_feedback"])
     if "exchange_overlap" in given:
         given["exchange_overlap"] = whole("--exchange-overlap", given["exchange_overlap"], least=0)
+    if "exchange_moments_every" in given:
+        given["exchange_moments_every"] = whole("--exchange-moments-every", given["exchange_moments_every"])
     options = {_EXCHANGES[name]: value for name, value in given.items()}
     return LocalSteps(whole("--local-steps", arguments.local_steps), **options)

@@ -6,6 +6,7 @@ one.
 In an exchange, a rank sends a part of each unit that is trained: its shard under the optimizer scope I, one of
 gpus_per_node equal parts under N. The planner knows the size of a unit and not its parameters, so it takes a unit for
 one flat tensor, padded once. Under N, the last rank of a node may hold, and send, a little less than the figures.
+Optimizers are taken to keep a moment for each 4 bytes of their state, as AdamW keeps two in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from fsdp_zpp.codecs.blockwise import Blockwise
 from fsdp_zpp.config.error_feedback import error_nbytes
-from fsdp_zpp.config.local_steps import LocalSteps
+from fsdp_zpp.config.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.topology import Topology
 
@@ -50,9 +51,32 @@ def exchange_volume(
     return total
 
 
-def per_step(exchange: Volume, local_steps: LocalSteps) -> Volume:
-    """Return the bytes of exchanges averaged over the steps, rounded up to whole bytes."""
-    return Volume(-(-exchange.inter // local_steps.every), -(-exchange.intra // local_steps.every))
+def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Volume:
+    """Return the bytes that one rank sends when each unit's moments are averaged once; none if they never are.
+
+    That takes ``every * moments_every`` steps. Arguments are those of :func:`exchange_volume`.
+    """
+    total = Volume()
+    for unit in size.units:
+        if unit.trainable and local_steps.moments_every is not None:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Volume(unit.count * one.moments_sent_between, unit.count * one.moments_sent_inside)
+    return total
+
+
+def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volume:
+    """Return the bytes of exchanges averaged over the steps, rounded up to whole bytes.
+
+    Args:
+        exchange: What :func:`exchange_volume` returns.
+        moments: What :func:`moment_volume` returns.
+        local_steps: How often both are sent.
+    """
+    times = local_steps.moments_every or 1
+    steps = local_steps.every * times
+    return Volume(
+        -(-(exchange.inter * times + moments.inter) // steps), -(-(exchange.intra * times + moments.intra) // steps)
+    )
 
 
 def exchange_memory(
@@ -71,6 +95,17 @@ def exchange_memory(
             total += Memory(outer=one.outer_state, errors=one.errors) * unit.count
             buffers = max(buffers, one.buffers)
     return total + Memory(working=buffers)
+
+
+def moment_buffers(chunk: int, nodes: int) -> int:
+    """Return the peak bytes of buffers while moments are averaged, one moment after the other.
+
+    Args:
+        chunk: The number of values of which a rank makes the mean.
+        nodes: The number of nodes.
+    """
+    # The moments in fp32, and beside them payloads sent and received, or the signs of a chunk.
+    return nodes * _FP32 * chunk + max(2 * nodes * MOMENT_CODEC.nbytes(chunk), _FP32 * chunk)
 
 
 @dataclass(frozen=True)
@@ -124,6 +159,25 @@ class _Exchange:
         return others * self._part * self.precision.storage.itemsize if self._shares_node else 0
 
     @property
+    def _moments(self) -> int:
+        return -(-self.precision.optimizer_bytes // _FP32)
+
+    @property
+    def _averages_moments(self) -> bool:
+        return self.local_steps.moments_every is not None and self._moments > 0
+
+    @property
+    def moments_sent_between(self) -> int:
+        """Return the bytes to other nodes of an average of moments: a chunk to each, and this rank's mean to all."""
+        return 2 * (self._nodes - 1) * self._moments * MOMENT_CODEC.nbytes(self._chunk)
+
+    @property
+    def moments_sent_inside(self) -> int:
+        """Return the bytes to other GPUs of the node."""
+        others = self.resolved.topology.gpus_per_node - 1
+        return others * self._part * self.precision.optimizer_bytes if self._shares_node else 0
+
+    @property
     def outer_state(self) -> int:
         """Return the bytes of the agreed weights and the momentum on the GPU."""
         return 0 if self.local_steps.offload else _FP32 * (self._nodes + 1) * self._chunk
@@ -152,6 +206,7 @@ class _Exchange:
             change + (self._nodes + 1) * self._payload_back,  # of which one is sent
             change + chunk + self._fed_back * self._nodes + payloads,
             self._put_together,
+            moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
         )
 
     @property

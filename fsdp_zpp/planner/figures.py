@@ -11,7 +11,7 @@ from .axes import Axes
 from .candidates import Candidate
 from .config import Cluster, MemoryBudget, Precision, StepConfig
 from .estimate import Estimate, PartEstimate
-from .exchange import exchange_memory, exchange_volume, fragment_count, per_step
+from .exchange import exchange_memory, exchange_volume, fragment_count, moment_volume, per_step
 from .memory import Memory, memory_beside, memory_of_units
 from .model_size import ModelSize, Units
 from .node_size import on_machines, splits_machine, strategy_topology
@@ -70,9 +70,9 @@ def _estimate(
     local_steps = strategy.local_steps
     if local_steps is not None:
         exchanged = size, resolved, local_steps, precision
-        exchange = exchange_volume(*exchanged)
-        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps)
-        volume += per_step(exchange, local_steps)
+        exchange, moments = exchange_volume(*exchanged), moment_volume(*exchanged)
+        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps, moments)
+        volume += per_step(exchange, moments, local_steps)
         memory += exchange_memory(*exchanged)
     return Estimate(
         strategy=dense.strategy,

@@ -222,6 +222,9 @@ def _optimizer_states(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
+    for fragment in fragments:  # a first exchange after a resumption comes before the first step
+        for each in listed:
+            fragment.optimizers.add(each)
     return {
         f"optimizer {at}": OptimizerState(each, fragments[0]) for at, each in enumerate(listed if fragments else [])
     }

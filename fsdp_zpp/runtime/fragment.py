@@ -14,6 +14,8 @@ from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep, OuterStepState
 from fsdp_zpp.config.local_steps import LocalSteps
 
+from .known_optimizers import KnownOptimizers
+
 Span = tuple[int, int]
 """Start and stop of values in a flat tensor."""
 _MOST_SPANS = 64
@@ -48,11 +50,13 @@ class Progress:
         made: Steps made.
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
+        sent: Exchanges made so far, the one under way included.
     """
 
     made: int = 0
     exchanged: int = 0
     arrives: int | None = None
+    sent: int = 0
 
 
 class Fragment:
@@ -75,6 +79,7 @@ class Fragment:
         outer: As given.
         progress: How far its training has come.
         pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
+        optimizers: Optimizers that step parameters of its model, as far as it was told of them.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded, without a state of local steps, since a reader last reset this.
     """
@@ -91,6 +96,7 @@ class Fragment:
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
+        self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
         self._share, self._shards, self._placements = share, shards, placements
         self._trained, self._invalidate = trained, invalidate
@@ -164,6 +170,7 @@ class Fragment:
         self.outer.send(shards, self._placements())
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
+        self.progress.sent += 1
 
     def receive(self, mix: float) -> None:
         """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""

@@ -22,6 +22,7 @@ from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
+from .moments import OptimizerMoments
 from .outer_watch import OuterWatch
 
 
@@ -35,9 +36,11 @@ class LocalTraining:
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
         outer: Fits their outer steps.
+        moments: Averages the optimizers' moments.
 
     Attributes:
         outer: As given.
+        moments: As given.
 
     Raises:
         ValueError: If ranks differ in how far they have trained.
@@ -50,8 +53,9 @@ class LocalTraining:
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
         outer: OuterWatch,
+        moments: OptimizerMoments,
     ) -> None:
-        self.outer = outer
+        self.outer, self.moments = outer, moments
         self._model, self._all, self._ranks = model, fragments, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
@@ -141,6 +145,7 @@ class LocalTraining:
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
             self._agree_on_exchange([self._trained[index] for index in due])
+            self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
@@ -168,6 +173,24 @@ class LocalTraining:
         if fragments:
             self.outer.fit(fragments, self._trained)
 
+    def _average_moments(self, fragments: Sequence[Fragment]) -> None:
+        """Average the moments of those fragments whose next exchange includes them. Collective."""
+        # Before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        every = self._config.moments_every
+        due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
+        if due and due[0].progress.made:
+            self.moments.average(due)
+
+    def average_moments_exactly(self) -> None:
+        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective.
+
+        Raises:
+            ValueError: As :meth:`OptimizerMoments.average` does.
+        """
+        self._prepare()
+        if self._trained and self._trained[0].progress.made:
+            self.moments.average(self._trained, codec=None)
+
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
 
@@ -185,6 +208,7 @@ class LocalTraining:
         for fragment in self._trained:
             fragment.note_trained()
         self._agree_on_exchange(self._trained)
+        self._average_moments(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:

@@ -17,6 +17,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
+from .moments import OptimizerMoments
 from .outer_watch import OuterWatch
 from .overrides import warn_of_unmatched
 from .summary import Groups, log_summaries
@@ -88,23 +89,24 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
             f"{model}: its parts were given {arguments}, but steps are counted for the whole model; pass the same to "
             "all parts"
         )
-    fragments = {unit: unit.fragment for unit in units if unit.fragment is not None}
+    fragments = {unit.fragment: unit for unit in units if unit.fragment is not None}
     if not fragments:
         return None
 
     def steps_are_announced() -> bool:
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
-    ranks = next(iter(fragments)).ranks
+    ranks = next(iter(fragments.values())).ranks
     outer = OuterWatch(
-        model, ranks, lambda: dict.fromkeys(axis for unit in fragments for axis in unit.sharded.other_axes())
+        model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
     )
-    training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced, outer)
+    moments = OptimizerMoments(model, fragments, ranks)
+    training = LocalTraining(model, [*fragments], ranks, steps_are_announced, outer, moments)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
-    if all(unit.loaded_state is None for unit in fragments):
+    if all(unit.loaded_state is None for unit in fragments.values()):
         training.before_forward(root)
-    for unit in fragments:
+    for unit in fragments.values():
         unit.local_training = training
     return training
 

@@ -146,6 +146,7 @@ class StrategyUnit:
         patterns: Patterns of the overrides that its call was given.
         reduce: Reduces its gradients; None if there is only one rank.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
+        share: This rank's share of what nodes exchange, if all ranks of a node hold the same; None if they don't.
         local_training: Decides when the fragment is exchanged; None before the first forward.
         sharded: What FSDP has sharded of it.
         loads: Number of times that weights were loaded from a state dict.
@@ -171,6 +172,7 @@ class StrategyUnit:
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reduce = self._make_reduce()
         self.local_training: LocalTraining | None = None
+        self.share: NodeShare | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
 
     def _make_gather(self) -> WeightGather | None:
@@ -244,11 +246,11 @@ class StrategyUnit:
         # Under N all ranks of a node hold the same weights, so each of them exchanges a part.
         replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
         outer = OuterStep(local_steps, self.ranks, self.traffic)
-        share = None if replicas is None else NodeShare(replicas, self.traffic)
+        self.share = None if replicas is None else NodeShare(replicas, self.traffic)
         # Looked up anew, since an adapter sets what it has sharded after this.
         shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
         return Fragment(
-            local_steps, outer, share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
+            local_steps, outer, self.share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
         )
 
     @property

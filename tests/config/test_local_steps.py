@@ -34,6 +34,8 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"mix": -0.1}, ValueError, r"mix must be in \[0, 1\], got -0.1"),
         ({"mix": 1.5}, ValueError, "got 1.5"),
         ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
+        ({"moments_every": 0}, ValueError, "moments_every must be an int of 1 or more exchanges, or None, .* got 0"),
+        ({"moments_every": True}, ValueError, "got True"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
         ({"codec": Int4Delta()}, ValueError, "for weights alone: a delta needs a base"),
         ({"codec": TopK()}, ValueError, "leaves out most of a change, which is lost without error feedback: pass"),
@@ -54,6 +56,8 @@ def test_it_is_a_value() -> None:
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
     assert str(LocalSteps(outer_momentum="auto")).endswith("outer lr 0.7, Nesterov momentum auto")
     assert str(LocalSteps(mix=0)).endswith("mixed in at 0")
+    assert str(LocalSteps(moments_every=3)).endswith("momentum 0.9, moments in 1 of 3 exchanges as int8(128)")
+    assert str(LocalSteps(moments_every=1)).endswith("momentum 0.9, moments in each exchange as int8(128)")
 
 
 @given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())

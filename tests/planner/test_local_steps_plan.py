@@ -72,6 +72,26 @@ def test_training_waits_as_when_the_steps_are_played_out(
     assert found.total == found.computation + found.wait
 
 
+def test_moments_are_waited_for_in_spite_of_an_overlap() -> None:
+    cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9, moments_every=4)
+    alone, beside = (
+        with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6), 10, cluster, config, moments)
+        for moments in (Volume(), Volume(inter=10**8, intra=10**8))
+    )
+    # In 40 steps, both GPUs of a node send 100 MB to the other one, and each 100 MB inside.
+    assert beside.wait - alone.wait == beside.exchange - alone.exchange == pytest.approx((0.2 + 0.01) / 40)
+
+
+def test_moments_are_sent_more_rarely_than_weights() -> None:
+    plans = [
+        plan(64e6, **CLUSTER, local_steps=LocalSteps(10, moments_every=every))["III every 10"] for every in (None, 1, 3)
+    ]
+    plain, always, third = (made.volume.inter for made in plans)
+    assert always - plain == pytest.approx(3 * (third - plain), rel=1e-3)
+    # Two moments in 8 bits beside changes of weights in 4, with scales of 32 bits for 128 values.
+    assert always / plain == pytest.approx(1 + 2 * (8 + 0.25) / (4 + 0.25), rel=1e-3)
+
+
 def test_what_is_put_together_inside_a_node_is_waited_for() -> None:
     cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9)
     found = with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6, intra=10**8), 10, cluster, config)

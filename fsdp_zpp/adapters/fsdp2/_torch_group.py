@@ -285,6 +285,11 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Return what this rank holds of the parameters, by their names in the group's modules."""
         return dict(zip(self._names(), self.shards(), strict=True))
 
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        """Return a tensor that lies as this rank's shard of a parameter, by the parameter's name."""
+        pairs = zip(self._names(), self.fsdp_params, strict=True)
+        return {name: of for name, param in pairs if param.sharded_param is parameter}
+
     def placements(self) -> dict[str, tuple[str, ...]]:
         """Return the mesh dimensions along which each parameter is sharded, by its name in the group's modules."""
         return dict(zip(self._names(), map(axes_of, self.fsdp_params), strict=True))
