@@ -29,7 +29,8 @@ class LocalSteps:
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its momentum, in [0, 1).
         nesterov: Whether the momentum is Nesterov's.
-        codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
+        codec: Encodes the changes and the outer optimizer's answer; None sends fp32. ``TopK()`` sends the largest
+            changes alone and needs error feedback.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
@@ -40,8 +41,8 @@ class LocalSteps:
             for an exchange when it is sent, in spite of an overlap.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error
-            feedback has no codec to correct.
+        ValueError: If a number is out of range, the codec does not suit changes or lacks the error feedback that it
+            needs, Nesterov's momentum is 0, or error feedback has no codec to correct.
         TypeError: If a flag, the codec or error feedback has the wrong type.
     """
 
