@@ -36,7 +36,8 @@ class LocalSteps:
             up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
             changes. See [Note: Automatic momentum] in outer_momentum.py.
         nesterov: Whether the momentum is Nesterov's.
-        codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
+        codec: Encodes the changes and the outer optimizer's answer; None sends fp32. ``TopK()`` sends the largest
+            changes alone and needs error feedback.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
@@ -51,8 +52,9 @@ class LocalSteps:
             forward waits for them, in spite of an overlap.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, ``outer_lr``
-            leaves no room for a momentum that is ``"auto"``, or error feedback has no codec to correct.
+        ValueError: If a number is out of range, the codec does not suit changes or lacks the error feedback that it
+            needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that is ``"auto"``, or error
+            feedback has no codec to correct.
         TypeError: If a flag, the codec or error feedback has the wrong type.
     """
 
