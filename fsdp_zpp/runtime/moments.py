@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +35,6 @@ States = Mapping[str, torch.dtype | Number]
 """States that an optimizer keeps of a parameter, by name: the dtype of a moment, or a number."""
 Key = tuple[str, str, int]
 """A unit's name, a parameter's FQN, and its optimizer's number."""
-
-
-class NodeStates(NamedTuple):
-    """What the optimizers of a node keep of some parameters.
-
-    Attributes:
-        states: Their states, of every parameter that an optimizer holds.
-        gone: The numbers of optimizers that were known and do not exist any more.
-    """
-
-    states: Mapping[Key, States]
-    gone: frozenset[int]
 
 
 class MomentUnit(Protocol):
@@ -167,13 +155,11 @@ class OptimizerMoments:
         """
         units = [self._units[fragment] for fragment in fragments]
         held, described = agree(self._ranks.group, lambda: self._described(units))
+        gone = self._gone_on_any_rank()
+        described = {key: states for key, states in described.items() if key[2] not in gone}
         by_node = [
             from_each_rank(
-                NodeStates(
-                    {key: states for key, states in described.items() if held[key].unit.ranks == mesh},
-                    frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys(),
-                ),
-                mesh.inter,
+                {key: states for key, states in described.items() if held[key].unit.ranks == mesh}, mesh.inter
             )
             for mesh in dict.fromkeys(unit.ranks for unit in units)
             if mesh.inter is not None
@@ -185,6 +171,12 @@ class OptimizerMoments:
             held[key].adopt(states)
         for unit in units:
             self._average(unit, {held[key]: states for key, states in agreed.items() if held[key].unit is unit}, codec)
+
+    def _gone_on_any_rank(self) -> frozenset[int]:
+        """Return the numbers of optimizers that some rank has freed already, others perhaps not yet. Collective."""
+        gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
+        group = self._ranks.group
+        return gone if group is None else gone.union(*from_each_rank(gone, group))
 
     def _average(self, unit: MomentUnit, held: Mapping[_Held, States], codec: Codec | None) -> None:
         kinds: dict[tuple[str, int], dict[str, Tensor]] = {}
@@ -227,20 +219,19 @@ class OptimizerMoments:
                     yield _Held(unit, name, parameter, *holder)
 
 
-def _agreed(by_node: Sequence[NodeStates]) -> dict[Key, States]:
+def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
     """Return the states that all nodes are to have, given those that each has.
 
     Raises:
         ValueError: If nodes keep other moments of a parameter.
     """
     agreed: dict[Key, States] = {}
-    gone = frozenset[int]().union(*(node.gone for node in by_node))  # an optimizer may be collected later on some ranks
-    for key in dict.fromkeys(key for node in by_node for key in node.states if key[2] not in gone):
-        present = [states for node in by_node if (states := node.states.get(key))]
+    for key in dict.fromkeys(key for node in by_node for key in node):
+        present = [states for node in by_node if (states := node.get(key))]
         if not present:
             continue
         kinds = [_kinds(states) for states in present]
-        if any(key not in node.states for node in by_node) or any(kind != kinds[0] for kind in kinds):
+        if any(key not in node for node in by_node) or any(kind != kinds[0] for kind in kinds):
             raise ValueError(
                 f"{key[0]}: nodes average the moments of {key[1]}, but their optimizers keep different states of it; "
                 "use the same optimizers with the same parameters on every node"

@@ -303,9 +303,9 @@ def test_what_cannot_be_averaged_is_said_on_every_rank(
         assert all(message == "" for message, _ in pool(4).run(refused, adapter, kinds, None))
 
 
-def without_optimizers(adapter: Adapter) -> int:
+def without_optimizers(adapter: Adapter, levels: str) -> int:
     """In a worker: in how many states nodes differ when the first of two optimizers is gone, but not on all ranks."""
-    model = adapter.make(CASE, strategy_of("III", 2, every=50, moments_every=1))
+    model = adapter.make(CASE, strategy_of(levels, 2, every=50, moments_every=1))
     kept = []
     for _ in range(2):
         optimizer = AdamW(model.parameters(), 3e-3)
@@ -317,6 +317,8 @@ def without_optimizers(adapter: Adapter) -> int:
     return differing(everywhere(states(model, [optimizer]))[dist.get_rank() % 2 :: 2])
 
 
-@over_adapters
-def test_an_optimizer_that_some_ranks_have_freed_is_left_out(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    assert pool(4).run(without_optimizers, adapter) == [0] * 4
+@over_pairs(adapter=ADAPTERS, levels=["III", "NNN"])
+def test_an_optimizer_that_some_ranks_have_freed_is_left_out(
+    pool: Callable[[int], Pool], adapter: Adapter, levels: str
+) -> None:
+    assert pool(4).run(without_optimizers, adapter, levels) == [0] * 4
