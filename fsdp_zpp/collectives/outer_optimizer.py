@@ -115,6 +115,21 @@ class OuterOptimizer:
         step = gradient.add_(momentum, alpha=self._coefficient) if config.nesterov else momentum
         return step.mul(-config.outer_lr)
 
+    def warm_up(self, changes: Mapping[str, Tensor]) -> None:
+        """Take in changes that no outer step follows, as Pier does in synchronous steps (arXiv 2511.17849).
+
+        Args:
+            changes: Changes of this rank's chunks, fp32, flat, by FQN; what pads a chunk may be left out.
+        """
+        self.products.zero_()
+        for name, change in changes.items():
+            momentum = self._momentum[name]
+            for product, other in zip(self.products, (momentum[: change.numel()], change), strict=True):
+                own = torch.zeros((), dtype=torch.float32, device=change.device)
+                _set_to_product(own, change, other)
+                product.add_(own.to(product.device))
+            momentum.mul_(self._coefficient)[: change.numel()].add_(change)
+
     def skip_step(self) -> None:
         """Note a step in which this rank has no values."""
         self.products.zero_()

@@ -82,7 +82,7 @@ class OuterStep:
         if mesh.inter is None:
             raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
         self._config, self._label, self.stream = config, label, SideStream()
-        self._nodes = mesh.topology.nodes
+        self._nodes, self._node = mesh.topology.nodes, mesh.rank // mesh.topology.gpus_per_node
         self._codec = config.codec or full_precision(torch.float32)
         self._codec_back = self._codec.for_sum_of(self._nodes)
         feedback = config.error_feedback
@@ -141,6 +141,26 @@ class OuterStep:
         """Return whether ``shards``, as in :meth:`start`, are the agreed weights."""
         beside = self._beside(shards)
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
+
+    @torch.no_grad()
+    def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
+        """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
+
+        Args:
+            shards: Some of those that :meth:`start` was given.
+            warms_up: Whether the momentum takes in how much they have changed, as Pier's (arXiv 2511.17849) does in
+                synchronous steps. Else it stays as it is.
+        """
+        self._settle()
+        changes: dict[str, Tensor] = {}
+        for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
+            if warms_up:
+                chunk = chunk_numel(shard.numel(), self._nodes)
+                own = slice(self._node * chunk, min((self._node + 1) * chunk, shard.numel()))
+                changes[name] = agreed.view(-1)[own] - shard.view(-1)[own].to(agreed.device, torch.float32)
+            agreed.copy_(shard)
+        if warms_up:
+            self._optimizer.warm_up(changes)
 
     @torch.no_grad()
     def send(self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None) -> None:

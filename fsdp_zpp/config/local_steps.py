@@ -1,7 +1,7 @@
 """Local steps: nodes train on their own, and exchange changes of weights every few steps.
 
 Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
-other, in 4 bits.
+other, in 4 bits; Pier (arXiv 2511.17849) for synchronous steps at the beginning.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 
 from .error_feedback import LoCo, check_loco
+from .exchange_schedule import Segments, check_schedule, due_in, segments_of
 from .outer_momentum import TARGET_GAIN
 
 _INT4 = Int4(128)
@@ -29,8 +30,15 @@ class LocalSteps:
     the weights that an outer optimizer, SGD with momentum, makes of that average (DiLoCo, arXiv 2311.08105, algorithm
     1). The fragments of a model, its units, are exchanged one after the other.
 
+    Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
+    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, it takes in
+    how much the weights have changed since the fragment was due last, but leaves the weights alone. Where ``start``
+    is a multiple of ``every``, it takes in all changes of these steps.
+
     Args:
-        every: Optimizer steps between two exchanges of a fragment.
+        every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
+            ``((0, 8), (1000, 32))``: after the first 1000 steps of the training, synchronous ones included, every 32.
+            The first pair begins at 0. Each counts from its own beginning.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its momentum, in [0, 1). ``"auto"`` chooses it for each exchange of a fragment: the largest one
             up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
@@ -47,18 +55,21 @@ class LocalSteps:
             With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
+        start: Number of synchronous steps at the beginning.
+        stop: The number of steps after which all steps are synchronous again; None if that never happens. Before the
+            first of them, all fragments are exchanged, and optimizer states are averaged over nodes.
         moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
             fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
             forward waits for them, in spite of an overlap.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes or lacks the error feedback that it
-            needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that is ``"auto"``, or error
-            feedback has no codec to correct.
+        ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes or lacks
+            the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
+            is ``"auto"``, or error feedback has no codec to correct.
         TypeError: If a flag, the codec or error feedback has the wrong type.
     """
 
-    every: int = 64
+    every: int | Segments = 64
     outer_lr: float = 0.7
     outer_momentum: float | Literal["auto"] = 0.9
     nesterov: bool = True
@@ -68,17 +79,19 @@ class LocalSteps:
     overlap: int = 0
     mix: float = 1.0
     offload: bool = False
+    start: int = 0
+    stop: int | None = None
     moments_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_count(self.every):
-            raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
+        check_schedule(self.every, self.start, self.stop)
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
         self._check_momentum()
-        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < self.every:
+        least = min(every for _, every in self.segments)
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < least:
             raise ValueError(
-                f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
+                f"overlap must be an int of 0 or more optimizer steps and below every={least}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
@@ -122,17 +135,39 @@ class LocalSteps:
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 
+    @property
+    def segments(self) -> Segments:
+        """Return the schedule: the step at which each segment begins, and its steps between two exchanges."""
+        return segments_of(self.every)
+
+    @property
+    def last_every(self) -> int:
+        """Return the steps between two exchanges in the last segment, which lasts longest."""
+        return self.segments[-1][1]
+
+    @property
+    def has_synchronous_steps(self) -> bool:
+        """Return whether gradients are ever reduced over all ranks."""
+        return self.start > 0 or self.stop is not None
+
+    def is_synchronous(self, made: int) -> bool:
+        """Return whether the step that follows ``made`` steps is synchronous."""
+        return made < self.start or self.has_stopped(made)
+
+    def has_stopped(self, made: int) -> bool:
+        """Return whether all steps that follow ``made`` steps are synchronous."""
+        return self.stop is not None and made >= self.stop
+
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
+
+        Where a segment of the schedule ends, fragments may come sooner or later than that.
 
         Args:
             step: Number of steps made so far, from 1 on.
             fragments: Number of fragments.
         """
-        if not self.spread:
-            return list(range(fragments)) if step % self.every == 0 else []
-        # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
-        return [index for index in range(fragments) if (step - (index + 1) * self.every // fragments) % self.every == 0]
+        return due_in(self.segments, step, fragments, spread=self.spread)
 
     def __str__(self) -> str:
         momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
@@ -140,9 +175,14 @@ class LocalSteps:
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
+        (_, every), *later = self.segments
+        changes = "".join(f", from step {begin} on every {each}" for begin, each in later)
+        started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
+        stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
         which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
         moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
-        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
+        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
+        return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}"
 
 
 def _is_count(value: object) -> bool:

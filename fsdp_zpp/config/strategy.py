@@ -112,16 +112,19 @@ class Strategy:
                 f"local_steps has each node step on its own, but under levels {self.levels!r} a node holds only a part "
                 "of the optimizer state; choose I or N for the optimizer, such as 'III'"
             )
+        if self.local_steps.has_synchronous_steps:
+            return
         if self.gradients is not None:
             raise ValueError(
-                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which local_steps does not "
-                "make; encode the exchanges with LocalSteps(codec=...), and the intra-node hop with "
-                "intra_gradients=..."
+                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which only synchronous steps "
+                "make, and local_steps has none: give it a start or a stop; or encode the exchanges with "
+                "LocalSteps(codec=...), and the intra-node hop with intra_gradients=..."
             )
         if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
-                "error_feedback corrects gradients on the inter-node hop, which local_steps does not make; pass "
-                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for the intra-node hop"
+                "error_feedback corrects gradients on the inter-node hop, which only synchronous steps make, and "
+                "local_steps has none: give it a start or a stop; or pass LocalSteps(error_feedback=...) for the "
+                "exchanges, or LoCo(hops='both') for the intra-node hop"
             )
 
     @property

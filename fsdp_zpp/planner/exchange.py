@@ -65,7 +65,7 @@ def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: Loca
 
 
 def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volume:
-    """Return the bytes of exchanges averaged over the steps, rounded up to whole bytes.
+    """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes.
 
     Args:
         exchange: What :func:`exchange_volume` returns.
@@ -73,7 +73,7 @@ def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volu
         local_steps: How often both are sent.
     """
     times = local_steps.moments_every or 1
-    steps = local_steps.every * times
+    steps = local_steps.last_every * times
     return Volume(
         -(-(exchange.inter * times + moments.inter) // steps), -(-(exchange.intra * times + moments.intra) // steps)
     )
@@ -207,6 +207,8 @@ class _Exchange:
             change + chunk + self._fed_back * self._nodes + payloads,
             self._put_together,
             moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
+            # Before the stop, the exact mean of moments, sent from where they are.
+            2 * change if self.local_steps.stop is not None and self._moments > 0 else 0,
         )
 
     @property

@@ -32,6 +32,8 @@ def estimate_of(
 ) -> Estimate:
     """Return the figures of ``candidate``. With local steps, there is one part, of whole layers.
 
+    Traffic and time are then those of local steps, and memory is that of whichever steps take most.
+
     For one of torch's, they are as torch runs it, and the strategy is one that fits here if any does.
     """
     on = parts, size, cluster, axes, work, budget
@@ -73,7 +75,14 @@ def _estimate(
         exchange, moments = exchange_volume(*exchanged), moment_volume(*exchanged)
         time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps, moments)
         volume += per_step(exchange, moments, local_steps)
-        memory += exchange_memory(*exchanged)
+        added = exchange_memory(*exchanged)
+        memory += added
+        if local_steps.has_synchronous_steps:
+            in_step = _of_part(parts[0], replace(strategy, local_steps=None), cluster, axes, work, precision)
+            # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
+            outer = added.outer if local_steps.start else 0
+            synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
+            memory = max(memory, synchronous, key=lambda each: each.total)
     return Estimate(
         strategy=dense.strategy,
         topology=dense.topology,

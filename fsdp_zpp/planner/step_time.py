@@ -102,7 +102,7 @@ def with_exchanges(
         local_steps: When fragments are exchanged.
         moments: Bytes that one rank sends when each fragment's moments are averaged once.
     """
-    every = local_steps.every
+    every = local_steps.last_every
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
     inside = _seconds(exchange.intra, cluster.intra_gbps) / every
     starts = min(fragments, every) if local_steps.spread else 1

@@ -202,13 +202,14 @@ class CodecState:
 
 
 def _parts_of(unit: Unit) -> Iterator[tuple[str, SavedState]]:
-    if unit.errors is not None:
-        yield "errors", unit.errors
     if isinstance(unit, StrategyUnit):
+        yield from unit.reductions.error_states()
         if unit.gather is not None and unit.gather.secondary.sends_deltas:
             yield "weights", unit.gather.secondary
         if unit.fragment is not None:
             yield "local steps", unit.fragment
+    elif unit.errors is not None:
+        yield "errors", unit.errors
 
 
 def _optimizer_states(

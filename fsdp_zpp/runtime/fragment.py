@@ -50,12 +50,14 @@ class Progress:
         made: Steps made.
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
+        apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
         sent: Exchanges made so far, the one under way included.
     """
 
     made: int = 0
     exchanged: int = 0
     arrives: int | None = None
+    apart: bool = False
     sent: int = 0
 
 
@@ -157,6 +159,21 @@ class Fragment:
         """Return whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
 
+    def adopt(self) -> None:
+        """Adopt the weights, which all nodes hold alike, as the agreed ones; the momentum stays as it is."""
+        self.outer.adopt(self._exchanged(self.outer.names))
+        self._changed = set()
+
+    def warm_up(self) -> None:
+        """Adopt what was trained, and let the momentum take in how much that has changed since it was due last."""
+        self.outer.adopt(self._exchanged(self._changed), warms_up=True)
+        self._changed = set()
+
+    def retire(self) -> None:
+        """Forget all exchanges: there are no more of them."""
+        self.outer.reset()
+        self._changed = set()
+
     def restart(self) -> None:
         """Adopt the weights as the agreed ones, and forget all exchanges."""
         names = self.outer.names
@@ -243,7 +260,8 @@ class Fragment:
             )
         # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
         self._loaded = state
-        self.progress = Progress(**state["progress"])
+        # Older checkpoints are all of nodes that train on their own.
+        self.progress = Progress(**{"apart": True, **state["progress"]})
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
         """Return, by parameter, its number of values on this rank, and where they equal what was loaded."""
@@ -269,7 +287,7 @@ class Fragment:
             self.before_restore()
         if (state := self._loaded) is None:
             return
-        self._loaded = None
+        self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
         self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))

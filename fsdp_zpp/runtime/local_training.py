@@ -6,6 +6,18 @@ after a backward that synchronizes gradients, when the first optimizer steps or 
 optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is no other, each
 such backward counts. Exchanges that are due after a step are made before the next forward that records gradients: by
 then all optimizers have stepped.
+
+[Note: Phases of local steps]
+The number of steps made decides whether the next one is synchronous. It is decided before that step's first forward,
+for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
+without local steps, so that nothing is exchanged:
+
+- In those at the beginning, fragments that are due warm up the momentum. With the last of them, their weights become
+  the agreed ones; changes since a fragment was due last are not in the momentum.
+- Before the first of those at the end, nodes exchange all fragments and become equal. Agreed weights and momentum are
+  dropped.
+
+Whether nodes are apart is saved, too: a checkpoint may be loaded into another schedule.
 """
 
 from __future__ import annotations
@@ -24,6 +36,7 @@ from fsdp_zpp.collectives.streams import SideStream
 from .fragment import Fragment
 from .moments import OptimizerMoments
 from .outer_watch import OuterWatch
+from .step_reductions import StepReductions, set_synchronous
 
 
 class LocalTraining:
@@ -33,6 +46,7 @@ class LocalTraining:
         model: The model's name in errors.
         fragments: Its fragments, at least one, in an order that is the same on all ranks; which of them are trained may
             change.
+        reductions: Reduce the gradients of all fragments' units.
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
         outer: Fits their outer steps.
@@ -50,13 +64,14 @@ class LocalTraining:
         self,
         model: str,
         fragments: Sequence[Fragment],
+        reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
         outer: OuterWatch,
         moments: OptimizerMoments,
     ) -> None:
         self.outer, self.moments = outer, moments
-        self._model, self._all, self._ranks = model, fragments, ranks
+        self._model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
@@ -70,7 +85,16 @@ class LocalTraining:
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
         self._awaits_step = True
-        for fragment in self._all:
+        self._note_trained()
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether nodes exchange nothing any more."""
+        progress = self._all[0].progress
+        return not progress.apart and self._config.has_stopped(progress.made)
+
+    def _note_trained(self) -> None:
+        for fragment in self._all if not self._is_over else ():
             fragment.note_trained()
 
     def step_ended(self) -> None:
@@ -83,8 +107,8 @@ class LocalTraining:
         if not self._awaits_step:
             return
         self._awaits_step = False
+        self._note_trained()
         for fragment in self._all:
-            fragment.note_trained()
             fragment.progress.made += 1
         progress = self._all[0].progress
         if progress.made > progress.exchanged + 1:
@@ -106,8 +130,11 @@ class LocalTraining:
             self.step_ended()
         self._prepare()
         progress = self._all[0].progress
+        if progress.apart and self._config.is_synchronous(progress.made):
+            self._rejoin()
         while progress.exchanged < progress.made:
             self._exchange_after(progress.exchanged + 1)
+        self._enter_phase()
 
     def _prepare(self) -> None:
         """Restore what was loaded, and start the exchanges of all parameters that were trained so far."""
@@ -116,7 +143,8 @@ class LocalTraining:
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
         for fragment in self._all:  # what was frozen when a state was saved is not in it
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
-        for fragment in self._all:
+            fragment.progress.apart = furthest.apart
+        for fragment in self._all if not self._is_over else ():
             # Until the first step is made, weights may be set in ways that nothing tells of.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
         # By places that don't change when one of them is frozen, so that the others are due when they were.
@@ -130,6 +158,11 @@ class LocalTraining:
             fragment.was_reloaded = False
         if not reloaded:
             return
+        if not self._all[0].progress.apart:
+            # Nodes hold the same whether these are new weights, or their own that were put back, so that nothing tells.
+            for fragment in reloaded:
+                fragment.adopt()
+            return
         # As under the scope I, under N, too: what is compared are nodes.
         shards = [shard for fragment in reloaded for shard in fragment.weights]
         differs = any(not fragment.holds_agreed for fragment in reloaded)
@@ -140,6 +173,15 @@ class LocalTraining:
                 fragment.restart()
 
     def _exchange_after(self, step: int) -> None:
+        if self._all[0].progress.apart:
+            self._exchange_due(step)
+        elif step <= self._config.start:
+            for index in self._config.due(step, len(self._trained)):
+                self._trained[index].warm_up()
+        for fragment in self._all:
+            fragment.progress.exchanged = step
+
+    def _exchange_due(self, step: int) -> None:
         self._receive(step)
         due = self._config.due(step, len(self._trained))
         if due:
@@ -152,8 +194,6 @@ class LocalTraining:
                 fragment.receive(self._config.mix)
             fragment.send(step + self._config.overlap)
         self._receive(step)
-        for fragment in self._all:
-            fragment.progress.exchanged = step
 
     def _receive(self, step: int) -> None:
         for fragment in self._trained:
@@ -202,19 +242,47 @@ class LocalTraining:
         self._prepare()
         step = self._all[0].progress.made
         self._check_agreement(f"all {len(self._trained)} after step {step}")
+        if not self._all[0].progress.apart:
+            return
+        for fragment in self._trained:
+            fragment.note_trained()
+        self._exchange_all(step)
+
+    def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
         for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
-        for fragment in self._trained:
-            fragment.note_trained()
         self._agree_on_exchange(self._trained)
-        self._average_moments(self._trained)
+        if with_moments:
+            self._average_moments(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:
             fragment.receive(1.0)
         for fragment in self._all:
             fragment.progress.exchanged = step
+
+    def _rejoin(self) -> None:
+        """Let all nodes hold the same weights and optimizer states. Collective."""
+        step = self._all[0].progress.made
+        self._check_agreement(f"all {len(self._trained)} after step {step}")
+        self.average_moments_exactly()  # first, since it may fail
+        self._exchange_all(step, with_moments=False)
+        for fragment in self._all:
+            fragment.progress.apart = False
+            if self._config.has_stopped(step):
+                fragment.retire()
+
+    def _enter_phase(self) -> None:
+        """Let the next step be synchronous or not, as its number says."""
+        progress = self._all[0].progress
+        synchronous = self._config.is_synchronous(progress.made)
+        if not synchronous and not progress.apart:
+            for fragment in self._all:
+                if progress.made:
+                    fragment.adopt()
+                fragment.progress.apart = True
+        set_synchronous(self._reductions, synchronous, self._ranks, f"{self._model}, step {progress.made + 1}")
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
@@ -226,9 +294,10 @@ class LocalTraining:
         self._check_not_shown()
         self._prepare()
         self._shows_agreed = True
+        shown = self._trained if self._all[0].progress.apart else []  # else all nodes hold the same weights
         try:
             with ExitStack() as stack:
-                for fragment in self._trained:
+                for fragment in shown:
                     stack.enter_context(fragment.showing_agreed())
                 yield
         finally:

@@ -48,7 +48,7 @@ def set_up_model(
         groups[unit.strategy, unit.ranks].append(unit)
     for (_, ranks), members in groups.items():
         # Nodes that have trained on their own hold different weights.
-        if not any(unit.fragment is not None and unit.fragment.progress.made for unit in members):
+        if not any(unit.fragment is not None and unit.fragment.progress.apart for unit in members):
             shards = (shard for unit in members for shard in unit.sharded.shards())
             check_replicas(shards, ranks, members[0].scopes.optimizer, model)
     _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
@@ -96,12 +96,13 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     def steps_are_announced() -> bool:
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
+    reductions = [unit.reductions for unit in fragments.values()]
     ranks = next(iter(fragments.values())).ranks
     outer = OuterWatch(
         model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
     )
     moments = OptimizerMoments(model, fragments, ranks)
-    training = LocalTraining(model, [*fragments], ranks, steps_are_announced, outer, moments)
+    training = LocalTraining(model, [*fragments], reductions, ranks, steps_are_announced, outer, moments)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments.values()):

@@ -99,8 +99,8 @@ class _Held:
         raise ValueError(
             f"{self.unit.sharded.name}: {type(self.optimizer).__name__} keeps {name!r} of {self.name} as a "
             f"{type(local).__name__}{shape}, which nodes can't average: a moment is a plain, contiguous floating-point "
-            "tensor with as many values as the rank holds of the parameter; use another optimizer, or "
-            "LocalSteps(moments_every=None)"
+            "tensor with as many values as the rank holds of the parameter; use another optimizer, or local steps "
+            "without moments_every and stop"
         )
 
     def parts(self, state: str) -> Mapping[str, Tensor]:
@@ -203,8 +203,8 @@ class OptimizerMoments:
         if not self._optimizers.count:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
-                "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or "
-                "LocalSteps(moments_every=None)"
+                "torch.optim.Optimizer has stepped its parameters; use such an optimizer, or local steps without "
+                "moments_every and stop"
             )
         of: dict[int, list[tuple[Optimizer, dict[str, Any], int]]] = {}
         for number, optimizer in self._optimizers.alive().items():

@@ -31,6 +31,10 @@ SCHEDULES = {
     "kept apart": LocalSteps(3, codec=None, mix=0),
     "momentum that fits": LocalSteps(2, codec=None, outer_momentum="auto", outer_lr=0.6),
     "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1, nesterov=False),
+    "after a start": LocalSteps(2, codec=None, start=5),
+    "after a start, all at once": LocalSteps(3, codec=None, start=6, spread=False, nesterov=False, offload=True),
+    "ever rarer": LocalSteps(((0, 2), (3, 4)), codec=None, overlap=1),
+    "ever rarer after a start": LocalSteps(((0, 1), (2, 2), (5, 3)), codec=None, start=4, spread=False),
 }
 
 
@@ -139,30 +143,55 @@ class Simulation:
     def train(self, steps: int) -> None:
         """Steps of all nodes, and what is due after each."""
         for step in range(self.step, self.step + steps):
-            for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
+            for rank, net in enumerate(self.nets):
                 models.loss_of(net, models.batch(step, 0, rank)).backward()
+            if step < self.config.start:
+                self.average_gradients()
+            for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             self.exchange(step + 1)
         self.step += steps
 
+    def average_gradients(self) -> None:
+        """What a synchronous step does."""
+        for parameters in zip(*(net.parameters() for net in self.nets), strict=True):
+            mean = torch.stack([p.grad.double() for p in parameters if p.grad is not None]).mean(0)
+            for p in parameters:
+                p.grad = mean.to(p.dtype)
+
+    @torch.no_grad()
+    def warm_up(self, names: list[str]) -> None:
+        """The momentum of steps in which all nodes are alike."""
+        for name in names:
+            held = self.nets[0].get_parameter(name).double()
+            self.momentum[name] = self.config.outer_momentum * self.momentum[name] + self.agreed[name] - held
+            self.agreed[name] = held.clone()
+
     def exchange(self, step: int) -> None:
         """What is due after a step: each fragment every few steps, at an own time of these."""
-        every, count = self.config.every, len(self.fragments)
+        count, segments = len(self.fragments), self.config.every
+        begin, every = (0, segments) if isinstance(segments, int) else [each for each in segments if each[0] < step][-1]
         self.arrive(step)
         for index, names in enumerate(self.fragments):
-            own_time = (index + 1) * every // count if self.config.spread else every
-            if step % every == own_time % every:
+            own_time = begin + ((index + 1) * every // count if self.config.spread else every)
+            if (step - own_time) % every == 0:
+                if step <= self.config.start:
+                    self.warm_up(names)
+                    continue
+                self.arrive(step, of=names)
                 self.send(names)
                 self.on_their_way.append((step + self.config.overlap, names))
         self.arrive(step)
+        if step == self.config.start:
+            self.agreed = {name: p.detach().double().clone() for name, p in self.nets[0].named_parameters()}
 
-    def arrive(self, step: float, mix: float | None = None) -> None:
-        """Receive what has arrived by a step."""
-        for arrives, names in self.on_their_way:
-            if arrives <= step:
-                self.receive(names, self.config.mix if mix is None else mix)
-        self.on_their_way = [(arrives, names) for arrives, names in self.on_their_way if arrives > step]
+    def arrive(self, step: float, of: list[str] | None = None) -> None:
+        """Receive what has arrived by a step, or a fragment that is sent once more."""
+        arriving = [each for each in self.on_their_way if each[0] <= step or each[1] is of]
+        for _, names in arriving:
+            self.receive(names, self.config.mix)
+        self.on_their_way = [each for each in self.on_their_way if each not in arriving]
 
     def exchange_all(self) -> None:
         """The last exchange."""

@@ -15,7 +15,22 @@ from fsdp_zpp.config.local_steps import LocalSteps
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"every": 0}, ValueError, "every must be an int of 1 or more optimizer steps, got 0"),
+        ({"every": 0}, ValueError, "every must be an int of 1 or more optimizer steps, or a tuple of pairs .*; got 0"),
+        ({"every": [[0, 8]]}, ValueError, r"or a tuple of pairs .*; got \[\[0, 8\]\]"),
+        ({"every": ()}, ValueError, r"ints of 0 or more and of 1 or more; got \(\)"),
+        ({"every": (0, 8)}, ValueError, r"got \(0, 8\)"),
+        ({"every": ((0, 8, 1),)}, ValueError, r"got \(\(0, 8, 1\),\)"),
+        ({"every": ((0, True),)}, ValueError, "got .*True"),
+        ({"every": ((0, 8), (10, 0))}, ValueError, "ints of 0 or more and of 1 or more"),
+        ({"every": ((1, 8),)}, ValueError, "every must begin with from_step 0"),
+        ({"every": ((0, 8), (10, 4), (10, 2))}, ValueError, "each from_step be above the one before; got .*10, 2"),
+        ({"every": ((0, 8), (10, 4)), "overlap": 4}, ValueError, "below every=4, so that"),
+        ({"every": ((0, 8), (10, 4)), "stop": 10}, ValueError, "begins at stop=10 or after it"),
+        ({"start": -1}, ValueError, "start must be an int of 0 or more synchronous steps at the beginning, got -1"),
+        ({"start": True}, ValueError, "got True"),
+        ({"stop": 0}, ValueError, "stop must be None or an int above start=0, .*; got 0"),
+        ({"start": 8, "stop": 8}, ValueError, "above start=8, .*; got 8"),
+        ({"stop": 8.0}, ValueError, "got 8.0"),
         ({"every": 1.5}, ValueError, "got 1.5"),
         ({"every": True}, ValueError, "got True"),
         ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
@@ -56,6 +71,11 @@ def test_it_is_a_value() -> None:
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
     assert str(LocalSteps(outer_momentum="auto")).endswith("outer lr 0.7, Nesterov momentum auto")
     assert str(LocalSteps(mix=0)).endswith("mixed in at 0")
+    assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
+    assert str(LocalSteps(((0, 8), (100, 32)), start=50, stop=900, nesterov=False)) == (
+        "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum 0.9, after 50 synchronous "
+        "steps, synchronous again from step 900 on"
+    )
     assert str(LocalSteps(moments_every=3)).endswith("momentum 0.9, moments in 1 of 3 exchanges as int8(128)")
     assert str(LocalSteps(moments_every=1)).endswith("momentum 0.9, moments in each exchange as int8(128)")
 
@@ -67,6 +87,38 @@ def test_each_fragment_is_due_once_in_any_steps_in_a_row(every: int, fragments: 
     assert sorted(index for indices in due for index in indices) == list(range(fragments))
     most = math.ceil(fragments / every) if spread else fragments
     assert max(map(len, due)) <= most
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
+    """Segments of any lengths, whole numbers of exchanges or not."""
+    begins = sorted({0, *draw(st.lists(st.integers(1, 500), max_size=4))})
+    return tuple((begin, draw(st.integers(1, 60))) for begin in begins)
+
+
+@given(schedule=schedules(), fragments=st.integers(1, 50), spread=st.booleans(), data=st.data())
+def test_each_fragment_is_due_once_in_any_steps_in_a_row_of_a_segment(
+    schedule: tuple[tuple[int, int], ...], fragments: int, spread: bool, data: st.DataObject
+) -> None:
+    config, ends = LocalSteps(schedule, spread=spread), [begin for begin, _ in schedule[1:]] + [10**6]
+    at = data.draw(st.integers(0, len(schedule) - 1))
+    (begin, every), end = schedule[at], ends[at]
+    alone = LocalSteps(every, spread=spread)
+    for step in range(begin + 1, min(end, begin + 2 * every) + 1):
+        assert config.due(step, fragments) == alone.due(step - begin, fragments)
+    if end - begin >= every:
+        first = data.draw(st.integers(begin + 1, end - every + 1))
+        due = [config.due(step, fragments) for step in range(first, first + every)]
+        assert sorted(index for indices in due for index in indices) == list(range(fragments))
+
+
+@given(start=st.integers(0, 50), length=st.integers(1, 50), made=st.integers(0, 200), stops=st.booleans())
+def test_steps_are_synchronous_before_the_start_and_after_the_stop(
+    start: int, length: int, made: int, stops: bool
+) -> None:
+    config = LocalSteps(start=start, stop=start + length if stops else None)
+    assert config.is_synchronous(made) == (made < start or (stops and made >= start + length))
+    assert config.has_synchronous_steps == any(map(config.is_synchronous, range(200)))
 
 
 @given(every=st.integers(1, 200), fragments=st.integers(1, 200), spread=st.booleans())

@@ -32,7 +32,7 @@ SENT = st.one_of(
 LOCAL_STEPS = st.builds(
     lambda sent, **options: LocalSteps(**sent, **options),
     sent=SENT,
-    every=st.integers(10, 500),
+    every=st.integers(10, 500) | st.just(((0, 10), (7, 20))),
     outer_lr=st.floats(0.01, 1.3),
     outer_momentum=st.just("auto") | st.floats(0.1, 0.99),
     nesterov=st.booleans(),
@@ -40,6 +40,8 @@ LOCAL_STEPS = st.builds(
     overlap=st.integers(0, 9),
     mix=st.floats(0, 1),
     offload=st.booleans(),
+    start=st.integers(0, 50),
+    stop=st.none() | st.integers(51, 99),
 )
 
 
@@ -48,7 +50,8 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     levels = draw(st.sampled_from(FOURTEEN))
     keeps_secondary = levels[0] + levels[2] == "IG"
     local_steps = draw(st.none() | LOCAL_STEPS) if levels[2] != "G" else None
-    gradients = draw(HOP_CODECS) if local_steps is None else None
+    reduces = local_steps is None or local_steps.has_synchronous_steps
+    gradients = draw(HOP_CODECS) if reduces else None
     return Strategy(
         levels,
         weights=draw(HOP_CODECS | st.builds(Int4Delta, BLOCKS, INT8) if keeps_secondary else HOP_CODECS),
@@ -105,6 +108,10 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
         (
             "{preset: diloco, local_steps: {outer_momentum: auto, mix: 0}}",
             Strategy.diloco(local_steps=LocalSteps(outer_momentum="auto", mix=0)),
+        ),
+        (
+            "{levels: III, gradients: int4, local_steps: {every: [[0, 8], [1000, 32]], start: 100, stop: 5000}}",
+            Strategy("III", gradients=Int4(), local_steps=LocalSteps(((0, 8), (1000, 32)), start=100, stop=5000)),
         ),
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
         (
@@ -169,6 +176,8 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
             "^local_steps: must be true, false or a mapping of LocalSteps",
         ),
         ({"local_steps": {"every": 0}}, ValueError, "^local_steps: every must be"),
+        ({"local_steps": {"every": [8, 32]}}, ValueError, "^local_steps: every must be"),
+        ({"local_steps": {"every": [[8, 32]]}}, ValueError, "^local_steps: every must begin with from_step 0"),
         ({"local_steps": {"evry": 8}}, ValueError, "^local_steps.evry: unknown key; did you mean local_steps.every"),
         ({"local_steps": {"codec": "int9"}}, ValueError, "^local_steps.codec: 'int9' is not a codec"),
         (

@@ -20,4 +20,4 @@ def test_progress_that_was_saved_before_exchanges_were_counted_is_read() -> None
         "sent": [],
     }
     fragment.load_state_dict(old)
-    assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0)
+    assert fragment.progress == Progress(made=7, exchanged=6, arrives=None, sent=0, apart=True)

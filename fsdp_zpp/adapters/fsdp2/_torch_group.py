@@ -54,9 +54,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
         self.unit, self._path = unit, path
-        gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
-        self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
-        self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
+        self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
+        self.gradients = StepGradients(self, self.weights, unit)
         self._state, self._on_lazy_init = state, on_lazy_init
         self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
 
