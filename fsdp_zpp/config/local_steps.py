@@ -32,8 +32,8 @@ class LocalSteps:
 
     Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
     beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, it takes in
-    how much the weights have changed since the fragment was due last, but leaves the weights alone. Where ``start``
-    is a multiple of ``every``, it takes in all changes of these steps.
+    how much the weights have changed since the fragment was due last, but leaves the weights alone. What changes
+    between then and the end of these steps, fewer than ``every``, is left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
