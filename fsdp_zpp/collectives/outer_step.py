@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,14 +40,24 @@ from .held_errors import Extent
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
 from .node_chunks import NodeChunks, chunk_numel
+from .outer_optimizer import OuterFigures, OuterFit, OuterOptimizer
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
 
 class OuterStepState(TypedDict):
-    """An :class:`OuterStep` in a checkpoint: weights and momentum by FQN, and errors; None without error feedback."""
+    """An :class:`OuterStep` in a checkpoint.
+
+    Attributes:
+        agreed: The agreed weights, by FQN.
+        momentum: This rank's momentum, by FQN.
+        fit: What fits the momentum to the run; older checkpoints lack it.
+        errors: Errors on the way there; None without error feedback.
+        errors_back: Errors on the way back.
+    """
 
     agreed: dict[str, Tensor]
     momentum: dict[str, Tensor]
+    fit: NotRequired[OuterFit]
     errors: SavedErrors | None
     errors_back: SavedErrors | None
 
@@ -74,14 +84,16 @@ class OuterStep:
         self._config, self._label, self.stream = config, label, SideStream()
         self._nodes, self._node = mesh.topology.nodes, mesh.rank // mesh.topology.gpus_per_node
         self._codec = config.codec or full_precision(torch.float32)
+        self._codec_back = self._codec.for_sum_of(self._nodes)
         feedback = config.error_feedback
         self._reduce = GradientReduce(mesh.across_nodes(), None, self._codec, traffic, label, error_feedback=feedback)
         self._gather = Hop(mesh.inter, "gather", "inter", traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
-        blocks = [self._codec.block_numel, 0 if feedback is None or feedback.dtype is None else feedback.dtype.block]
-        self._block = math.lcm(*filter(None, blocks))  # no block of either codec spans a multiple of it
+        codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
+        # No block of any codec spans a multiple of it.
+        self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
         self._agreed: dict[str, Tensor] = {}
-        self._momentum: dict[str, Tensor] = {}
+        self._optimizer = OuterOptimizer(config)
         self._arrival: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
 
@@ -118,9 +130,7 @@ class OuterStep:
             self._device = for_collectives(shard.new_empty(0), self._gather.group).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
-            self._momentum[name] = torch.zeros(
-                chunk_numel(shard.numel(), self._nodes), dtype=torch.float32, device=kept_on
-            )
+            self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
     def _settle(self) -> None:
         """Wait in the current stream for what is on its way, before its memory is used otherwise."""
@@ -142,13 +152,15 @@ class OuterStep:
                 synchronous steps. Else it stays as it is.
         """
         self._settle()
+        changes: dict[str, Tensor] = {}
         for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
             if warms_up:
-                momentum, chunk = self._momentum[name], chunk_numel(shard.numel(), self._nodes)
+                chunk = chunk_numel(shard.numel(), self._nodes)
                 own = slice(self._node * chunk, min((self._node + 1) * chunk, shard.numel()))
-                change = agreed.view(-1)[own] - shard.view(-1)[own].to(agreed.device, torch.float32)
-                momentum.mul_(self._config.outer_momentum)[: change.numel()].add_(change)
+                changes[name] = agreed.view(-1)[own] - shard.view(-1)[own].to(agreed.device, torch.float32)
             agreed.copy_(shard)
+        if warms_up:
+            self._optimizer.warm_up(changes)
 
     @torch.no_grad()
     def send(self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None) -> None:
@@ -169,6 +181,7 @@ class OuterStep:
             name: agreed for name, (agreed, shard) in zip(shards, self._beside(shards), strict=True) if shard.numel()
         }
         if not held:
+            self._optimizer.skip_step()
             return
         numels = {name: agreed.numel() for name, agreed in held.items()}
         chunks = NodeChunks(numels, placements or dict.fromkeys(shards), self._nodes, self._block)
@@ -181,19 +194,29 @@ class OuterStep:
                 held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
             )
         with self.stream.after_current(self._device):
-            for name in held:  # a model may go while an exchange is on its way
-                keep_until_read(self._agreed[name])
-                keep_until_read(self._momentum[name])
+            # A model may go while an exchange is on its way.
+            for kept in (*(self._agreed[name] for name in held), *self._optimizer.momentum_of(held)):
+                keep_until_read(kept)
             # In one expression, so that what is used up is freed.
             payload = self._encoded(
-                self._outer_step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
+                self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
             gathered = self._gather.all_gather(payload, self.label)
-            decode(self._codec, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
+            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
             for name, places, part in chunks.places(change):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
             self._arrival = record_event(change)
+
+    @property
+    def products(self) -> Tensor:
+        """Return this rank's part of what :meth:`fit` takes."""
+        wait_for(self._arrival, self._device)
+        return self._optimizer.products
+
+    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
+        """Return figures of the last outer step, and fit the next one; see :class:`OuterOptimizer`."""
+        return self._optimizer.fit(products)
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
@@ -219,28 +242,15 @@ class OuterStep:
             self._reduce.errors.step_made()
         return mean
 
-    def _outer_step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Return what SGD adds to this rank's chunks of the weights, given their outer gradient."""
-        config = self._config
-        parts = {piece: self._momentum[piece.name].to(self._device).view(1, -1) for piece in layout.pieces}
-        # What one parameter has is updated in place.
-        momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
-        momentum.mul_(config.outer_momentum).add_(gradient)
-        for piece, new in layout.split(momentum).items():
-            if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
-                kept.copy_(new[0])
-        step = gradient.add_(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
-        return step.mul(-config.outer_lr)
-
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
         """Encode this rank's update, with the errors of earlier ones."""
         if self._back is None:
-            return encode(self._codec, update, 1, 1, self.label)
+            return encode(self._codec_back, update, 1, 1, self.label)
         self._back.begin(update.device)
         errors = self._back.buffer("back")
         assert errors is not None
         prepared = errors.prepare(Extent(update.numel(), (0,), layout), update.device)
-        payload = encode(self._codec, update, 1, 1, self.label, prepared)
+        payload = encode(self._codec_back, update, 1, 1, self.label, prepared)
         self._back.step_made()
         return payload
 
@@ -263,10 +273,9 @@ class OuterStep:
         self._settle()
         errors, back = (None if each is None else each.state_dict() for each in self._errors)
         # Copies: on a CPU, those that are kept change in place with the next exchange.
-        agreed, momentum = (
-            {name: value.to("cpu", copy=True) for name, value in kept.items()} for kept in (self.agreed, self._momentum)
-        )
-        return {"agreed": agreed, "momentum": momentum, "errors": errors, "errors_back": back}
+        agreed = {name: value.to("cpu", copy=True) for name, value in self.agreed.items()}
+        momentum, fit = self._optimizer.state_dict()
+        return {"agreed": agreed, "momentum": momentum, "fit": fit, "errors": errors, "errors_back": back}
 
     def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
         """Continue with what :meth:`state_dict` returned.
@@ -295,12 +304,13 @@ class OuterStep:
         self.start({name: shards[name] for name in saved})
         for name in saved:
             self._agreed[name].copy_(state["agreed"][name])
-            self._momentum[name].copy_(state["momentum"][name])
+        self._optimizer.load_state_dict(state["momentum"], state.get("fit"))
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""
         self._settle()
-        self._agreed, self._momentum = {}, {}
+        self._agreed = {}
+        self._optimizer.reset()
         for errors in self._errors:
             if errors is not None:
                 errors.reset()

@@ -7,13 +7,14 @@ other, in 4 bits; Pier (arXiv 2511.17849) for synchronous steps at the beginning
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
-from fsdp_zpp.codecs.delta import Int4Delta
 
 from .error_feedback import LoCo, check_loco
 from .exchange_schedule import Segments, check_schedule, due_in, segments_of
+from .outer_momentum import TARGET_GAIN
 
 _INT4 = Int4(128)
 
@@ -39,15 +40,19 @@ class LocalSteps:
             ``((0, 8), (1000, 32))``: after the first 1000 steps of the training, synchronous ones included, every 32.
             The first pair begins at 0. Each counts from its own beginning.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its momentum, in [0, 1).
+        outer_momentum: Its momentum, in [0, 1). ``"auto"`` chooses it for each exchange of a fragment: the largest one
+            up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
+            changes. See [Note: Automatic momentum] in outer_momentum.py.
         nesterov: Whether the momentum is Nesterov's.
-        codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
+        codec: Encodes the changes and the outer optimizer's answer; None sends fp32. ``TopK()`` sends the largest
+            changes alone and needs error feedback.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
         mix: Share of the agreed weights in those with which a node continues when an exchange arrives; the rest is its
             own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
+            With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
@@ -58,14 +63,15 @@ class LocalSteps:
             forward waits for them, in spite of an overlap.
 
     Raises:
-        ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes,
-            Nesterov's momentum is 0, or error feedback has no codec to correct.
+        ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes or lacks
+            the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
+            is ``"auto"``, or error feedback has no codec to correct.
         TypeError: If a flag, the codec or error feedback has the wrong type.
     """
 
     every: int | Segments = 64
     outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_momentum: float | Literal["auto"] = 0.9
     nesterov: bool = True
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
@@ -81,16 +87,15 @@ class LocalSteps:
         check_schedule(self.every, self.start, self.stop)
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
-        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
+        self._check_momentum()
         least = min(every for _, every in self.segments)
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < least:
             raise ValueError(
                 f"overlap must be an int of 0 or more optimizer steps and below every={least}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
-        if not _is_number(self.mix) or not 0 < self.mix <= 1:
-            raise ValueError(f"mix must be in (0, 1], got {self.mix!r}")
+        if not _is_number(self.mix) or not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
         if self.moments_every is not None and not _is_count(self.moments_every):
             raise ValueError(
                 "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
@@ -103,12 +108,30 @@ class LocalSteps:
             raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
 
+    def _check_momentum(self) -> None:
+        if self.outer_momentum == "auto":
+            if self.outer_lr >= TARGET_GAIN:
+                raise ValueError(
+                    f"outer_momentum='auto' makes outer steps of up to {TARGET_GAIN} times the mean change, to which "
+                    f"outer_lr={self.outer_lr} leaves no room for momentum: pass a lower outer_lr, or a number"
+                )
+        elif (
+            isinstance(self.outer_momentum, str)
+            or not _is_number(self.outer_momentum)
+            or not 0 <= self.outer_momentum < 1
+        ):
+            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}")
+
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")
-        if isinstance(self.codec, Int4Delta):
-            raise ValueError(f"codec encodes changes already: pass Int4(...) instead of {self.codec!r}")
-        check_hop_codec("codec", self.codec)
+        check_place("codec", self.codec, "exchanges")
         check_loco(self.error_feedback)
+        if self.error_feedback is None and self.codec is not None and self.codec.needs_feedback:
+            raise ValueError(
+                f"codec={self.codec!r} leaves out most of a change, which is lost without error feedback: pass "
+                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1, outer_momentum=0 and "
+                "nesterov=False as in SparseLoCo"
+            )
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 

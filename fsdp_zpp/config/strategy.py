@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 
@@ -83,23 +83,19 @@ class Strategy:
         check_levels(self.levels)
         for name in ("weights", "gradients", "frozen"):
             check_codec(name, getattr(self, name))
-        self._check_deltas()
         if self.intra_gradients != "auto":
             check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
-        for name in ("weights", "gradients", "intra_gradients"):
-            check_hop_codec(name, getattr(self, name))
+        check_place("weights", self.weights, "weights")
+        check_place("gradients", self.gradients, "gradients")
+        check_place("intra_gradients", self.intra_gradients, "gradients")
+        check_place("frozen", self.frozen, "frozen")
+        self._check_deltas()
         self._check_local_steps()
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
         object.__setattr__(self, "overrides", checked_overrides(self.overrides, Strategy))
 
     def _check_deltas(self) -> None:
-        for name in ("gradients", "intra_gradients", "frozen"):
-            if isinstance(getattr(self, name), Int4Delta):
-                raise ValueError(
-                    f"{name} can't be an Int4Delta: a delta needs a base that its receivers hold, and only weights "
-                    "have one; choose Int8(...) or Int4(...)"
-                )
         if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
             raise ValueError(
                 f"weights={self.weights!r} sends deltas against the secondary shard in each node, which levels "

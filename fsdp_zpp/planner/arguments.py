@@ -186,7 +186,10 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
     )
     # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults.
     for name, what in (
-        ("codec", f"of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"),
+        (
+            "codec",
+            f"of the exchanges, none, int8, int4, or topk with --exchange-feedback (default: {LocalSteps.codec})",
+        ),
         (
             "feedback",
             "of the errors, which turns error feedback on: none (fp32) or int8 (default: no feedback)",

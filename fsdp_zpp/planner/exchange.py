@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_zpp.codecs.blockwise import Blockwise
 from fsdp_zpp.config.error_feedback import error_nbytes
 from fsdp_zpp.config.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
@@ -136,6 +137,12 @@ class _Exchange:
         return nbytes(self.local_steps.codec, self._chunk, _FP32)
 
     @property
+    def _payload_back(self) -> int:
+        """Return the bytes of an encoded chunk of the update, which is made of all nodes' changes."""
+        codec = self.local_steps.codec
+        return nbytes(None if codec is None else codec.for_sum_of(self._nodes), self._chunk, _FP32)
+
+    @property
     def _shares_node(self) -> bool:
         """Return whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
         return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
@@ -143,7 +150,7 @@ class _Exchange:
     @property
     def sent_between(self) -> int:
         """Return the bytes to other nodes: a chunk of changes to each, and this rank's chunk of the update to all."""
-        return 2 * (self._nodes - 1) * self._payload
+        return (self._nodes - 1) * (self._payload + self._payload_back)
 
     @property
     def sent_inside(self) -> int:
@@ -196,11 +203,25 @@ class _Exchange:
             change + self._agreed_copies,
             change + chunk + sent + payloads,  # the mean, and payloads sent and received
             change + 2 * chunk,  # the outer step, from the mean to the update
+            change + (self._nodes + 1) * self._payload_back,  # of which one is sent
+            change + chunk + self._fed_back * self._nodes + payloads,
             self._put_together,
             moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
             # Before the stop, the exact mean of moments, sent from where they are.
             2 * change if self.local_steps.stop is not None and self._moments > 0 else 0,
         )
+
+    @property
+    def _fed_back(self) -> int:
+        """Return the bytes in which a chunk is fed back its errors outside a kernel, if its codec has none.
+
+        There are the sum with its errors, what of it is left out, and two temporaries for whether it is finite.
+        """
+        feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
+        if feedback is None or isinstance(codec, Blockwise):
+            return 0
+        decoded = 0 if feedback.dtype is None else _FP32
+        return (3 * _FP32 + 1 + decoded) * self._chunk
 
     @property
     def _agreed_copies(self) -> int:

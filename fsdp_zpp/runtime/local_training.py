@@ -35,6 +35,7 @@ from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
 from .moments import OptimizerMoments
+from .outer_watch import OuterWatch
 from .step_reductions import StepReductions, set_synchronous
 
 
@@ -48,7 +49,12 @@ class LocalTraining:
         reductions: Reduce the gradients of all fragments' units.
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
+        outer: Fits their outer steps.
         moments: Averages the optimizers' moments.
+
+    Attributes:
+        outer: As given.
+        moments: As given.
 
     Raises:
         ValueError: If ranks differ in how far they have trained.
@@ -61,11 +67,13 @@ class LocalTraining:
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
+        outer: OuterWatch,
         moments: OptimizerMoments,
     ) -> None:
+        self.outer, self.moments = outer, moments
         self._model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
-        self._steps_are_announced, self.moments = steps_are_announced, moments
+        self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
         self._awaits_step = self._shows_agreed = False
         steps = [fragment.progress.made for fragment in fragments]
@@ -178,7 +186,7 @@ class LocalTraining:
         due = self._config.due(step, len(self._trained))
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
-            self._agree_on_changes([self._trained[index] for index in due])
+            self._agree_on_exchange([self._trained[index] for index in due])
             self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
@@ -197,11 +205,13 @@ class LocalTraining:
         # waited for.
         check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
-    def _agree_on_changes(self, fragments: Sequence[Fragment]) -> None:
-        """Let all nodes exchange what any of them has trained. Collective."""
+    def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
+        """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
+        if fragments:
+            self.outer.fit(fragments, self._trained)
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
         """Average the moments of those fragments whose next exchange includes them. Collective."""
@@ -242,7 +252,7 @@ class LocalTraining:
         for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
-        self._agree_on_changes(self._trained)
+        self._agree_on_exchange(self._trained)
         if with_moments:
             self._average_moments(self._trained)
         for fragment in self._trained:

@@ -18,6 +18,7 @@ from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
 from .moments import OptimizerMoments
+from .outer_watch import OuterWatch
 from .overrides import warn_of_unmatched
 from .summary import Groups, log_summaries
 from .unit import StrategyUnit
@@ -97,8 +98,11 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
 
     reductions = [unit.reductions for unit in fragments.values()]
     ranks = next(iter(fragments.values())).ranks
+    outer = OuterWatch(
+        model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
+    )
     moments = OptimizerMoments(model, fragments, ranks)
-    training = LocalTraining(model, [*fragments], reductions, ranks, steps_are_announced, moments)
+    training = LocalTraining(model, [*fragments], reductions, ranks, steps_are_announced, outer, moments)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments.values()):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, LoCo
+from fsdp_zpp import NF4, Int4, Int4Delta, LoCo, TopK
 from fsdp_zpp.config.local_steps import LocalSteps
 
 
@@ -36,21 +36,24 @@ from fsdp_zpp.config.local_steps import LocalSteps
         ({"outer_lr": 0}, ValueError, "outer_lr must be a number above 0, got 0"),
         ({"outer_lr": float("nan")}, ValueError, "got nan"),
         ({"outer_lr": float("inf")}, ValueError, "got inf"),
-        ({"outer_momentum": 1}, ValueError, r"outer_momentum must be in \[0, 1\), got 1"),
+        ({"outer_momentum": 1}, ValueError, r"outer_momentum must be 'auto' or in \[0, 1\), got 1"),
         ({"outer_momentum": "0.9"}, ValueError, "got '0.9'"),
+        ({"outer_momentum": True}, ValueError, "got True"),
+        ({"outer_momentum": "auto", "outer_lr": 1.4}, ValueError, "outer_lr=1.4 leaves no room for momentum"),
         ({"outer_momentum": 0}, ValueError, "pass nesterov=False"),
         ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
         ({"spread": None}, TypeError, "spread must be True or False, got None"),
         ({"overlap": -1}, ValueError, "overlap must be an int of 0 or more optimizer steps and below every=64"),
         ({"overlap": 8, "every": 8}, ValueError, "below every=8, so that an exchange arrives before the next; got 8"),
         ({"overlap": True}, ValueError, "got True"),
-        ({"mix": 0}, ValueError, r"mix must be in \(0, 1\], got 0"),
+        ({"mix": -0.1}, ValueError, r"mix must be in \[0, 1\], got -0.1"),
         ({"mix": 1.5}, ValueError, "got 1.5"),
         ({"offload": 1}, TypeError, "offload must be True or False, got 1"),
         ({"moments_every": 0}, ValueError, "moments_every must be an int of 1 or more exchanges, or None, .* got 0"),
         ({"moments_every": True}, ValueError, "got True"),
         ({"codec": "int4"}, TypeError, "codec must be a codec such as Int4"),
-        ({"codec": Int4Delta()}, ValueError, "encodes changes already"),
+        ({"codec": Int4Delta()}, ValueError, "for weights alone: a delta needs a base"),
+        ({"codec": TopK()}, ValueError, "leaves out most of a change, which is lost without error feedback: pass"),
         ({"codec": NF4()}, ValueError, "for frozen weights alone"),
         ({"error_feedback": True}, TypeError, "error_feedback must be a LoCo or None, got True"),
         ({"codec": None, "error_feedback": LoCo()}, ValueError, "codec=None has no error"),
@@ -66,6 +69,8 @@ def test_it_is_a_value() -> None:
     assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum 0.9"
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
+    assert str(LocalSteps(outer_momentum="auto")).endswith("outer lr 0.7, Nesterov momentum auto")
+    assert str(LocalSteps(mix=0)).endswith("mixed in at 0")
     assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
     assert str(LocalSteps(((0, 8), (100, 32)), start=50, stop=900, nesterov=False)) == (
         "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum 0.9, after 50 synchronous "

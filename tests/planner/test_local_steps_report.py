@@ -79,7 +79,7 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Any) -> None:
             "--local-steps 8 --exchange-overlap 8",
             "overlap must be an int of 0 or more optimizer steps and below every=8",
         ),
-        ("--local-steps 8 --exchange-codec int4delta", "codec encodes changes already"),
+        ("--local-steps 8 --exchange-codec int4delta", "which is for weights alone: a delta needs a base"),
         ("--local-steps 8 --exchange-codec none --exchange-feedback none", "codec=None has no error"),
         ("--local-steps 8 --exchange-feedback int4", "dtype must be Int8(...) or None"),
         (
