@@ -68,8 +68,8 @@ def local_steps(name: str) -> LocalSteps:
     Raises:
         ValueError: If it describes none, or LocalSteps refuses them.
     """
-    changed = r"(?::(?:at-once|momentum-auto|[a-z]+[\d.]+))*"
-    parts = re.fullmatch(rf"local(\d+)((?:-\d+-\d+)*):(none|int8|int4|topk)(\+loco)?({changed})", name)
+    any_changes = r"(?::(?:at-once|momentum-auto|[a-z]+[\d.]+))*"
+    parts = re.fullmatch(rf"local(\d+)((?:-\d+-\d+)*):(none|int8|int4|topk)(\+loco)?({any_changes})", name)
     if parts is None:
         raise ValueError(f"{name!r} is unknown; local steps are named like local32:int4+loco:overlap1:mix0.5")
     first, later, codec, feedback, changes = parts.groups()
@@ -87,8 +87,8 @@ def local_steps(name: str) -> LocalSteps:
             option, number = _CHANGES[word]
             options[option] = number(change.removeprefix(word))
         else:
-            changes_known = ", ".join(("at-once", "momentum-auto", *_CHANGES))
-            raise ValueError(f"{name!r} changes {word!r}; what can be changed is {changes_known}")
+            known = ", ".join(("at-once", "momentum-auto", *_CHANGES))
+            raise ValueError(f"{name!r} changes {word!r}; what can be changed is {known}")
     if options.get("outer_momentum") == 0:
         options["nesterov"] = False
     loco = LoCo(beta=0, decay=0.95, reset_every=0) if codec == "topk" else LoCo(beta=0.8)

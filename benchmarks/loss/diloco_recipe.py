@@ -1,8 +1,8 @@
 """The recipe of "Scaling Laws for DiLoCo" (arXiv 2503.09799, section 3 and table 10) for its smallest model.
 
 Transformer with QK-norm and z-loss, AdamW (0.9, 0.99) with a weight decay of 1 / steps, clipping at 1, a thousand steps
-of warmup and a cosine to 5 %, 20 tokens a parameter. Ours reads bytes, so that it has 8 layers of the paper's width
-where the paper has 6 and an embedding of 32,768 tokens: 34 M parameters.
+of warmup and a cosine to 5 %, 20 tokens a parameter. Our model reads bytes instead of 32,768 kinds of tokens, so its
+embedding is small, and it has 8 layers of the paper's width instead of 6: 34 M parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Z_LOSS = 1e-4
 
 @dataclass(frozen=True)
 class RecipeSettings(Settings):
-    """Settings that runs must have in common to be compared, but for batches and learning rates.
+    """Settings of a run; only batches and learning rates may differ between runs that are compared.
 
     Args:
         compiled: Whether layers and the loss are compiled.
@@ -48,7 +48,7 @@ def fitted_lr(replicas: int) -> float:
 
 
 def fitted_batch(replicas: int) -> int:
-    """Return the sequences of 2,048 tokens of a replica's step that the paper's fit gives (table 10)."""
+    """Return how many sequences of 2,048 tokens a replica's step takes by the paper's fit (table 10)."""
     return round(0.00709 * PARAMETERS**0.4695 * replicas**0.3399 / replicas)
 
 

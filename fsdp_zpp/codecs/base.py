@@ -37,7 +37,7 @@ class Codec(ABC):
         places: What the codec suits.
         reason: Why it suits nothing else, for errors.
         is_lossless: Whether it sends values as they are.
-        needs_feedback: Whether it leaves out so much that it is of use with error feedback alone.
+        needs_feedback: Whether it leaves out so much that it is of no use without error feedback.
     """
 
     places: ClassVar[tuple[Place, ...]] = ("weights", "gradients", "frozen", "exchanges")
@@ -79,7 +79,7 @@ class Codec(ABC):
         """
 
     def for_sum_of(self, peers: int) -> Codec:
-        """Return the codec of a sum over ``peers``, each of which has sent its summand encoded by this one."""
+        """Return the codec for a sum over ``peers`` peers, each of which has sent its summand encoded by this codec."""
         return self
 
     def prepare_decode(self, device: torch.device) -> None:  # noqa: B027

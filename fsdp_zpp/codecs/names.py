@@ -1,6 +1,7 @@
 """Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``, ``nf4``.
 
-``topk:0.02:4:4096`` has a fraction, bits and a block, of which the last may be left out.
+A name may be followed by the codec's block, as in ``int8:256``; ``topk`` by fraction, bits and block, as in
+``topk:0.02:4:4096``. The last ones may be left out.
 
 A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 """
@@ -27,8 +28,8 @@ def codec_from_name(value: object) -> Codec | None:
     """Return the codec that a configuration names.
 
     Args:
-        value: ``none`` or None; a name, with a block (``int8:256``) or without, and numbers of ``topk``; a mapping; or
-            a codec itself.
+        value: ``none`` or None; a name, with numbers (``int8:256``, ``topk:0.02:4``) or without; a mapping; or a codec
+            itself.
 
     Raises:
         ValueError: If there is no codec of that name, it has no such argument, or a value is out of range.
@@ -52,7 +53,7 @@ def codec_from_name(value: object) -> Codec | None:
 
 
 def _number(key: str, text: str, value: str) -> Any:
-    """Return the number that a codec's name has for an argument."""
+    """Return the number ``text``, which the codec's name ``value`` gives for the argument ``key``."""
     try:
         return float(text) if key == "fraction" else int(text)
     except ValueError:

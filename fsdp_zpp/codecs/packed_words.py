@@ -1,4 +1,4 @@
-"""Words of any even width, up to 20 bits, as bytes, the first in the lowest bits."""
+"""Words of 14, 16 or 20 bits, packed into bytes without gaps, the first word in the lowest bits."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TOGETHER = {14: 4, 16: 1, 20: 2}
-"""How many words of a width make whole bytes, at most 8 of them."""
+"""How many words are packed at once, by their width: so many that they fill whole bytes, at most 8."""
 
 
 def packed_nbytes(count: int, width: int) -> int:
-    """Return the bytes of ``count`` words of ``width`` bits."""
+    """Return the number of bytes that ``count`` words of ``width`` bits take."""
     together = _TOGETHER[width]
     return -(-count // together) * together * width // 8
 
 
 def pack_words(words: Tensor, width: int) -> Tensor:
-    """Return the bytes of words, int64 and flat."""
+    """Return flat int64 ``words``, of ``width`` bits each, packed into uint8."""
     together = _TOGETHER[width]
     groups = F.pad(words, (0, -words.numel() % together)).view(-1, together)
     starts = torch.arange(0, together * width, width, device=words.device)

@@ -1,22 +1,23 @@
-"""Sparse changes: of each block the few values of largest magnitude, in few bits; the others are sent as zeros.
+"""TopK: a codec that sends, of each block, only the few values of largest magnitude; the others decode to zero.
 
-Source: SparseLoCo (arXiv 2508.15706, section 3), which sends 1 to 3 % of a chunk of 4096 changes in 2 bits. What is
-left out is most of all changes, so error feedback must send it later.
+Source: SparseLoCo (arXiv 2508.15706, section 3), which sends 1 to 3 % of a chunk of 4096 changes in 2 bits. Most of a
+change is left out, so error feedback must send it later.
 
-A row has two fp32 numbers a block, and a word of 12 + ``bits`` bits for each value that is kept, ascending in a block::
+A row has two fp32 numbers for each block, and a word of 12 + ``bits`` bits for each kept value; the words of a block
+are in ascending order::
 
     | smallest magnitude and ratio of a block, fp32 each | words: place in the block, sign, step | zeros to 16 bytes |
 
 [Note: Levels of few bits]
-A word decodes to ``± smallest * ratio ** step``. Kept values have no level at zero, for none of them is near it, and
-levels are as far apart as values are: most lie just above the threshold, and a few far beyond it. So 4 and 8 bits have
-geometric steps from the smallest to the largest that is kept, and 2 bits the means of the smaller and of the larger
-ones (Lloyd's levels). docs/design/codecs.md has the errors beside those of equal steps.
+A word decodes to ``± smallest * ratio ** step``, one of the levels. No level is zero, since no kept value is near it,
+and levels are dense where values are: most lie just above the threshold, and a few far beyond it. So with 4 and 8 bits,
+levels are geometric, from the smallest to the largest kept value; with 2 bits, they are the means of the smaller and of
+the larger ones (Lloyd's levels). docs/design/codecs.md has the errors beside those of equal steps.
 
-Values below 1 / REACH of the largest would stretch the steps of all others, and zeros have no level: such values are
-not kept. Payloads have one size, so the largest value is sent once more in the place of each.
+Values below 1 / REACH of the largest would move the levels of all others apart, and zeros have no level: such values
+are not kept. All payloads have the same size, so the largest value is sent again in place of each of them.
 
-Powers are products of squares, one rounding each, so that all processors decode the same values from the same bytes.
+Powers are products of squares, each rounded once, so that all processors decode the same values from the same bytes.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ Bits = Literal[2, 4, 8]
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Keeps the values of largest magnitude of each block, in few bits; 0.042 bytes per value by default.
+    """Sends the values of largest magnitude of each block, in few bits; 0.042 bytes per value by default.
 
-    For exchanges of local steps with error feedback alone, which sends later what is left out now (SparseLoCo, arXiv
-    2508.15706). A block with a NaN or an infinity decodes to NaN.
+    It suits only exchanges of local steps with error feedback, which sends later what is left out now (SparseLoCo,
+    arXiv 2508.15706). A block with a NaN or an infinity decodes to NaN.
 
     Args:
         fraction: Share of a block's values that is kept, in (0, 1]; at least one value is.
         bits: Width of a kept value's code, 2, 4 or 8; its place takes 12 bits more.
-        block: Number of values of which the largest are kept, a power of two from 128 to 4096.
+        block: Number of values among which the largest are kept, a power of two from 128 to 4096.
 
     Raises:
         TypeError: If ``block`` is not an int.
@@ -87,9 +88,9 @@ class TopK(Codec):
         return self.block
 
     def kept(self, numel: int) -> int:
-        """Return how many of ``numel`` values are kept: as many of the last, short block of a chunk as of any other.
+        """Return how many of a block's ``numel`` values are kept: as many of a chunk's last, short block as of others.
 
-        So it does not matter to the values of a block what follows them ([Note: Copies] in exact_places.py).
+        So what follows a block's values does not change how they are encoded ([Note: Copies] in exact_places.py).
         """
         return min(numel, max(1, round(self.fraction * self.block)))
 
@@ -125,7 +126,7 @@ class TopK(Codec):
         numel = chunks.shape[1]
         payload = values.new_zeros((rows * cols, self.nbytes(numel)), dtype=torch.uint8)
         if numel:
-            # One after the other, so that temporaries are of one chunk.
+            # One after the other, so that temporaries are as small as a chunk.
             for row, chunk in zip(payload, chunks, strict=True):
                 words, levels = self._encode_chunk(chunk)
                 start = self._levels_nbytes(numel)
@@ -145,12 +146,16 @@ class TopK(Codec):
         return torch.cat((words.flatten(), last_words[0])), torch.cat((levels.flatten(), last_levels[0]))
 
     def _encode_blocks(self, blocks: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return words [blocks, kept(numel)], int64, and levels [blocks, 2] of fp32 blocks of which ``numel`` count."""
+        """Return the words and levels of fp32 blocks, of whose values all after the first ``numel`` are padding.
+
+        Returns:
+            Words, int64 [blocks, kept(numel)], and the smallest magnitude and ratio of each block, [blocks, 2].
+        """
         magnitudes, places = blocks.abs().topk(self.kept(self.block))  # NaN counts as the largest
         largest = magnitudes[:, :1].clone()
         finite, live = largest.isfinite(), largest >= MIN_LARGEST
         usable = finite & live
-        # Of other blocks, the levels alone are sent: NaN or 0.
+        # The level of all other blocks is NaN or 0, whatever their words.
         magnitudes = torch.where(usable & (magnitudes * REACH >= largest), magnitudes, 0)
         is_kept = magnitudes > 0
         steps, smallest, ratio = (_means if self.bits == 2 else _geometric)(magnitudes, is_kept, self._last_step)
@@ -193,8 +198,8 @@ class TopK(Codec):
         """Decode rows [chunks, nbytes(numel)].
 
         Returns:
-            The places in the chunk of what is kept, and its values, both [chunks, words]; and what all others of a
-            block are, [chunks, blocks]: 0, or NaN if there was a NaN or an infinity.
+            The places of kept values in their chunk, and these values, both [chunks, words]; and what all other values
+            of each block are, [chunks, blocks]: 0, or NaN if the block had a NaN or an infinity.
         """
         start, count = self._levels_nbytes(numel), self._words(numel)
         levels = payload[:, :start].contiguous().view(torch.float32).view(len(payload), -1, 2)
@@ -220,7 +225,7 @@ class TopK(Codec):
 
 @dataclass(frozen=True)
 class TopKOfSum(TopK):
-    """:class:`TopK` of a sum over peers, each of which keeps other values: it keeps as many as all of them together.
+    """:class:`TopK` for a sum over peers, each of which keeps other values: it keeps as many as all peers together.
 
     Args:
         fraction: As in :class:`TopK`, of one peer.

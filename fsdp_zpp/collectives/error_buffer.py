@@ -7,8 +7,8 @@ old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_ne
 that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse the codec
 is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never recover.
 
-Errors may decay: what is added is ``decay * e``, and so is the old error that ``beta`` weighs. With beta 0 that is
-SparseLoCo's (arXiv 2508.15706, algorithm 1): the error is a momentum from which what was sent is taken away.
+Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
+of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ErrorBuffer:
     def prepare(self, extent: Extent, device: torch.device) -> ErrorBuffer:
         """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
 
-        Those of parameters that have none start from zero, and those of parameters that ``extent`` lacks do not decay.
+        Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay.
         """
         held = self._held
         if held is None:

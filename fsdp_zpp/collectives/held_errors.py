@@ -165,7 +165,7 @@ class HeldErrors:
             self.state.mul_(factor)
             return
         scales = self.codec.scales(self.state, self.extent.numel)
-        # As short as those that kernels make, so that decoding stays exact ([Note: Exact products] in payload.py).
+        # As few bits as kernels give scales, so that decoding stays exact ([Note: Exact products] in payload.py).
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     # ---- in checkpoints

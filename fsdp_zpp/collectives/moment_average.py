@@ -11,8 +11,8 @@ Source: DES-LOC (arXiv 2505.22549), algorithm 1, which averages moments more rar
 [Note: Roots of moments]
 Adam divides by the root of its second moment. A blockwise code rounds the small values of a block to 0, and an update
 is then divided by eps alone. So lossy codecs encode fourth roots, with their signs: the smallest code of 8 bits stands
-for 1 / 127**4 of a block's largest value, and values that would still round to 0 in a block without negative ones
-become those of half a code. First moments are encoded alike, since their small values matter as much: an optimizer
+for 1 / 127**4 of a block's largest value. In a block without negative values, a root that would still round to 0
+decodes to half a code. First moments are encoded in the same way, since their small values matter as much: an optimizer
 divides each by its own scale. The mean is that of the moments, not of their roots.
 """
 
@@ -31,7 +31,7 @@ from .mesh import ProcessMesh
 from .node_chunks import NodeChunks
 
 _HALF_CODE = 1 / 254
-"""Half of the step between two codes of 8 bits, as a share of a block's largest value."""
+"""Half of the distance between two codes of 8 bits, as a share of a block's largest value."""
 
 
 class MomentAverage:
@@ -41,7 +41,7 @@ class MomentAverage:
         mesh: All ranks, on several nodes.
         codec: Encodes roots of moments; None sends the moments themselves, in fp32, so that the mean is exact.
         traffic: Where bytes are counted.
-        label: Names what they belong to in profiles.
+        label: The name in profiles of what the moments belong to.
     """
 
     def __init__(self, mesh: ProcessMesh, codec: Codec | None, traffic: Traffic, label: str) -> None:
@@ -52,7 +52,7 @@ class MomentAverage:
 
     @torch.no_grad()
     def average(self, moments: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> None:
-        """Write the mean over nodes into moments of one kind.
+        """Replace moments of one kind, such as Adam's second ones, by their mean over nodes, in place.
 
         Collective among the ranks with this local index, unless these hold nothing of the moments.
 
@@ -93,7 +93,7 @@ class MomentAverage:
         decode(self._codec, payload, rows.view(-1), 1, len(rows), self._label)
 
     def _expand(self, rows: Tensor) -> None:
-        """Make moments of their decoded roots."""
+        """Turn decoded roots back into moments, in place."""
         if not self._codec.is_lossless:
             for row in rows:
                 for blocks in _in_blocks(row, self._codec.block_numel):
@@ -108,7 +108,7 @@ def _to_root(chunk: Tensor) -> None:
 
 
 def _to_power(chunk: Tensor) -> None:
-    """Replace fourth roots by what they are of."""
+    """Replace values by their fourth powers, with their signs."""
     signs = chunk.sign()
     chunk.square_().square_().mul_(signs)
 

@@ -1,4 +1,4 @@
-"""Tensors of a rank in chunks, one for each node, to be exchanged between nodes."""
+"""Chunks of a rank's tensors, one for each node, as exchanges between nodes send them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class NodeChunks:
         placements: How another parallelism has placed each parameter, by name, in an order that is always the same.
             It may have more parameters than ``numels``.
         nodes: The number of nodes.
-        block: What parameters that are placed differently begin at multiples of, so that no block of a codec spans
-            them; see [Note: Copies] in exact_places.py.
+        block: A number of values; parameters that are placed differently begin at multiples of it, so that no block of
+            a codec spans them. See [Note: Copies] in exact_places.py.
 
     Attributes:
         layout: Where the parameters lie in a node's chunk.
@@ -33,8 +33,8 @@ class NodeChunks:
         self.layout = FlatLayout.aligned(pieces, [placements[name] for name in numels], block)
 
     def places(self, flat: Tensor) -> Iterator[tuple[str, slice, Tensor]]:
-        """Yield, for each parameter in ``flat`` [nodes, numel]: its name, a slice of it, and ``flat`` there."""
-        if len(self._numels) == 1:  # in one go
+        """Yield each parameter's name, a slice of its values, and the view of ``flat`` [nodes, numel] for them."""
+        if len(self._numels) == 1:  # its chunks follow each other
             ((name, numel),) = self._numels.items()
             yield name, slice(0, numel), flat.view(-1)[:numel]
             return

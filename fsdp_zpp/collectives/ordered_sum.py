@@ -12,10 +12,10 @@ from .devices import collective_device
 
 
 def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[float]:
-    """Return numbers summed over the ranks of ``groups``, one after the other, in fp64. Collective.
+    """Return numbers summed over the ranks of one group after the other, in fp64. Collective.
 
     All ranks add the same numbers in the same order and get the same bits, also in groups that hold copies of each
-    other. So a sum over all axes of a mesh, one after the other, is the same on the whole mesh.
+    other. So a sum over all axes of a mesh is the same on the whole mesh.
 
     Args:
         values: Numbers of this rank, 1-D; as many on all ranks.

@@ -16,11 +16,11 @@ from fsdp_zpp.config.outer_momentum import aligned_gain, correlation_of_changes,
 from .flat_layout import FlatLayout
 
 _MOST_AT_ONCE = 2**30
-"""Values of which cuBLAS takes a scalar product at once; it counts them in 32 bits."""
+"""The most values of which a scalar product is taken at once: cuBLAS counts them in 32 bits."""
 
 
 class OuterFit(TypedDict):
-    """What fits the momentum to the run, in a checkpoint.
+    """Figures from which the next momentum is chosen, in a checkpoint.
 
     Attributes:
         products: This rank's part of <m, g> and <g, g> in the last step.
@@ -35,10 +35,10 @@ class OuterFit(TypedDict):
 
 @dataclass(frozen=True)
 class OuterFigures:
-    """An outer step in figures.
+    """Figures of an outer step.
 
     Attributes:
-        norm: Squared norm of the mean change.
+        norm: Squared norm of the mean change g: <g, g>.
         momentum: The momentum mu of the step.
         gain: Its aligned gain; see the top of outer_momentum.py.
         correlation: Correlation of this change and earlier ones, in [-1, 1]; None if there was no earlier one.
@@ -58,7 +58,7 @@ class OuterOptimizer:
 
     Attributes:
         products: This rank's part of <m, g> and <g, g> in the last step: fp32 [2], m the momentum kept before it and g
-            the mean change. Parts sum up over the ranks, each of which has steps of other values.
+            the mean change. The products are the sums over all ranks, each of which steps other values.
     """
 
     def __init__(self, config: LocalSteps) -> None:
@@ -70,7 +70,7 @@ class OuterOptimizer:
         """Forget all momentum; :meth:`start` comes next."""
         self._momentum = {}
         self.products = torch.zeros(2, dtype=torch.float32)
-        self._correlation = 1.0  # cautiously, until it is known
+        self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
         self._coefficient = self._fitting()
 
     def _fitting(self) -> float:
@@ -80,7 +80,7 @@ class OuterOptimizer:
         return fitting_momentum(config.outer_lr, self._correlation, nesterov=config.nesterov)
 
     def start(self, name: str, numel: int, device: torch.device, kept_on: torch.device) -> None:
-        """Begin without momentum.
+        """Start a parameter with a momentum of zero.
 
         Args:
             name: The FQN of a parameter.
@@ -96,7 +96,7 @@ class OuterOptimizer:
         return (self._momentum[name] for name in names)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Return what is to be added to the weights.
+        """Make an outer step, and return what is to be added to the weights: fp32, flat.
 
         Args:
             gradient: The mean change, fp32, flat; its memory is used up.
@@ -104,7 +104,7 @@ class OuterOptimizer:
         """
         config, device = self._config, gradient.device
         parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
-        # What one parameter has is updated in place.
+        # The momentum of a single parameter is updated in place.
         momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
         for product, other in zip(self.products, (momentum, gradient), strict=True):
             _set_to_product(product, gradient, other)
@@ -116,7 +116,7 @@ class OuterOptimizer:
         return step.mul(-config.outer_lr)
 
     def warm_up(self, changes: Mapping[str, Tensor]) -> None:
-        """Take in changes that no outer step follows, as Pier does in synchronous steps (arXiv 2511.17849).
+        """Add changes to the momentum without an outer step, as Pier does in synchronous steps (arXiv 2511.17849).
 
         Args:
             changes: Changes of this rank's chunks, fp32, flat, by FQN; what pads a chunk may be left out.
@@ -147,7 +147,7 @@ class OuterOptimizer:
         figures = None
         if isfinite(along) and isfinite(norm) and norm > 0:
             gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
-            # It is exactly 0 only while there is no momentum.
+            # <m, g> is exactly 0 only while there is no momentum.
             correlation = correlation_of_changes(coefficient, along / norm) if along else None
             figures = OuterFigures(norm, coefficient, gain, correlation)
             self._correlation = self._correlation if correlation is None else correlation
@@ -157,13 +157,13 @@ class OuterOptimizer:
     # ---- in checkpoints
 
     def state_dict(self) -> tuple[dict[str, Tensor], OuterFit]:
-        """Return copies on the CPU: the momentum by parameter, and what fits it."""
+        """Return copies on the CPU: the momentum by parameter, and the figures from which the next one is chosen."""
         momentum = {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}
         products = self.products.to("cpu", copy=True)
         return momentum, {"products": products, "coefficient": self._coefficient, "correlation": self._correlation}
 
     def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
-        """Continue with what :meth:`state_dict` returned, for parameters that were started; older ones have no fit."""
+        """Continue with what :meth:`state_dict` returned, for parameters that were started; old states lack ``fit``."""
         for name, value in momentum.items():
             self._momentum[name].copy_(value)
         if fit is not None:
@@ -172,7 +172,7 @@ class OuterOptimizer:
 
 
 def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
-    """Set a number to the scalar product of flat tensors."""
+    """Set a scalar tensor to the scalar product of two flat tensors."""
     product.zero_()
     for pair in zip(one.split(_MOST_AT_ONCE), other.split(_MOST_AT_ONCE), strict=True):
         product.add_(torch.dot(*pair))

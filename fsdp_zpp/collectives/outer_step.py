@@ -50,7 +50,7 @@ class OuterStepState(TypedDict):
     Attributes:
         agreed: The agreed weights, by FQN.
         momentum: This rank's momentum, by FQN.
-        fit: What fits the momentum to the run; older checkpoints lack it.
+        fit: Figures from which the next momentum is chosen; older checkpoints lack them.
         errors: Errors on the way there; None without error feedback.
         errors_back: Errors on the way back.
     """
@@ -148,8 +148,8 @@ class OuterStep:
 
         Args:
             shards: Some of those that :meth:`start` was given.
-            warms_up: Whether the momentum takes in how much they have changed, as Pier's (arXiv 2511.17849) does in
-                synchronous steps. Else it stays as it is.
+            warms_up: Whether the momentum takes in how much they have changed since they were agreed on, as in the
+                synchronous steps of Pier (arXiv 2511.17849). Otherwise it stays as it is.
         """
         self._settle()
         changes: dict[str, Tensor] = {}

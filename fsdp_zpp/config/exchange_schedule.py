@@ -13,7 +13,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def segments_of(every: int | Segments) -> Segments:
-    """Return the segments of a schedule; a number of steps is one of them."""
+    """Return the segments of a schedule; an int is a single segment."""
     return ((0, every),) if isinstance(every, int) else every
 
 

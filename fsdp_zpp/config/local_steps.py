@@ -24,29 +24,30 @@ MOMENT_CODEC = Int8(128)
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Local-update training: between exchanges nothing goes between nodes.
+    """Configures local-update training, in which nodes send each other nothing between exchanges of weights.
 
-    In an exchange, nodes average how much their weights have changed since the last one, and all of them continue from
-    the weights that an outer optimizer, SGD with momentum, makes of that average (DiLoCo, arXiv 2311.08105, algorithm
-    1). The fragments of a model, its units, are exchanged one after the other.
+    In an exchange, nodes average how much their weights have changed since the last one. An outer optimizer, SGD with
+    momentum, applies that average to the weights that they last agreed on, and all nodes continue from the result
+    (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is exchanged by
+    itself.
 
     Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
-    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, it takes in
-    how much the weights have changed since the fragment was due last, but leaves the weights alone. What changes
-    between then and the end of these steps, fewer than ``every``, is left out.
+    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, its momentum
+    takes in how much the weights have changed since the fragment was due last, and the weights stay as they are.
+    Changes in the last of these steps, after a fragment was due for the last time, are left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
-            ``((0, 8), (1000, 32))``: after the first 1000 steps of the training, synchronous ones included, every 32.
-            The first pair begins at 0. Each counts from its own beginning.
+            ``((0, 8), (1000, 32))``: every 8 steps, and after the first 1000 steps of the training, synchronous ones
+            included, every 32. The first pair begins at 0.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its momentum, in [0, 1). ``"auto"`` chooses it for each exchange of a fragment: the largest one
             up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
             changes. See [Note: Automatic momentum] in outer_momentum.py.
         nesterov: Whether the momentum is Nesterov's.
-        codec: Encodes the changes and the outer optimizer's answer; None sends fp32. ``TopK()`` sends the largest
+        codec: Encodes the changes, and the update on the way back; None sends fp32. ``TopK()`` sends the largest
             changes alone and needs error feedback.
-        error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
+        error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
@@ -56,8 +57,8 @@ class LocalSteps:
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
         start: Number of synchronous steps at the beginning.
-        stop: The number of steps after which all steps are synchronous again; None if that never happens. Before the
-            first of them, all fragments are exchanged, and optimizer states are averaged over nodes.
+        stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
+            first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
         moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
             fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
             forward waits for them, in spite of an overlap.

@@ -1,4 +1,4 @@
-"""Size of the outer step of local steps, and the momentum that gives it a size.
+"""Gain of the outer steps of local steps, and the momentum that gives them a chosen gain.
 
 Let g be the mean change of the nodes' weights, m the momentum kept before this exchange, and r = <m, g> / <g, g>. Along
 g, SGD with momentum mu makes a step of lr * (1 + mu * r) times g, and with Nesterov's of lr * (1 + mu + mu^2 * r): its
@@ -8,22 +8,22 @@ lr / (1 - mu) by which arXiv 2509.10439 has momentum act.
 
 [Note: Automatic momentum]
 ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
-exchange before, so that the host knows it: to sum r over all ranks within an exchange would make a communicator of the
-training wait for the slow network. A negative rho counts as a positive one: changes that point against each other show
-an overshoot, so their small gain is no reason for more momentum. Until two changes could be compared, rho is 1.
+exchange before, which the host knows already: summing r over all ranks within an exchange would make a communicator of
+the training wait for the slow network. A negative rho counts as a positive one: changes that point against each other
+show an overshoot, so their small gain is no reason for more momentum. Until two changes can be compared, rho is 1.
 """
 
 from __future__ import annotations
 
 TARGET_GAIN = 1.4
-"""Gain at which ``"auto"`` aims, in units of the mean change. Of the lr / (1 - mu) that were measured in short runs,
-1.0 to 7, it gave the lowest loss; docs/results/loss.md."""
+"""Gain at which ``"auto"`` aims. Of the values of lr / (1 - mu) measured in short runs, from 1.0 to 7, it gave the
+lowest loss; see docs/results/loss.md."""
 MOST_MOMENTUM = 0.9
 """Largest momentum that ``"auto"`` chooses, that of DiLoCo (arXiv 2311.08105)."""
 
 
 def aligned_gain(lr: float, momentum: float, alignment: float, *, nesterov: bool) -> float:
-    """Return the size of an outer step along the mean change, in units of that.
+    """Return the aligned gain: how many times as long as the mean change an outer step is, along that change.
 
     Args:
         lr: The outer learning rate.

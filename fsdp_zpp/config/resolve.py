@@ -84,7 +84,7 @@ class ResolvedStrategy:
         feedback = self.error_feedback
         if feedback is not None and (feedback.hops == "inter" or self.intra_codec is None):
             feedback = None
-        # Error feedback between nodes may have changed the scopes, and is not on a node's own hops.
+        # Error feedback between nodes may have changed the scopes, and does not apply inside a node.
         scopes = resolve_scopes(Scopes(*self.levels), self.topology)
         return dataclasses.replace(
             self,

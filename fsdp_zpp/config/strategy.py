@@ -47,8 +47,8 @@ class Strategy:
         frozen: Codec of frozen parameters, which are quantized once.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
-            the optimizer scope must be ``I`` or ``N``. ``gradients`` then needs synchronous steps, at its start or
-            after its stop.
+            the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
+            steps, so ``gradients`` needs ``LocalSteps(start=...)`` or ``LocalSteps(stop=...)``.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
             torchrun started on each node (``LOCAL_WORLD_SIZE``); on a single node whose GPUs NVLink does not join,
             those that it joins, often 1, if codecs make that pay.

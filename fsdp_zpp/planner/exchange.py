@@ -54,7 +54,7 @@ def exchange_volume(
 def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Volume:
     """Return the bytes that one rank sends when each unit's moments are averaged once; none if they never are.
 
-    That takes ``every * moments_every`` steps. Arguments are those of :func:`exchange_volume`.
+    This happens once in ``every * moments_every`` steps. Arguments are those of :func:`exchange_volume`.
     """
     total = Volume()
     for unit in size.units:
@@ -168,7 +168,7 @@ class _Exchange:
 
     @property
     def moments_sent_between(self) -> int:
-        """Return the bytes to other nodes of an average of moments: a chunk to each, and this rank's mean to all."""
+        """Return the bytes to other nodes while moments are averaged: a chunk to each, and this rank's mean to all."""
         return 2 * (self._nodes - 1) * self._moments * MOMENT_CODEC.nbytes(self._chunk)
 
     @property
@@ -203,7 +203,7 @@ class _Exchange:
             change + self._agreed_copies,
             change + chunk + sent + payloads,  # the mean, and payloads sent and received
             change + 2 * chunk,  # the outer step, from the mean to the update
-            change + (self._nodes + 1) * self._payload_back,  # of which one is sent
+            change + (self._nodes + 1) * self._payload_back,  # the update, one payload sent and one from each node
             change + chunk + self._fed_back * self._nodes + payloads,
             self._put_together,
             moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
@@ -213,9 +213,9 @@ class _Exchange:
 
     @property
     def _fed_back(self) -> int:
-        """Return the bytes in which a chunk is fed back its errors outside a kernel, if its codec has none.
+        """Return the bytes of error feedback on a chunk where the codec has no kernel for it, else 0.
 
-        There are the sum with its errors, what of it is left out, and two temporaries for whether it is finite.
+        They hold the change with its errors added, the new errors, and two temporaries for whether these are finite.
         """
         feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
         if feedback is None or isinstance(codec, Blockwise):

@@ -30,11 +30,12 @@ def estimate_of(
     budget: MemoryBudget,
     precision: Precision,
 ) -> Estimate:
-    """Return the figures of ``candidate``. With local steps, there is one part, of whole layers.
+    """Return the figures of ``candidate``.
 
-    Traffic and time are then those of local steps, and memory is that of whichever steps take most.
+    With local steps, there is one part, of whole layers. Traffic and time are those of local steps, and memory is that
+    of whichever steps take most.
 
-    For one of torch's, they are as torch runs it, and the strategy is one that fits here if any does.
+    Figures of one of torch's are as torch runs it, and the strategy is one that fits here if any does.
     """
     on = parts, size, cluster, axes, work, budget
     if candidate.torch is None:

@@ -69,7 +69,7 @@ def notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalS
         phases += [f"those from {local_steps.stop} on"] * (local_steps.stop is not None)
         notes.append(
             f"Synchronous steps ({' and '.join(phases)}) send what the same letters send without local steps. Memory "
-            "is enough for all steps."
+            "figures suffice for all steps."
         )
     return notes + _left_out(codecs, local_steps)
 

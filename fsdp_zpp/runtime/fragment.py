@@ -68,22 +68,23 @@ class Fragment:
     that never were stay out of it.
 
     Args:
-        config: When and how.
+        config: When and how it is exchanged.
         outer: Makes its exchanges.
         share: This rank's share of them, if all ranks of a node hold the same weights.
         shards: Returns what this rank holds of each parameter of the unit, by FQN; the same names on all ranks.
         placements: Returns how other parallelisms have placed each parameter of the unit, by FQN.
-        trained: Returns the FQNs of those that steps change now: they require a gradient, or have one.
+        trained: Returns the FQNs of the parameters that steps change now: they require a gradient, or have one.
         invalidate: Marks the weights as changed.
 
     Attributes:
         config: As given.
         outer: As given.
         progress: How far its training has come.
-        pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
-        optimizers: Optimizers that step parameters of its model, as far as it was told of them.
+        pending: Optimizer states that were loaded beside the fragment and are restored with it, each with the function
+            that restores it, by the optimizer's id.
+        optimizers: Optimizers known to step parameters of its model.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
-        was_reloaded: Whether weights were loaded, without a state of local steps, since a reader last reset this.
+        was_reloaded: Whether weights were loaded without a state of local steps; whoever handles that resets it.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Fragment:
         self._changed = set()
 
     def warm_up(self) -> None:
-        """Adopt what was trained, and let the momentum take in how much that has changed since it was due last."""
+        """Adopt what was trained, and let the momentum take in its changes since the fragment was due last."""
         self.outer.adopt(self._exchanged(self._changed), warms_up=True)
         self._changed = set()
 

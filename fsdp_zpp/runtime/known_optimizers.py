@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 
 class KnownOptimizers:
-    """Optimizers in the order in which they became known, by events that all ranks see.
+    """Numbers optimizers in the order in which they become known, by events that all ranks see.
 
-    It keeps none of them alive: ranks may free one at different times, but its number stays.
+    It keeps none of them alive: ranks may free an optimizer at different times, but its number stays.
 
     Attributes:
-        count: How many became known so far.
+        count: How many have become known so far.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class KnownOptimizers:
         self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
 
     def add(self, optimizer: Optimizer) -> None:
-        """Give an optimizer a number, unless it has one, or it wraps one that has."""
+        """Give an optimizer a number, unless it has one, or wraps an optimizer that has one."""
         if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
             self._numbers[optimizer] = self.count
             self.count += 1
 
     def alive(self) -> Mapping[int, Optimizer]:
-        """Return those that still exist."""
+        """Return the optimizers that still exist, by number."""
         return {number: optimizer for optimizer, number in self._numbers.items()}

@@ -12,12 +12,12 @@ The number of steps made decides whether the next one is synchronous. It is deci
 for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
 without local steps, so that nothing is exchanged:
 
-- In those at the beginning, fragments that are due warm up the momentum. With the last of them, their weights become
-  the agreed ones; changes since a fragment was due last are not in the momentum.
-- Before the first of those at the end, nodes exchange all fragments and become equal. Agreed weights and momentum are
-  dropped.
+- In synchronous steps at the beginning, fragments that are due warm up the momentum. After the last of these steps, the
+  weights become the agreed ones; the momentum lacks the changes since a fragment was due last.
+- Before the first synchronous step at the end, nodes exchange all fragments and become equal. Agreed weights and
+  momentum are dropped.
 
-Whether nodes are apart is saved, too: a checkpoint may be loaded into another schedule.
+A checkpoint also says whether nodes are apart, since it may be loaded into another schedule.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class LocalTraining:
         model: The model's name in errors.
         fragments: Its fragments, at least one, in an order that is the same on all ranks; which of them are trained may
             change.
-        reductions: Reduce the gradients of all fragments' units.
+        reductions: The gradient reductions of all fragments' units.
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
-        outer: Fits their outer steps.
+        outer: Fits the fragments' outer steps.
         moments: Averages the optimizers' moments.
 
     Attributes:
@@ -141,7 +141,7 @@ class LocalTraining:
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
-        for fragment in self._all:  # what was frozen when a state was saved is not in it
+        for fragment in self._all:  # a saved state lacks fragments that were frozen then
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart = furthest.apart
         for fragment in self._all if not self._is_over else ():
@@ -159,7 +159,7 @@ class LocalTraining:
         if not reloaded:
             return
         if not self._all[0].progress.apart:
-            # Nodes hold the same whether these are new weights, or their own that were put back, so that nothing tells.
+            # Nodes hold the same weights whether these are new ones or their own, put back; nothing tells them apart.
             for fragment in reloaded:
                 fragment.adopt()
             return
@@ -263,7 +263,7 @@ class LocalTraining:
             fragment.progress.exchanged = step
 
     def _rejoin(self) -> None:
-        """Let all nodes hold the same weights and optimizer states. Collective."""
+        """Make all nodes hold the same weights and optimizer moments. Collective."""
         step = self._all[0].progress.made
         self._check_agreement(f"all {len(self._trained)} after step {step}")
         self.average_moments_exactly()  # first, since it may fail

@@ -1,11 +1,11 @@
-"""Optimizers' moments of a model whose nodes train on their own: found, agreed on, and averaged over nodes.
+"""Finds the optimizers' moments of a model whose nodes train on their own, and averages them over nodes.
 
 [Note: States that nodes average]
 A state is a moment if it is a floating-point tensor of as many values as this rank holds of its parameter: Adam's two,
 Muon's momentum. After an average all nodes hold the same states bit for bit. A node whose optimizer has no state of a
 parameter yet, because it never got a gradient there, counts as zeros, as its gradients would have been. Numbers, such
-as step counters, are taken from the node that has made most steps with the parameter: the bias corrections of others
-would divide by less, and make their updates larger. Everything else can't be averaged, and is refused.
+as step counters, are taken from the node that has made most steps with the parameter: with fewer steps, bias
+corrections would make updates larger. Everything else can't be averaged, and is refused.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Held:
         return found
 
     def described(self) -> States:
-        """Return its states.
+        """Return its states: of a moment the dtype, of others the number.
 
         Raises:
             ValueError: If nodes can't average them; see [Note: States that nodes average].
@@ -108,7 +108,7 @@ class _Held:
         return self.unit.sharded.named_parts(self.parameter, local_state(self.state[state]))
 
     def adopt(self, states: States) -> None:
-        """Set the numbers, and make those moments, of zeros, that are missing."""
+        """Set the numbers, and add zeros for moments that are missing."""
         state = self.optimizer.state[self.parameter]
         counts_on_device = bool(self.group.get("fused") or self.group.get("capturable"))
         for name, value in states.items():
@@ -150,7 +150,7 @@ class OptimizerMoments:
             codec: Encodes what nodes send; None sends fp32, so that the mean is exact.
 
         Raises:
-            ValueError: If nodes can't average a state, their states differ in kind, or no optimizer is known; on every
+            ValueError: If nodes can't average a state, nodes keep different states, or no optimizer is known; on every
                 rank, before any moment is sent.
         """
         units = [self._units[fragment] for fragment in fragments]
@@ -199,7 +199,7 @@ class OptimizerMoments:
         return held, {key: each.described() for key, each in held.items()}
 
     def _held(self, unit: MomentUnit) -> Iterator[_Held]:
-        """Yield what optimizers hold of a unit and this rank has values of; the same on all nodes."""
+        """Yield the unit's parameters that optimizers hold and this rank has values of; the same on all nodes."""
         if not self._optimizers.count:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
@@ -220,10 +220,10 @@ class OptimizerMoments:
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
-    """Return the states that all nodes are to have, given those that each has.
+    """Return the states that all nodes are to have, given those that each node has.
 
     Raises:
-        ValueError: If nodes keep other moments of a parameter.
+        ValueError: If nodes keep different states of a parameter.
     """
     agreed: dict[Key, States] = {}
     for key in dict.fromkeys(key for node in by_node for key in node):

@@ -98,9 +98,9 @@ class Monitor:
             which FULL_SHARD would send in the same forwards under ``no_sync``, and ``inter/share`` and
             ``intra/share``, the part of it that was sent. These four are left out where torch sends something itself,
             which is not counted, and shares where FULL_SHARD would send nothing. All times but the step's are left out
-            if it had 100,000 collectives or more. With local steps, ``outer/gain``, ``outer/momentum`` and
-            ``outer/correlation`` say how large the last outer steps that are known were, in units of the nodes' mean
-            change, with which momentum, and how successive changes correlate. Empty if no step is complete.
+            if it had 100,000 collectives or more. With local steps, there are ``outer/gain``, how many
+            times as long as the nodes' mean change the latest outer steps were, ``outer/momentum``, their momentum, and
+            ``outer/correlation``, that of successive changes. Empty if no step is complete.
 
         Raises:
             RuntimeError: If the monitor is closed, or another one measures a part that is new in the model.
@@ -232,7 +232,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _outer_steps(model: nn.Module) -> dict[str, float]:
-    """Return figures of the last outer steps of ``model`` that are known."""
+    """Return the figures of the latest outer steps of ``model``, as far as they are known."""
     units = (part for part in communicators(model) if isinstance(part, StrategyUnit))
     trainings = dict.fromkeys(unit.local_training for unit in units if unit.local_training is not None)
     return named_figures(mean_of(figures for training in trainings for figures in training.outer.last.values()))

@@ -1,16 +1,16 @@
-"""Outer steps of a model in figures, from which their momentum is fitted, and a warning if they overshoot.
+"""Watches the outer steps of a model: sums their figures, fits the momentum to them, and warns if steps overshoot.
 
 [Note: Figures of exchanges]
-Of a fragment's outer step each rank knows the scalar products of its own chunk (:attr:`OuterStep.products`). They are
-summed over all ranks when the fragment is due again, beside what ranks agree on then: the host waits for them there
-anyway, training has no use for the communicator meanwhile, and all ranks conclude the same from the same bits.
+Of a fragment's outer step, each rank knows the scalar products of its own chunk (:attr:`OuterStep.products`). These are
+summed over all ranks when the fragment is due again, beside what ranks agree on then: the host waits there anyway,
+training does not need the communicator meanwhile, and all ranks conclude the same from the same bits.
 
 [Note: Overshooting]
 A round is an exchange of each fragment; its figures are means over the fragments, weighted by <g, g>. Gradient descent
-on a quadratic diverges with steps of more than twice the one that would reach its minimum; the mean change is a step
-that nodes have made for its gain, so an outer step of more than two of them overshoots if that was a good one. If
-successive changes correlate by less than -0.5, more than half of a change takes back what the steps before it did. A
-single round may be chance: five in a row are not.
+on a quadratic diverges if its steps are more than twice as long as the step that reaches the minimum. If the nodes'
+mean change is about that long, an outer step of more than twice the mean change overshoots. If successive changes
+correlate by less than -0.5, more than half of a change takes back what the steps before it did. A single round may be
+chance; five in a row are not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ ROUNDS = 5
 
 
 class OuterWatch:
-    """Fits the outer steps of a model, keeps their figures, and warns once. See [Note: Figures of exchanges].
+    """Fits the momentum of a model's outer steps, keeps their figures, and warns once if they overshoot.
+
+    See [Note: Figures of exchanges] and [Note: Overshooting].
 
     Args:
         model: The model's name in logs.
@@ -47,7 +49,8 @@ class OuterWatch:
         other_axes: Returns the ranks along the axes over which another parallelism shards the model.
 
     Attributes:
-        last: Figures of each fragment's last outer step that is known; fragments that did not change have none.
+        last: Figures of each fragment's latest outer step whose figures are known; a fragment that did not change has
+            none.
     """
 
     def __init__(self, model: str, ranks: ProcessMesh, other_axes: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
@@ -58,7 +61,7 @@ class OuterWatch:
         self._has_warned = False
 
     def fit(self, due: Sequence[Fragment], trained: Iterable[Fragment]) -> None:
-        """Fit the outer steps that some fragments are about to make. Collective.
+        """Choose the momentum of the next outer steps of some fragments, by their last ones. Collective.
 
         Args:
             due: The fragments, at least one.
@@ -113,7 +116,7 @@ class OuterWatch:
 
 
 def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
-    """Return the figures of one outer step of several fragments: means, weighted by <g, g>; None of no fragments."""
+    """Return the means of figures of several fragments, weighted by <g, g>; None if there are no figures."""
     every = list(figures)
     if not every:
         return None
@@ -129,7 +132,7 @@ def mean_of(figures: Iterable[OuterFigures]) -> OuterFigures | None:
 
 
 def named_figures(figures: OuterFigures | None) -> dict[str, float]:
-    """Return what a monitor says of outer steps."""
+    """Return figures of outer steps by their names in a monitor; none if there are no figures."""
     if figures is None:
         return {}
     correlation = {} if figures.correlation is None else {"outer/correlation": figures.correlation}

@@ -1,6 +1,7 @@
-"""Reductions of a unit's gradients, of which each step makes one: over all ranks, or inside a node.
+"""Gradient reductions of a unit: each step makes one of them, over all ranks or inside a node.
 
-Without local steps there is the one over all ranks; with local steps that are never synchronous, the one in the node.
+Without local steps, a unit has only the reduction over all ranks; with local steps and no synchronous ones, only that
+inside the node.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from fsdp_zpp.config.resolve import ResolvedStrategy
 
 
 class StepReductions:
-    """Reductions of a unit's gradients.
+    """Holds the gradient reductions of a unit, and knows which of them steps make now.
 
     Args:
         ranks: All ranks.
         resolved: The strategy as resolved on them.
-        local_steps: Local steps of its nodes, if there are several.
+        local_steps: Local steps of the nodes; None without, or on one node.
         traffic: Where bytes are counted.
 
     Attributes:
         is_synchronous: Whether steps reduce over all ranks now.
         mesh: The ranks over which steps reduce now.
-        current: Reduces over them; None if there is only one rank, or torch reduces.
+        current: The reduction over these ranks; None if there is only one rank, or torch reduces.
     """
 
     def __init__(
@@ -50,16 +51,16 @@ class StepReductions:
 
     @property
     def have_two_hops(self) -> bool:
-        """Return whether any of them takes two networks."""
+        """Return whether any reduction makes two hops."""
         return any(reduction.has_two_hops for reduction in self.all)
 
     def leave_to_torch(self) -> None:
-        """Reduce nothing: torch does."""
+        """Leave all reductions to torch."""
         self._by_phase = {phase: (mesh, None) for phase, (mesh, _) in self._by_phase.items()}
         self.current = None
 
     def set_synchronous(self, synchronous: bool) -> None:
-        """Let steps reduce over all ranks, or inside this node, from now on; errors of the others are dropped."""
+        """Let steps reduce over all ranks, or inside this node, from now on; drop the errors of the other reduction."""
         if synchronous == self.is_synchronous:
             return
         if self.current is not None and self.current.errors is not None:
@@ -79,8 +80,8 @@ def set_synchronous(reductions: Sequence[StepReductions], synchronous: bool, ran
     """Let the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
 
     Args:
-        reductions: Those of its units, at least one.
-        synchronous: Whether it reduces over all ranks.
+        reductions: The reductions of the model's units, at least one.
+        synchronous: Whether the step reduces over all ranks.
         ranks: All ranks.
         step: Names the model and the step in errors.
 

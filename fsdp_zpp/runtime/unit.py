@@ -144,9 +144,9 @@ class StrategyUnit:
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         patterns: Patterns of the overrides that its call was given.
-        reductions: Reduce its gradients, one of them in each step.
+        reductions: Its gradient reductions, of which each step makes one.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
-        share: This rank's share of what nodes exchange, if all ranks of a node hold the same; None if they don't.
+        share: This rank's share of the exchanges, if all ranks of a node hold the same weights; None if they don't.
         local_training: Decides when the fragment is exchanged; None before the first forward.
         sharded: What FSDP has sharded of it.
         loads: Number of times that weights were loaded from a state dict.
