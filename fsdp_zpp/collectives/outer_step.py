@@ -57,7 +57,7 @@ class OuterStep:
 
     Args:
         config: How.
-        mesh: All ranks, on several nodes.
+        mesh: All ranks, on several nodes. With elastic nodes, those of this one to begin with.
         traffic: Where bytes are counted.
         label: Names the fragment in profiles and errors.
 
@@ -69,21 +69,25 @@ class OuterStep:
     """
 
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
-        if mesh.inter is None:
+        if mesh.inter is None and config.elastic is None:
             raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
-        self._config, self._label, self.stream = config, label, SideStream()
-        self._nodes = mesh.topology.nodes
+        self._config, self._label, self.stream, self._traffic = config, label, SideStream(), traffic
         self._codec = config.codec or full_precision(torch.float32)
         feedback = config.error_feedback
-        self._reduce = GradientReduce(mesh.across_nodes(), None, self._codec, traffic, label, error_feedback=feedback)
-        self._gather = Hop(mesh.inter, "gather", "inter", traffic)
-        self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
         blocks = [self._codec.block_numel, 0 if feedback is None or feedback.dtype is None else feedback.dtype.block]
         self._block = math.lcm(*filter(None, blocks))  # no block of either codec spans a multiple of it
         self._agreed: dict[str, Tensor] = {}
         self._momentum: dict[str, Tensor] = {}
         self._arrival: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
+        self._set_nodes(mesh)
+
+    def _set_nodes(self, mesh: ProcessMesh) -> None:
+        across, feedback = mesh.across_nodes(), self._config.error_feedback
+        self._nodes, self._node = across.topology.nodes, across.rank
+        self._reduce = GradientReduce(across, None, self._codec, self._traffic, self._label, error_feedback=feedback)
+        self._gather = None if across.inter is None else Hop(across.inter, "gather", "inter", self._traffic)
+        self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
 
     @property
     def label(self) -> str:
@@ -115,7 +119,8 @@ class OuterStep:
         self._settle()
         for name, shard in shards.items():
             # Parameters may be offloaded; exchanges travel from where collectives take them.
-            self._device = for_collectives(shard.new_empty(0), self._gather.group).device
+            empty = shard.new_empty(0)
+            self._device = (empty if self._gather is None else for_collectives(empty, self._gather.group)).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
             self._momentum[name] = torch.zeros(self._chunk(shard), dtype=torch.float32, device=kept_on)
@@ -134,7 +139,9 @@ class OuterStep:
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
 
     @torch.no_grad()
-    def send(self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None) -> None:
+    def send(
+        self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None, weight: float = 1.0
+    ) -> None:
         """Average the changes of ``shards`` over nodes, and make the outer step. :meth:`receive` follows.
 
         Collective among the ranks with this local index, unless these hold nothing of the parameters.
@@ -144,6 +151,7 @@ class OuterStep:
                 steps. They may change again as soon as this returns.
             placements: How another parallelism has placed each parameter of the fragment, by name, in an order that is
                 always the same; by default ``shards`` are all of them, placed alike.
+            weight: How much this node's changes count, where the average node's count 1.
 
         Raises:
             ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
@@ -153,6 +161,7 @@ class OuterStep:
         }
         if not held:
             return
+        assert self._gather is not None
         layout = self._layout(held, placements or dict.fromkeys(shards))
         # Zeros where chunks are padded.
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
@@ -161,6 +170,8 @@ class OuterStep:
             torch.sub(
                 held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
             )
+        if weight != 1:
+            change.mul_(weight)
         with self.stream.after_current(self._device):
             for name in held:  # a model may go while an exchange is on its way
                 keep_until_read(self._agreed[name])

@@ -12,6 +12,7 @@ from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
 from fsdp_zpp.codecs.blockwise import Int4
 from fsdp_zpp.codecs.delta import Int4Delta
 
+from .elastic import Elastic
 from .error_feedback import LoCo, check_loco
 
 _INT4 = Int4(128)
@@ -39,11 +40,12 @@ class LocalSteps:
             own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
+        elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, or error
-            feedback has no codec to correct.
-        TypeError: If a flag, the codec or error feedback has the wrong type.
+        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, error
+            feedback has no codec to correct, or elastic nodes have an overlap.
+        TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
     every: int = 64
@@ -56,6 +58,7 @@ class LocalSteps:
     overlap: int = 0
     mix: float = 1.0
     offload: bool = False
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -77,6 +80,7 @@ class LocalSteps:
         if self.nesterov and self.outer_momentum == 0:
             raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
+        self._check_elastic()
 
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")
@@ -86,6 +90,17 @@ class LocalSteps:
         check_loco(self.error_feedback)
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
+
+    def _check_elastic(self) -> None:
+        if self.elastic is None:
+            return
+        if not isinstance(self.elastic, Elastic):
+            raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
+        if self.overlap:
+            raise ValueError(
+                f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
+                "not repeat without one that was lost: pass overlap=0"
+            )
 
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
@@ -105,7 +120,8 @@ class LocalSteps:
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
-        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}"
+        members = f", {self.elastic}" if self.elastic else ""
+        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{members}"
 
 
 def _is_number(value: object) -> bool:

@@ -48,11 +48,15 @@ class Progress:
         made: Steps made.
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
+        committed: Exchanges that elastic nodes have committed to, which tells how much a node knows.
+        settled: The step after which elastic nodes have exchanged everything; None if there is none.
     """
 
     made: int = 0
     exchanged: int = 0
     arrives: int | None = None
+    committed: int = 0
+    settled: int | None = None
 
 
 class Fragment:
@@ -158,10 +162,10 @@ class Fragment:
         self.outer.start(self._exchanged(names))
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
-    def send(self, arrives: int) -> None:
-        """Send what was trained, to be received after the step ``arrives``."""
+    def send(self, arrives: int, weight: float = 1.0) -> None:
+        """Send what was trained, to be received after the step ``arrives``; for ``weight`` see :class:`OuterStep`."""
         shards = self._exchanged(self._changed)
-        self.outer.send(shards, self._placements())
+        self.outer.send(shards, self._placements(), weight)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
 

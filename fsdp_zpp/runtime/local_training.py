@@ -90,6 +90,10 @@ class LocalTraining:
         if not self._steps_are_announced():
             self.step_ended()
         self._prepare()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Make the exchanges of all steps that were made."""
         progress = self._all[0].progress
         while progress.exchanged < progress.made:
             self._exchange_after(progress.exchanged + 1)

@@ -14,6 +14,8 @@ from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
+from .elastic_fragment import ElasticFragment
+from .elastic_training import ElasticTraining
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
@@ -95,7 +97,13 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
     ranks = next(iter(fragments)).ranks
-    training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced)
+    members = [fragment for fragment in fragments.values() if isinstance(fragment, ElasticFragment)]
+    if members:
+        training: LocalTraining = ElasticTraining(
+            model, members, ranks, steps_are_announced, lambda: [p for unit in units for p in unit.sharded.parameters()]
+        )
+    else:
+        training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments):

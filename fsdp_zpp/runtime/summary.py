@@ -85,7 +85,8 @@ def summarize(
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
     exchanges: list[tuple[str, str | None]] = []
     if strategy.local_steps is not None:
-        why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
+        alone = topology.nodes == 1 and strategy.local_steps.elastic is None
+        why_not = "one node: nothing to exchange" if alone else None
         exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
         topology = resolved.within_node().topology  # gradients stay there
     reduction = _reduction(*codecs, topology)

@@ -1,0 +1,355 @@
+"""Local-update training on nodes that come and go.
+
+    header              step, what is due, what each node has trained and how much, who waits
+    meeting             after a change of members: who joins takes over the state of one that is current
+    exchange            as ever, but tentative, each node's changes weighted by what it has trained
+    decision            by all members, in the store: commit, or meet again and repeat
+
+collectives/members.py has the nodes and their decisions.
+
+[Note: Who is current]
+Each exchange that members commit to is counted. A node that was lost, or stopped, lacks some of them, and so does a new
+one, which has none. So where nodes meet, those with the most exchanges, and of these with the most steps, are current;
+all others take over from the first of them: the agreed weights, the states of optimizers, and the step. What they had
+trained is not used: they have changed nothing since the agreed weights, and count nothing in the next exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fsdp_zpp.collectives.agreement import agree_on_use, from_each_rank
+from fsdp_zpp.collectives.fingerprint import checksums
+from fsdp_zpp.collectives.members import Members
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.weights_of_nodes import relative_weights
+
+from .elastic_fragment import ElasticFragment
+from .fragment import Progress
+from .known_optimizers import optimizers_of
+from .local_training import LocalTraining
+from .optimizer_state import OptimizerState
+
+
+class Membership(NamedTuple):
+    """A node's place among those that train together.
+
+    Attributes:
+        node: Its number among them, from 0 on, which changes as nodes come and go.
+        nodes: How many they are.
+        step: Optimizer steps that the training has made, those before this node joined included.
+    """
+
+    node: int
+    nodes: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Exchange that a node is about to make.
+
+    Attributes:
+        step: The step that it follows.
+        fragments: Which fragments, by their places among all of the model's.
+        settles: Whether these are all, after which nodes hold the same.
+    """
+
+    step: int
+    fragments: tuple[int, ...]
+    settles: bool = False
+
+
+@dataclass(frozen=True)
+class Header:
+    """What nodes tell each other before an exchange.
+
+    Attributes:
+        model: What must be the same on all nodes.
+        committed: Exchanges that this node has committed to.
+        made: Steps that it has made.
+        start: The checksums of its weights, if it has made none; else None.
+        someone_waits: Whether it has seen that nodes wait to join.
+        request: What it is about to exchange; None if it has come to join.
+        changed: For each parameter, by fragment, whether it was trained since its last exchange.
+        trained: For each fragment, how much was trained since its last exchange: steps, or tokens.
+        counts_tokens: Whether these are tokens.
+    """
+
+    model: str
+    committed: int
+    made: int
+    start: object
+    someone_waits: bool
+    request: Request | None
+    changed: tuple[tuple[bool, ...], ...]
+    trained: tuple[int, ...]
+    counts_tokens: bool
+
+    @property
+    def knows(self) -> tuple[int, int]:
+        """Return what is largest for a node that is current."""
+        return self.committed, self.made
+
+
+class ElasticTraining(LocalTraining):
+    """Counts the steps of the model under a root, and exchanges its fragments with whichever nodes there are.
+
+    Args:
+        model: The model's name in errors.
+        fragments: Its fragments, at least one.
+        ranks: The ranks of this node.
+        steps_are_announced: Whether an optimizer says when it steps.
+        parameters: Returns the model's parameters.
+
+    Raises:
+        ValueError: If ranks differ in how far they have trained.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        fragments: Sequence[ElasticFragment],
+        ranks: ProcessMesh,
+        steps_are_announced: Callable[[], bool],
+        parameters: Callable[[], Sequence[nn.Parameter]],
+    ) -> None:
+        super().__init__(model, fragments, ranks, steps_are_announced)
+        assert self._config.elastic is not None
+        self._fragments = fragments
+        self._parameters = parameters
+        self._members = Members(self._config.elastic, ranks, model)
+        self._is_member = False
+        self._steps = self._tokens = 0  # made by this node
+        self._counts_tokens = False
+        self._until_exchange = [0] * len(fragments)  # how many of these preceded each fragment's last exchange
+
+    @property
+    def _progress(self) -> Progress:
+        return self._all[0].progress
+
+    @property
+    def membership(self) -> Membership:
+        """Return this node's place among those that train together; alone before it has met others."""
+        mesh = self._members.mesh
+        node, nodes = (0, 1) if mesh is None else (mesh.rank, mesh.topology.nodes)
+        return Membership(node, nodes, self._progress.made)
+
+    def count_tokens(self, tokens: int) -> None:
+        """Weight this node's changes by tokens, of which it has just trained some more."""
+        self._counts_tokens = True
+        self._tokens += tokens
+
+    def end(self) -> None:
+        """Let no node join any more. Collective over the node."""
+        self._members.end()
+        self._is_member = False
+
+    def step_ended(self) -> None:
+        before = self._progress.made
+        super().step_ended()
+        self._steps += self._progress.made - before
+
+    def _prepare(self) -> None:
+        was_loaded = any(fragment.has_loaded for fragment in self._fragments)
+        super()._prepare()
+        if was_loaded:  # from before others' last exchange, perhaps
+            self._members.disconnect()
+
+    def _restart_from_loaded(self) -> None:
+        # Other nodes have not loaded the same at the same time. What was loaded is this node's own, and is exchanged
+        # with its next changes.
+        for fragment in self._all:
+            fragment.was_reloaded = False
+
+    def _catch_up(self) -> None:
+        if self._members.mesh is None:
+            self._exchange(None)
+        super()._catch_up()
+
+    def _exchange_after(self, step: int) -> None:
+        due = [self._trained[index] for index in self._config.due(step, len(self._trained))]
+        if due:
+            self._exchange(Request(step, tuple(at for at, each in enumerate(self._all) if each in due)))
+            return
+        for fragment in self._all:
+            fragment.progress.exchanged = step
+
+    def exchange_all(self) -> None:
+        """Exchange all fragments now, after which all nodes hold the same weights; does nothing if they do.
+
+        Collective over the node.
+
+        Raises:
+            RuntimeError: If the agreed weights are shown.
+        """
+        self._check_not_shown()
+        self._prepare()
+        for fragment in self._trained:
+            fragment.note_trained()
+        while self._progress.settled != self._progress.made:
+            trained = tuple(at for at, each in enumerate(self._all) if each in self._trained)
+            self._exchange(Request(self._progress.made, trained, settles=True))
+
+    # ---- an exchange
+
+    def _exchange(self, request: Request | None) -> None:
+        """Exchange what this node, or those that it joins, are about to, until members commit to it."""
+        done = False
+        while not done:
+            if self._members.mesh is None:
+                self._is_member = False
+                self._members.join()
+            headers = self._members.gather(self._header(request))
+            if headers is None:
+                continue
+            self._check_alike(headers)
+            if not self._is_member:
+                request = headers[_current(headers)[0]].request
+                done = self._meet(headers) and request is None
+            elif any(each.someone_waits for each in headers) or len(_current(headers)) < len(headers):
+                self._members.disconnect()
+            else:
+                done = self._exchange_with(headers)
+
+    def _header(self, request: Request | None) -> Header:
+        progress, group = self._progress, self._ranks.group
+        flags = [(fragment, self._ranks, fragment.changed) for fragment in self._all]
+        changed = tuple(tuple(on_any()) for _, on_any in agree_on_use(flags))
+        start: object = None
+        if progress.committed == progress.made == 0:
+            shards = [fragment.exchanged() for fragment in self._fragments]
+            sums = [checksums(each) for each in shards]
+            start = [sums] if group is None else from_each_rank(sums, group)
+        total = self._tokens if self._counts_tokens else self._steps
+        config = replace(self._config, elastic=None)
+        return Header(
+            f"{sum(map(len, changed))} parameters in {len(changed)} units on {self._ranks.topology}, {config!r}",
+            progress.committed,
+            progress.made,
+            start,
+            self._is_member and self._members.someone_waits(),
+            request,
+            changed,
+            tuple(total - before for before in self._until_exchange),
+            self._counts_tokens,
+        )
+
+    def _check_alike(self, headers: Sequence[Header]) -> None:
+        """Raise on every node unless all have the same model and count the same."""
+        for node, header in enumerate(headers):
+            if header.model != headers[0].model:
+                raise ValueError(
+                    f"{self._model}: nodes were given different models or local steps: {headers[0].model} on node 0, "
+                    f"{header.model} on node {node}; give all of them the same"
+                )
+        counts = {header.counts_tokens: node for node, header in enumerate(headers) if any(header.trained)}
+        if len(counts) > 1:
+            raise ValueError(
+                f"{self._model}: node {counts[True]} counts tokens, but node {counts[False]} does not: call "
+                "count_tokens on all nodes or on none"
+            )
+
+    def _share_changes(self, headers: Sequence[Header]) -> None:
+        """Have this node exchange what any of these nodes has trained."""
+        for at, fragment in enumerate(self._all):
+            flags = zip(*(header.changed[at] for header in headers), strict=True)
+            fragment.changed = [any(on_nodes) for on_nodes in flags]
+
+    def _exchange_with(self, headers: Sequence[Header]) -> bool:
+        """Make the exchange that members are about to; return whether they commit to it."""
+        request = headers[0].request
+        assert request is not None
+        weights = [relative_weights([header.trained[at] for header in headers]) for at in request.fragments]
+        self._share_changes(headers)
+        due = [self._fragments[at] for at in request.fragments]
+        before = [fragment.snapshot() for fragment in due]
+        failure, node = "", self.membership.node
+        try:
+            for fragment, weight in zip(due, weights, strict=True):
+                fragment.send(request.step, weight[node])
+        except RuntimeError as error:  # of which losing a member is one
+            failure = str(error) or type(error).__name__
+        if not self._members.commit(failure):
+            for fragment, snapshot in zip(due, before, strict=True):
+                fragment.rollback(snapshot)
+            return False
+        for fragment in due:
+            fragment.receive(1.0 if request.settles else self._config.mix)
+        self._count(request)
+        return True
+
+    def _count(self, request: Request) -> None:
+        total = self._tokens if self._counts_tokens else self._steps
+        for at in request.fragments:
+            self._until_exchange[at] = total
+        for fragment in self._all:
+            fragment.progress.exchanged = request.step
+            fragment.progress.committed += 1
+            fragment.progress.settled = request.step if request.settles else fragment.progress.settled
+
+    # ---- a change of members
+
+    def _meet(self, headers: Sequence[Header]) -> bool:
+        """Have nodes that join take over from one that is current; return whether members commit to it."""
+        mesh = self._members.mesh
+        assert mesh is not None
+        current = _current(headers)
+        joins, state, failure = mesh.rank not in current, None, ""
+        if not joins:
+            self._share_changes([headers[node] for node in current])
+        momenta: list[dict[str, Tensor]] = []
+        try:
+            if len(current) < len(headers):
+                own = self._state() if mesh.rank == current[0] else None
+                state = self._members.send(own, current[0], needed=joins)
+            for at, fragment in enumerate(self._fragments):
+                numels = fragment.numels() if state is None else {n: w.numel() for n, w in state["agreed"][at].items()}
+                momenta.append(fragment.outer.momentum_among(mesh, numels, owned=not joins))
+        except RuntimeError as error:
+            failure = str(error) or type(error).__name__
+        if not self._members.commit(failure):
+            return False
+        if state is not None:
+            self._take_over(state)
+        for fragment, momentum in zip(self._fragments, momenta, strict=True):
+            fragment.outer.connect(mesh, momentum)
+        self._is_member = True
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a node takes over that joins."""
+        optimizers = [OptimizerState(each, self._all[0]) for each in optimizers_of(self._parameters())]
+        return {
+            "progress": asdict(self._progress),
+            "agreed": [{name: each.cpu() for name, each in fragment.outer.agreed.items()} for fragment in self._all],
+            "optimizers": [each.state_dict()["state"] for each in optimizers],
+        }
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another node. Collective over the node."""
+        optimizers = optimizers_of(self._parameters())
+        if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
+            raise ValueError(
+                f"{self._model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
+                f"{len(optimizers)}: make them before the first forward"
+            )
+        for fragment, agreed in zip(self._fragments, state["agreed"], strict=True):
+            fragment.adopt(agreed)
+            vars(fragment.progress).update(state["progress"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
+            OptimizerState(optimizer, self._all[0]).restore(saved)
+        self._trained = [fragment for fragment in self._all if fragment.was_trained]
+        self._awaits_step = False
+        self._until_exchange = [self._tokens if self._counts_tokens else self._steps] * len(self._all)
+
+
+def _current(headers: Sequence[Header]) -> list[int]:
+    """Return the nodes that are current; see [Note: Who is current]. Those that start alike are."""
+    most = max(header.knows for header in headers)
+    nodes = [node for node, header in enumerate(headers) if header.knows == most]
+    return [node for node in nodes if headers[node].start == headers[nodes[0]].start]
