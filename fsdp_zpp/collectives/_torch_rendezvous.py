@@ -54,11 +54,7 @@ class Rendezvous:
             config.min_nodes,
             config.max_nodes,
             local_addr=socket.gethostname(),
-            timeout=RendezvousTimeout(
-                join=config.join_timeout * seconds,
-                last_call=config.last_call * seconds,
-                heartbeat=config.heartbeat * seconds,
-            ),
+            timeout=RendezvousTimeout(join=config.join_timeout * seconds, last_call=config.last_call * seconds),
             keep_alive_interval=config.heartbeat,  # type: ignore[arg-type]  # an int by its annotation only
             keep_alive_max_attempt=HEARTBEATS,
         )

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_zpp.config.local_steps import LocalSteps
+
+from .hops import Traffic
 from .mesh import ProcessMesh
 from .outer_step import OuterStep, OuterStepState
 
@@ -32,7 +35,11 @@ class OwnedState(OuterStepState):
 
 
 class ElasticOuterStep(OuterStep):
-    """Exchanges one fragment's weights between nodes that come and go."""
+    """Exchanges one fragment's weights between nodes that come and go; arguments are those of :class:`OuterStep`."""
+
+    def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
+        self._alone = mesh
+        super().__init__(config, mesh, traffic, label)
 
     def momentum_among(self, mesh: ProcessMesh, numels: Mapping[str, int], *, owned: bool) -> dict[str, Tensor]:
         """Return this rank's chunks of the momentum among other nodes; see [Note: Chunks of members].
@@ -74,6 +81,13 @@ class ElasticOuterStep(OuterStep):
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
             self._momentum[name] = chunk.to(self._agreed[name].device)
+
+    def disconnect(self) -> None:
+        """Let go of the other nodes, whose sockets close when nothing refers to them: they are waiting for that."""
+        self._settle()
+        owner = self._node, self._nodes
+        self._set_nodes(self._alone)
+        self._node, self._nodes = owner
 
     def adopt(self, agreed: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> None:
         """Take over the agreed weights of other nodes; :meth:`connect` comes next.

@@ -124,11 +124,9 @@ def _elastic(value: object) -> Elastic | None:
     if value is True:
         raise TypeError("local_steps.elastic: must be false or a mapping with max_nodes, got True")
     arguments = _arguments_of(Elastic, "local_steps.elastic", value)
-    return (
-        _at("local_steps.elastic", lambda given: Elastic(**given), arguments)
-        if isinstance(arguments, dict)
-        else arguments
-    )
+    if not isinstance(arguments, dict):
+        return arguments
+    return _at("local_steps.elastic", lambda given: Elastic(**given), arguments)
 
 
 def _error_feedback(key: str, value: object) -> LoCo | None:

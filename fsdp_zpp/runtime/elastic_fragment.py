@@ -1,4 +1,4 @@
-"""A fragment of elastic nodes: an exchange can be taken back, and a node that joins takes over what others agreed on."""
+"""A fragment of elastic nodes: exchanges can be taken back, and who joins takes over what others have agreed on."""
 
 from __future__ import annotations
 

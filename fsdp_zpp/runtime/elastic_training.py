@@ -146,6 +146,8 @@ class ElasticTraining(LocalTraining):
 
     def end(self) -> None:
         """Let no node join any more. Collective over the node."""
+        for fragment in self._fragments:
+            fragment.outer.disconnect()
         self._members.end()
         self._is_member = False
 
@@ -203,6 +205,8 @@ class ElasticTraining(LocalTraining):
         while not done:
             if self._members.mesh is None:
                 self._is_member = False
+                for fragment in self._fragments:
+                    fragment.outer.disconnect()
                 self._members.join()
             headers = self._members.gather(self._header(request))
             if headers is None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,55 @@ class Jobs:
                 self.start(node)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a run.
+
+    Args:
+        held_out: The loss in the end, of each node that has made the last exchange.
+        weights: The hashes of their weights.
+        downtime: The longest time between two steps of a node that was neither killed nor stopped, in seconds.
+        disagreements: Steps after which agreed weights differed between nodes.
+        fewest: The fewest nodes that trained together, once all had met.
+        returned: Lives, but for the first, in which a node has trained with others.
+        left: Process groups and threads, in the end, beyond those of the job itself.
+    """
+
+    held_out: list[float]
+    weights: set[str]
+    downtime: float
+    disagreements: list[int]
+    fewest: int
+    returned: int
+    left: list[str]
+
+
+def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
+    """What has become of a run in which nothing happened to the nodes ``spared``."""
+    lines = [[node.read(life) for life in range(len(node.lives))] for node in nodes]
+    last = [line for lives in lines for line in lives[-1]] if lines else []
+    agreed: dict[tuple[int, int], set[str]] = {}
+    for node in nodes:
+        for life, ranks in enumerate(node.lives):
+            for rank in range(len(ranks)):
+                for line in node.read(life, rank):
+                    if "agreed" in line:
+                        agreed.setdefault((line["step"], rank), set()).add(line["agreed"])
+    together = [line["nodes"] for number in spared for line in lines[number][0] if "step" in line]
+    ends = [line for line in last if "groups" in line]
+    return Outcome(
+        [line["held_out"] for line in last if "held_out" in line],
+        {line["weights"] for line in last if "weights" in line},
+        max(longest_gap(node) for node in nodes if node.number in spared),
+        sorted({step for (step, _), hashes in agreed.items() if len(hashes) > 1}),
+        min(together[together.index(max(together)) :], default=0),
+        sum(any("step" in line for line in life) for lives in lines for life in lives[1:]),
+        [f"{line['groups'] - 1} groups" for line in ends if line["groups"] != 1]
+        + [name for line in ends for name in line["threads"] if name != "MainThread"],
+    )
+
+
 def longest_gap(node: Node, life: int = 0) -> float:
     """The longest time between two steps of a node, in seconds."""
     times = [line["time"] for line in node.read(life) if "step" in line]
-    return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
+    return max((after - before for before, after in pairwise(times)), default=0.0)

@@ -34,6 +34,7 @@ from fsdp_zpp import (
     exchange_weights,
     members,
 )
+from fsdp_zpp.runtime.unit import named_units
 
 VOCABULARY, LENGTH, SEQUENCES = 61, 17, 16
 CASE = Case(clip=None)
@@ -89,6 +90,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return sums.hexdigest()
 
 
+def agreed_here(model: Any) -> str:
+    """A hash of the agreed weights that this rank holds."""
+    fragments = [unit.fragment for unit in named_units(model) if unit.fragment is not None]
+    named = [(f"{at} {name}", each) for at, part in enumerate(fragments) for name, each in part.outer.agreed.items()]
+    return digest(dict(named))[:12]
+
+
 @torch.no_grad()
 def held_out_loss(model: Any) -> float:
     """The loss on what no node trains on."""
@@ -113,7 +121,7 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
             count_tokens(model, tokens.numel() * gpus)
         of = members(model)
         step = of.step
-        log(step=step, nodes=of.nodes, loss=loss.item())
+        log(step=step, nodes=of.nodes, loss=loss.item(), agreed=agreed_here(model))
         time.sleep(max(training.pace - (time.monotonic() - started), 0))  # a pace, as that of a larger model
     exchange_weights(model)
     weights = digest(adapter.full_weights(model))
