@@ -78,7 +78,7 @@ class Elastic:
 
     def __str__(self) -> str:
         at_least = f"{self.min_nodes} to " if self.min_nodes != self.max_nodes else ""
-        return f"between {at_least}{self.max_nodes} nodes that come and go"
+        return f"{at_least}{self.max_nodes} nodes that come and go"
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:

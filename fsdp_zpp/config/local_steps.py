@@ -120,7 +120,7 @@ class LocalSteps:
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
-        members = f", {self.elastic}" if self.elastic else ""
+        members = f", among {self.elastic}" if self.elastic else ""
         return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{members}"
 
 
