@@ -74,9 +74,13 @@ class Rendezvous:
         info = self._handler.next_rendezvous()
         return Round(self._handler._state_holder.state.round, info.rank, info.world_size)
 
-    def someone_waits(self) -> bool:
-        """Return whether nodes wait to be taken in."""
-        return bool(self._handler.num_nodes_waiting())
+    def is_over(self, round_: Round) -> bool:
+        """Return whether nodes have to meet again after a round: others wait to be taken in, or some have left it."""
+        waiting = self._handler.num_nodes_waiting()  # reads the state anew
+        state = self._handler._state_holder.state
+        # Others may have missed this node's signs of life, and gone on without it.
+        is_member = state.complete and self._handler._this_node in state.participants
+        return waiting > 0 or state.round != round_.number or len(state.participants) < round_.nodes or not is_member
 
     def leave(self) -> None:
         """Leave the round, so that others need not miss this node's signs of life."""

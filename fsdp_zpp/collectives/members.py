@@ -61,6 +61,7 @@ class Members:
         self._timeout = timedelta(seconds=config.timeout)
         self.mesh: ProcessMesh | None = None
         self._rendezvous: Rendezvous | None = None  # of the node's first rank
+        self._round: Round | None = None
         self._store: dist.Store | None = None
         self._decisions: dist.Store | None = None
         self._exchanges = self._failures = 0
@@ -107,7 +108,7 @@ class Members:
             self._store = self._client()
         prefix = f"fsdp_zpp.{self._config.run_id}.{round_.number}"
         self._decisions = dist.PrefixStore(prefix, self._store)
-        self._exchanges = 0
+        self._exchanges, self._round = 0, round_
         name = f"{prefix}.{self._node.rank}"
         group = group_of_store(dist.PrefixStore(name, self._store), name, round_.node, round_.nodes, self._timeout)
         self.mesh = ProcessMesh(Topology(round_.nodes, 1), round_.node, None, group, group)
@@ -135,12 +136,19 @@ class Members:
                 f"{reason}"
             )
 
-    def someone_waits(self) -> bool:
-        """Return, on the node's first rank, whether nodes wait to be taken in; False on the others. Not collective."""
+    def round_is_over(self) -> bool:
+        """Return, on the node's first rank, whether nodes have to meet again; False on the others. Not collective."""
+        if self._rendezvous is None or self._round is None:
+            return False
         try:
-            return self._rendezvous is not None and self._rendezvous.someone_waits()
+            return self._rendezvous.is_over(self._round)
         except RendezvousError:  # the store is gone, as the decision that follows will tell all ranks
             return False
+
+    @property
+    def round_number(self) -> int:
+        """Return the number of the round that this node is in, or was in last."""
+        return 0 if self._round is None else self._round.number
 
     def end(self) -> None:
         """Let nobody join any more, since the training has ended."""

@@ -1,6 +1,6 @@
 """Local-update training on nodes that come and go.
 
-    header              step, what is due, what each node has trained and how much, who waits
+    header              step, what is due, what each node has trained and how much, whether somebody waits
     meeting             after a change of members: who joins takes over the state of one that is current
     exchange            as ever, but tentative, each node's changes weighted by what it has trained
     decision            by all members, in the store: commit, or meet again and repeat
@@ -12,6 +12,10 @@ Each exchange that members commit to is counted. A node that was lost, or stoppe
 one, which has none. So where nodes meet, those with the most exchanges, and of these with the most steps, are current;
 all others take over from the first of them: the agreed weights, the states of optimizers, and the step. What they had
 trained is not used: they have changed nothing since the agreed weights, and count nothing in the next exchange.
+
+Nodes whose signs of life are late may be taken for lost while they train on. Before each exchange they ask whether
+their round is still the last one. Should others meet right after that, both may commit to an exchange once more. Then
+their weights differ, though they count as many exchanges; so the round of the last exchange is compared, too.
 """
 
 from __future__ import annotations
@@ -72,8 +76,9 @@ class Header:
         model: What must be the same on all nodes.
         committed: Exchanges that this node has committed to.
         made: Steps that it has made.
+        round: The round in which it has made the last exchange.
         start: The checksums of its weights, if it has made none; else None.
-        someone_waits: Whether it has seen that nodes wait to join.
+        round_is_over: Whether it has seen that nodes have to meet again, such as for one that waits to join.
         request: What it is about to exchange; None if it has come to join.
         changed: For each parameter, by fragment, whether it was trained since its last exchange.
         trained: For each fragment, how much was trained since its last exchange: steps, or tokens.
@@ -83,17 +88,18 @@ class Header:
     model: str
     committed: int
     made: int
+    round: int
     start: object
-    someone_waits: bool
+    round_is_over: bool
     request: Request | None
     changed: tuple[tuple[bool, ...], ...]
     trained: tuple[int, ...]
     counts_tokens: bool
 
     @property
-    def knows(self) -> tuple[int, int]:
+    def knows(self) -> tuple[int, int, int]:
         """Return what is largest for a node that is current."""
-        return self.committed, self.made
+        return self.committed, self.made, self.round
 
 
 class ElasticTraining(LocalTraining):
@@ -215,7 +221,7 @@ class ElasticTraining(LocalTraining):
             if not self._is_member:
                 request = headers[_current(headers)[0]].request
                 done = self._meet(headers) and request is None
-            elif any(each.someone_waits for each in headers) or len(_current(headers)) < len(headers):
+            elif any(each.round_is_over for each in headers) or len(_current(headers)) < len(headers):
                 self._members.disconnect()
             else:
                 done = self._exchange_with(headers)
@@ -235,8 +241,9 @@ class ElasticTraining(LocalTraining):
             f"{sum(map(len, changed))} parameters in {len(changed)} units on {self._ranks.topology}, {config!r}",
             progress.committed,
             progress.made,
+            progress.round,
             start,
-            self._is_member and self._members.someone_waits(),
+            self._is_member and self._members.round_is_over(),
             request,
             changed,
             tuple(total - before for before in self._until_exchange),
@@ -294,6 +301,7 @@ class ElasticTraining(LocalTraining):
         for fragment in self._all:
             fragment.progress.exchanged = request.step
             fragment.progress.committed += 1
+            fragment.progress.round = self._members.round_number
             fragment.progress.settled = request.step if request.settles else fragment.progress.settled
 
     # ---- a change of members

@@ -49,6 +49,7 @@ class Progress:
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
         committed: Exchanges that elastic nodes have committed to, which tells how much a node knows.
+        round: The round in which they have committed to the last of these.
         settled: The step after which elastic nodes have exchanged everything; None if there is none.
     """
 
@@ -56,6 +57,7 @@ class Progress:
     exchanged: int = 0
     arrives: int | None = None
     committed: int = 0
+    round: int = 0
     settled: int | None = None
 
 

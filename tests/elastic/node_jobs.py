@@ -16,8 +16,8 @@ import torch.distributed as dist
 from harness.pool import free_port, start_method
 from node_training import Training, run_rank
 
-LONGEST = 100.0
-"""Seconds after which a run has failed."""
+LONGEST = 150.0
+"""Seconds, beyond those of its steps, after which a run has failed."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Outcome:
         disagreements: Steps after which agreed weights differed between nodes.
         fewest: The fewest nodes that trained together, once all had met.
         returned: Lives, but for the first, in which a node has trained with others.
-        left: Process groups and threads, in the end, beyond those of the job itself.
+        left: Process groups and threads, in the end, between nodes or beyond the main thread.
     """
 
     held_out: list[float]
@@ -209,7 +209,7 @@ def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
         sorted({step for (step, _), hashes in agreed.items() if len(hashes) > 1}),
         min(together[together.index(max(together)) :], default=0),
         sum(any("step" in line for line in life) for lives in lines for life in lives[1:]),
-        [f"{line['groups'] - 1} groups" for line in ends if line["groups"] != 1]
+        [name for line in ends for name in line["groups"]]
         + [name for line in ends for name in line["threads"] if name != "MainThread"],
     )
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
 from harness.fsdp2 import Fsdp2
-from harness.launch import groups_of_this_rank
 from torch import Tensor
 
 from fsdp_zpp import (
@@ -38,7 +37,7 @@ from fsdp_zpp.runtime.unit import named_units
 
 VOCABULARY, LENGTH, SEQUENCES = 61, 17, 16
 CASE = Case(clip=None)
-QUICK: dict[str, Any] = {"timeout": 4.0, "heartbeat": 1.0, "last_call": 1.5, "join_timeout": 60.0}
+QUICK: dict[str, Any] = {"timeout": 5.0, "heartbeat": 1.5, "last_call": 1.5, "join_timeout": 60.0}
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return sums.hexdigest()
 
 
+def groups_between_nodes() -> list[str]:
+    """The process groups of this rank that are not of its node alone."""
+    return [name for name in dist.distributed_c10d._world.pg_names.values() if name.startswith("fsdp_zpp.")]
+
+
 def agreed_here(model: Any) -> str:
     """A hash of the agreed weights that this rank holds."""
     fragments = [unit.fragment for unit in named_units(model) if unit.fragment is not None]
@@ -129,7 +133,7 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
     end_training(model)
     del model, optimizer, loss
     gc.collect()
-    log(groups=groups_of_this_rank(), threads=[each.name for each in threading.enumerate()], ended=True)
+    log(groups=groups_between_nodes(), threads=[each.name for each in threading.enumerate()], ended=True)
 
 
 def run_rank(training: Training, node: int, rank: int, gpus: int, port: int, endpoint: str, path: Path) -> None:

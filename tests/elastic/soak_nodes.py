@@ -51,6 +51,7 @@ def soak(kind: str, training: Training, gpus: int, kills: int, seed: int, undist
         found.append(of)
         shown = asdict(of) | {"kind": kind, "node": node, "step": step, "seconds": seconds, "took": round(took, 1)}
         print(json.dumps(shown | {"weights": len(of.weights)}, default=str), flush=True)
+    down = [of.downtime for of in found]
     losses = [of.held_out[0] / undisturbed - 1 for of in found]
     return {
         "kind": kind,
