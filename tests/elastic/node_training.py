@@ -37,7 +37,10 @@ from fsdp_zpp.runtime.unit import named_units
 
 VOCABULARY, LENGTH, SEQUENCES = 61, 17, 16
 CASE = Case(clip=None)
-QUICK: dict[str, Any] = {"timeout": 5.0, "heartbeat": 1.5, "last_call": 1.5, "join_timeout": 60.0}
+PATIENT = (("timeout", 20.0), ("heartbeat", 3.0), ("last_call", 2.0), ("join_timeout", 100.0))
+"""Waits of nodes on a machine that is busy with other things, too."""
+QUICK = (("timeout", 5.0), ("heartbeat", 1.0), ("last_call", 1.5), ("join_timeout", 100.0))
+"""Waits of nodes whose downtime is measured."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Training:
         members: The most nodes.
         first: Nodes that begin together.
         counts_tokens: Whether changes are weighted by tokens.
+        waits: How long nodes wait for each other.
     """
 
     adapter: Adapter = field(default_factory=Fsdp2)
@@ -63,10 +67,11 @@ class Training:
     members: int = 4
     first: int = 4
     counts_tokens: bool = False
+    waits: tuple[tuple[str, float], ...] = PATIENT
 
     def strategy(self, endpoint: str) -> Strategy:
         """The strategy of all nodes."""
-        elastic = Elastic(self.members, endpoint=endpoint, **QUICK)
+        elastic = Elastic(self.members, endpoint=endpoint, **dict(self.waits))
         return Strategy(self.levels, local_steps=replace(self.local_steps, elastic=elastic))
 
 

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from node_jobs import Event, Jobs, Outcome, outcome
-from node_training import Training
+from node_training import QUICK, Training
 
 from fsdp_zpp import Int4, LocalSteps
 
@@ -62,10 +62,7 @@ def soak(kind: str, training: Training, gpus: int, kills: int, seed: int, undist
         "agreed after every exchange": sum(not of.disagreements for of in found),
         "left something behind": sum(bool(of.left) for of in found),
         "nodes that returned": sum(of.returned for of in found),
-        "downtime, median and most, in seconds": [
-            round(each, 1)
-            for each in (statistics.median(of.downtime for of in found), max(of.downtime for of in found))
-        ],
+        "downtime, median and most, in seconds": [round(each, 1) for each in (statistics.median(down), max(down))],
         "loss against that of an undisturbed run": [f"{min(losses):+.2%}", f"{max(losses):+.2%}"],
     }
 
@@ -88,6 +85,7 @@ def main() -> None:
         local_steps=LocalSteps(given.every, codec=Int4(32)),
         members=given.nodes,
         first=given.nodes,
+        waits=QUICK,
     )
     undisturbed, took = run(training, given.gpus)
     loss = undisturbed.held_out[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.fsdp1 import Fsdp1
 from node_jobs import Event, Jobs, Outcome, outcome
-from node_training import Training
+from node_training import QUICK, Training
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo
 
@@ -34,9 +34,14 @@ def test_a_node_that_is_killed_returns(tmp_path: Path) -> None:
 
 def test_a_node_that_is_stopped_finds_that_the_others_have_gone_on(tmp_path: Path) -> None:
     training = Training(
-        steps=120, pace=0.1, members=3, first=3, local_steps=LocalSteps(8, codec=Int8(32), error_feedback=LoCo())
+        steps=60,
+        pace=0.05,
+        members=3,
+        first=3,
+        waits=QUICK,
+        local_steps=LocalSteps(8, codec=Int8(32), error_feedback=LoCo()),
     )
-    nodes = Jobs(training, 1, tmp_path).run(Event("stop", 0, 20, 12.0))
+    nodes = Jobs(training, 1, tmp_path).run(Event("stop", 0, 20, 9.0))
     check(outcome(nodes, {1, 2}), 3, 2, 0)
 
 
