@@ -12,9 +12,8 @@ NEEDED = (
     Needed("torch.distributed.distributed_c10d", "_new_process_group_helper _world", "groups of elastic nodes"),
     Needed(
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler",
-        "_shared_tcp_store_server _bootstrap_store_info _state_holder _this_node _op_executor _stop_heartbeats",
+        "_shared_tcp_store_server _bootstrap_store_info _state_holder _this_node _stop_heartbeats",
         "the rendezvous of elastic nodes",
     ),
-    Needed("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousExitOp", "elastic nodes that leave"),
 )
 check_needed("collectives", NEEDED)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import socket
-import time
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-    _RendezvousExitOp,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from fsdp_zpp.config.elastic import Elastic
 
@@ -81,11 +76,6 @@ class Rendezvous:
         # Others may have missed this node's signs of life, and gone on without it.
         is_member = state.complete and self._handler._this_node in state.participants
         return waiting > 0 or state.round != round_.number or len(state.participants) < round_.nodes or not is_member
-
-    def leave(self) -> None:
-        """Leave the round, so that others need not miss this node's signs of life."""
-        self._handler._stop_heartbeats()
-        self._handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + 5)
 
     def close(self) -> None:
         """Let nobody meet any more."""

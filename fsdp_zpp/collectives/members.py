@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import io
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -65,6 +66,9 @@ class Members:
         self._store: dist.Store | None = None
         self._decisions: dist.Store | None = None
         self._exchanges = self._failures = 0
+        self._groups: list[dist.ProcessGroup] = []
+        # torch keeps a group until it is destroyed explicitly.
+        weakref.finalize(self, _destroy, self._groups).atexit = False
 
     @property
     def _leads(self) -> bool:
@@ -91,9 +95,12 @@ class Members:
         logger.info("%s: this is node %d of %d", self._model, self.mesh.rank, self.mesh.topology.nodes)
 
     def _next_round(self) -> Round:
+        return self._own_rendezvous().next_round()
+
+    def _own_rendezvous(self) -> Rendezvous:
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._config, self._client())
-        return self._rendezvous.next_round()
+        return self._rendezvous
 
     def _client(self) -> dist.Store:
         """Return a connection to the store, which serves one caller at a time."""
@@ -111,6 +118,7 @@ class Members:
         self._exchanges, self._round = 0, round_
         name = f"{prefix}.{self._node.rank}"
         group = group_of_store(dist.PrefixStore(name, self._store), name, round_.node, round_.nodes, self._timeout)
+        self._groups.append(group)
         self.mesh = ProcessMesh(Topology(round_.nodes, 1), round_.node, None, group, group)
 
     def disconnect(self, reason: str = "") -> None:
@@ -122,8 +130,7 @@ class Members:
         Raises:
             RuntimeError: If something has failed too often.
         """
-        if self.mesh is not None and self.mesh.group is not None:
-            dist.destroy_process_group(self.mesh.group)
+        _destroy(self._groups)
         self.mesh = None
         if not reason:
             return
@@ -153,7 +160,7 @@ class Members:
     def end(self) -> None:
         """Let nobody join any more, since the training has ended."""
         self.disconnect()
-        self._on_first_rank(lambda: self._rendezvous.close() if self._rendezvous is not None else None)
+        self._on_first_rank(lambda: self._own_rendezvous().close())
         self._rendezvous = None
 
     # ---- what they exchange
@@ -250,6 +257,12 @@ class Members:
         if failure:
             raise RuntimeError(f"{self._model}: {failure}")
         return result  # type: ignore[return-value]
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        with suppress(ValueError):  # of a job that has destroyed all of its groups
+            dist.destroy_process_group(groups.pop())
 
 
 def decide(store: dist.Store, key: str, members: int, timeout: timedelta, *, failed: bool) -> bool:

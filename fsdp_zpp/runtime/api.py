@@ -135,7 +135,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 def members(model: nn.Module) -> Membership:
     """Return this node's place among those that train together, and the steps that they have made.
 
-    A node that joins takes over the step of the others, in its first forward; its own loop has to go on from there.
+    A node that joins takes over the step of the others, in its second forward; its own loop has to go on from there.
     Does not communicate.
 
     Args:
@@ -146,8 +146,10 @@ def members(model: nn.Module) -> Membership:
         RuntimeError: If the model has not run a forward yet.
 
     Examples:
-        >>> while not training or members(model).step < 10_000:
-        ...     training = step(model, next(batches))
+        >>> step = 0
+        >>> while step < 10_000:
+        ...     train_one_step(model, optimizer, lr=schedule(step))
+        ...     step = members(model).step
     """
     return _elastic_training(model).membership
 

@@ -50,10 +50,6 @@ class ElasticFragment(Fragment):
         """Return whether it has a state from a checkpoint, until the next forward."""
         return self._loaded is not None
 
-    def exchanged(self) -> dict[str, Tensor]:
-        """Return what this rank exchanges of the parameters that have agreed weights."""
-        return self._exchanged(self.outer.names)
-
     def snapshot(self) -> BeforeExchange:
         """Return what :meth:`send` would change now."""
         return BeforeExchange(self.outer.snapshot(self._changed), set(self._changed), list(self._sent))

@@ -77,7 +77,7 @@ class Header:
         committed: Exchanges that this node has committed to.
         made: Steps that it has made.
         round: The round in which it has made the last exchange.
-        start: The checksums of its weights, if it has made none; else None.
+        start: The checksums of the weights that it has started from, if it has committed to none; else None.
         round_is_over: Whether it has seen that nodes have to meet again, such as for one that waits to join.
         request: What it is about to exchange; None if it has come to join.
         changed: For each parameter, by fragment, whether it was trained since its last exchange.
@@ -129,7 +129,7 @@ class ElasticTraining(LocalTraining):
         self._fragments = fragments
         self._parameters = parameters
         self._members = Members(self._config.elastic, ranks, model)
-        self._is_member = False
+        self._is_member = self._was_called = False
         self._steps = self._tokens = 0  # made by this node
         self._counts_tokens = False
         self._until_exchange = [0] * len(fragments)  # how many of these preceded each fragment's last exchange
@@ -175,8 +175,11 @@ class ElasticTraining(LocalTraining):
             fragment.was_reloaded = False
 
     def _catch_up(self) -> None:
-        if self._members.mesh is None:
+        # FSDP may have set up the model for a state dict that is about to be loaded, which must not replace what a node
+        # takes over. So it does not join before the next forward.
+        if self._members.mesh is None and self._was_called:
             self._exchange(None)
+        self._was_called = True
         super()._catch_up()
 
     def _exchange_after(self, step: int) -> None:
@@ -231,9 +234,8 @@ class ElasticTraining(LocalTraining):
         flags = [(fragment, self._ranks, fragment.changed) for fragment in self._all]
         changed = tuple(tuple(on_any()) for _, on_any in agree_on_use(flags))
         start: object = None
-        if progress.committed == progress.made == 0:
-            shards = [fragment.exchanged() for fragment in self._fragments]
-            sums = [checksums(each) for each in shards]
+        if progress.committed == 0:
+            sums = [checksums(fragment.outer.agreed) for fragment in self._fragments]
             start = [sums] if group is None else from_each_rank(sums, group)
         total = self._tokens if self._counts_tokens else self._steps
         config = replace(self._config, elastic=None)
@@ -348,7 +350,7 @@ class ElasticTraining(LocalTraining):
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(
                 f"{self._model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
-                f"{len(optimizers)}: make them before the first forward"
+                f"{len(optimizers)}: make them before the second forward"
             )
         for fragment, agreed in zip(self._fragments, state["agreed"], strict=True):
             fragment.adopt(agreed)

@@ -26,16 +26,18 @@ class Event:
 
     Args:
         kind: ``kill`` of all ranks, ``kill rank`` of the last one alone, after which an agent kills and starts all of
-            them, ``stop`` of all ranks, or ``start``.
+            them, ``stop`` of all ranks, ``continue``, or ``start``.
         node: The node.
         step: When the training has made so many steps.
-        seconds: How long ranks are stopped, or when a node that was killed is started again; None is never.
+        seconds: After how long ranks that are stopped go on, or a node that was killed is started again; None is never.
+        until: After how many steps they do so instead.
     """
 
     kind: str
     node: int
     step: int
     seconds: float | None = None
+    until: int | None = None
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Jobs:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.endpoint = f"127.0.0.1:{self.store.port}"
         self.nodes = [Node(number) for number in range(training.members)]
-        self._timers: list[tuple[float, str, Node]] = []
+        self._timers: list[tuple[float, Event]] = []
 
     def start(self, node: Node) -> None:
         """Start a node, again if it has run before."""
@@ -123,6 +125,9 @@ class Jobs:
                 for event in [event for event in left if event.step <= step]:
                     left.remove(event)
                     self._happen(event)
+                    if event.until is not None:
+                        again = "continue" if event.kind == "stop" else "start"
+                        left.append(Event(again, event.node, event.until))
                 self._watch()
         finally:
             for node in self.nodes:
@@ -143,21 +148,19 @@ class Jobs:
                 process.join()
             node.processes = []
             if event.seconds is not None:
-                self._timers.append((time.monotonic() + event.seconds, "start", node))
+                self._timers.append((time.monotonic() + event.seconds, Event("start", event.node, 0)))
+        elif event.kind == "continue":
+            node.signal(signal.SIGCONT)
         else:
-            assert event.seconds is not None
             node.signal(signal.SIGSTOP)
-            self._timers.append((time.monotonic() + event.seconds, "continue", node))
+            if event.seconds is not None:
+                self._timers.append((time.monotonic() + event.seconds, Event("continue", event.node, 0)))
 
     def _watch(self) -> None:
         """Start again what is due, and what an agent would start again: a node of which a rank has died."""
         for timer in [timer for timer in self._timers if timer[0] <= time.monotonic()]:
             self._timers.remove(timer)
-            _, what, node = timer
-            if what == "start":
-                self.start(node)
-            else:
-                node.signal(signal.SIGCONT)
+            self._happen(timer[1])
         for node in self.nodes:
             if any(process.exitcode for process in node.processes):
                 node.signal(signal.SIGKILL)

@@ -37,7 +37,7 @@ from fsdp_zpp.runtime.unit import named_units
 
 VOCABULARY, LENGTH, SEQUENCES = 61, 17, 16
 CASE = Case(clip=None)
-PATIENT = (("timeout", 20.0), ("heartbeat", 3.0), ("last_call", 2.0), ("join_timeout", 100.0))
+PATIENT = (("timeout", 20.0), ("heartbeat", 2.0), ("last_call", 2.0), ("join_timeout", 100.0))
 """Waits of nodes on a machine that is busy with other things, too."""
 QUICK = (("timeout", 5.0), ("heartbeat", 1.0), ("last_call", 1.5), ("join_timeout", 100.0))
 """Waits of nodes whose downtime is measured."""
@@ -50,7 +50,7 @@ class Training:
     Args:
         adapter: Which FSDP.
         levels: Letters of the strategy.
-        steps: After how many steps of the training a node ends.
+        steps: After how many steps of the training nodes end, once all members are there.
         pace: Seconds that a step takes at least.
         local_steps: How nodes exchange; ``elastic`` is filled in.
         members: The most nodes.
@@ -118,8 +118,9 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
     adapter, gpus = training.adapter, dist.get_world_size()
     model = adapter.make(CASE, training.strategy(endpoint))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    step = 0
-    while step < training.steps:
+    step = nodes = 0
+    # All members see the same in the same step, so they end together.
+    while step < training.steps or nodes < training.members:
         started = time.monotonic()
         tokens = batch(node, step)[dist.get_rank() :: gpus]
         loss = models.loss_of(model, tokens)
@@ -128,9 +129,8 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
         optimizer.zero_grad()
         if training.counts_tokens:
             count_tokens(model, tokens.numel() * gpus)
-        of = members(model)
-        step = of.step
-        log(step=step, nodes=of.nodes, loss=loss.item(), agreed=agreed_here(model))
+        _, nodes, step = members(model)
+        log(step=step, nodes=nodes, loss=loss.item(), agreed=agreed_here(model))
         time.sleep(max(training.pace - (time.monotonic() - started), 0))  # a pace, as that of a larger model
     exchange_weights(model)
     weights = digest(adapter.full_weights(model))
