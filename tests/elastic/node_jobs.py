@@ -203,14 +203,14 @@ def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
                 for line in node.read(life, rank):
                     if "agreed" in line:
                         agreed.setdefault((line["step"], rank), set()).add(line["agreed"])
-    together = [line["nodes"] for number in spared for line in lines[number][0] if "step" in line]
+    together = [[line["nodes"] for line in lines[number][0] if "step" in line] for number in spared]
     ends = [line for line in last if "groups" in line]
     return Outcome(
         [line["held_out"] for line in last if "held_out" in line],
         {line["weights"] for line in last if "weights" in line},
         max(longest_gap(node) for node in nodes if node.number in spared),
         sorted({step for (step, _), hashes in agreed.items() if len(hashes) > 1}),
-        min(together[together.index(max(together)) :], default=0),
+        min(min(each[each.index(max(each)) :]) for each in together),
         sum(any("step" in line for line in life) for lives in lines for life in lives[1:]),
         [name for line in ends for name in line["groups"]]
         + [name for line in ends for name in line["threads"] if name != "MainThread"],

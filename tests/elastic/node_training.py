@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import models
+from harness import llama, models
 from harness.adapter import Adapter, Case
 from harness.fsdp2 import Fsdp2
 from torch import Tensor
@@ -39,7 +39,7 @@ VOCABULARY, LENGTH, SEQUENCES = 61, 17, 16
 CASE = Case(clip=None)
 PATIENT = (("timeout", 20.0), ("heartbeat", 2.0), ("last_call", 2.0), ("join_timeout", 100.0))
 """Waits of nodes on a machine that is busy with other things, too."""
-QUICK = (("timeout", 5.0), ("heartbeat", 1.0), ("last_call", 1.5), ("join_timeout", 100.0))
+QUICK = (("timeout", 5.0), ("heartbeat", 1.5), ("last_call", 1.5), ("join_timeout", 100.0))
 """Waits of nodes whose downtime is measured."""
 
 
@@ -57,6 +57,7 @@ class Training:
         first: Nodes that begin together.
         counts_tokens: Whether changes are weighted by tokens.
         waits: How long nodes wait for each other.
+        trainer: A folder, to train by transformers' Trainer.
     """
 
     adapter: Adapter = field(default_factory=Fsdp2)
@@ -68,6 +69,7 @@ class Training:
     first: int = 4
     counts_tokens: bool = False
     waits: tuple[tuple[str, float], ...] = PATIENT
+    trainer: str | None = None
 
     def strategy(self, endpoint: str) -> Strategy:
         """The strategy of all nodes."""
@@ -141,11 +143,40 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
     log(groups=groups_between_nodes(), threads=[each.name for each in threading.enumerate()], ended=True)
 
 
+def train_with_trainer(training: Training, node: int, endpoint: str, log: Any) -> None:
+    """Train by transformers' Trainer, whose steps and learning rates are written down."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from fsdp_zpp.integrations.transformers import use_strategy
+
+    class Log(TrainerCallback):
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
+            model, rate = others["model"], others["lr_scheduler"].get_last_lr()[0]
+            log(step=state.global_step, nodes=members(model).nodes, rate=rate, agreed=agreed_here(model))
+            time.sleep(training.pace)
+
+    rows = [{"input_ids": each, "labels": each} for each in batch(node, 0).cpu().repeat(8 * training.steps, 1)]
+    arguments = TrainingArguments(
+        training.trainer, use_cpu=True, max_steps=training.steps, data_seed=node, report_to=[], disable_tqdm=True
+    )
+    trainer = use_strategy(Trainer(llama.make_base(), arguments, train_dataset=rows), training.strategy(endpoint))
+    trainer.add_callback(Log())
+    trainer.train()
+    exchange_weights(trainer.model)
+    log(held_out=0.0, weights=agreed_here(trainer.model), made=members(trainer.model).step)
+    end_training(trainer.model)
+
+
 def run_rank(training: Training, node: int, rank: int, gpus: int, port: int, endpoint: str, path: Path) -> None:
     """A process: be a rank of a node."""
     gc.freeze()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(gpus)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(gpus), "GROUP_WORLD_SIZE": "1"}
+    work(training, node, endpoint, path)
+
+
+def work(training: Training, node: int, endpoint: str, path: Path) -> None:
+    """Train as a rank of a node, as the environment has it, and write down what happens."""
     torch.set_num_threads(1)
     with path.open("a", buffering=1) as file:
         sys.stderr = file
@@ -156,9 +187,15 @@ def run_rank(training: Training, node: int, rank: int, gpus: int, port: int, end
         log(pid=os.getpid())
         dist.init_process_group("gloo")
         try:
-            train(training, node, endpoint, log)
+            (train if training.trainer is None else train_with_trainer)(training, node, endpoint, log)
         except RuntimeError as error:
             log(error=str(error), traceback=traceback.format_exc(), ended="the training has ended" in str(error))
             if "the training has ended" not in str(error):
                 os._exit(1)
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # under torchrun, which has set the environment
+    number, store, folder = sys.argv[1:]
+    life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    work(Training(members=2, first=2), int(number), store, Path(folder, f"node{number}.life{life}.rank{rank}"))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from harness.fsdp1 import Fsdp1
-from node_jobs import Event, Jobs, Outcome, outcome
+from harness.pool import free_port
+from node_jobs import LONGEST, Event, Jobs, Outcome, outcome
 from node_training import PATIENT, Training
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo
@@ -47,6 +54,50 @@ def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
     training = Training(levels="NNN", members=2, first=2, local_steps=LocalSteps(5, codec=Int4(32), spread=False))
     nodes = Jobs(training, 2, tmp_path).run(Event("kill rank", 1, 20))
     check(outcome(nodes, {0}), 2, 2, 1)
+
+
+@pytest.mark.slow
+def test_trainer_takes_over_the_step_and_its_learning_rate(tmp_path: Path) -> None:
+    training = Training(steps=80, pace=0.3, members=2, first=1, trainer=str(tmp_path))
+    first, second = Jobs(training, 1, tmp_path).run(Event("start", 1, 10))
+    (there,), (here,) = ([line for line in node.read() if "weights" in line] for node in (first, second))
+    assert there["weights"] == here["weights"]
+    assert there["made"] == here["made"] == 80
+    rates, own = ({line["step"]: line["rate"] for line in node.read() if "rate" in line} for node in (first, second))
+    assert max(own) == max(rates) == 80
+    joined = [line["step"] for line in second.read() if line.get("nodes") == 2]
+    assert 10 < min(joined) < 80
+    assert {step: own[step] for step in joined} == {step: rates[step] for step in joined}
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_node_again(tmp_path: Path) -> None:
+    jobs = Jobs(Training(members=2), 2, tmp_path)
+    script = str(Path(__file__).with_name("node_training.py"))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def command(number: int) -> list[str]:
+        how = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(free_port())]
+        return [sys.executable, "-m", "torch.distributed.run", *how, script, str(number), jobs.endpoint, str(tmp_path)]
+
+    running = [subprocess.Popen(command(number), env=environment) for number in range(2)]
+    try:
+        lost = tmp_path / "node1.life0.rank1"
+        deadline = time.monotonic() + LONGEST
+        while not (lost.exists() and '"step": 20,' in lost.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(json.loads(lost.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+        assert [each.wait(LONGEST) for each in running] == [0, 0]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+    for number, node in enumerate(jobs.nodes):
+        node.lives = [
+            [tmp_path / f"node{number}.life{life}.rank{rank}" for rank in range(2)] for life in range(1 + number)
+        ]
+    check(outcome(jobs.nodes, {0}), 2, 2, 1)
 
 
 @pytest.mark.slow
