@@ -18,6 +18,8 @@ from node_training import Training, run_rank
 
 LONGEST = 150.0
 """Seconds, beyond those of its steps, after which a run has failed."""
+MOST_LIVES = 4
+"""How often a node starts, before a run has failed."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Jobs:
 
     def start(self, node: Node) -> None:
         """Start a node, again if it has run before."""
+        assert len(node.lives) < MOST_LIVES, node.texts()
         life, context, port = len(node.lives), start_method(), free_port()
         paths = [self.folder / f"node{node.number}.life{life}.rank{rank}" for rank in range(self.gpus)]
         node.lives.append(paths)

@@ -188,7 +188,7 @@ def work(training: Training, node: int, endpoint: str, path: Path) -> None:
         dist.init_process_group("gloo")
         try:
             (train if training.trainer is None else train_with_trainer)(training, node, endpoint, log)
-        except RuntimeError as error:
+        except Exception as error:
             log(error=str(error), traceback=traceback.format_exc(), ended="the training has ended" in str(error))
             if "the training has ended" not in str(error):
                 os._exit(1)

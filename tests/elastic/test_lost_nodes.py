@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_trainer_takes_over_the_step_and_its_learning_rate(tmp_path: Path) -> None:
     training = Training(steps=80, pace=0.3, members=2, first=1, trainer=str(tmp_path))
-    first, second = Jobs(training, 1, tmp_path).run(Event("start", 1, 10))
+    first, second = Jobs(training, 2, tmp_path).run(Event("start", 1, 10))  # accelerate needs two processes
     (there,), (here,) = ([line for line in node.read() if "weights" in line] for node in (first, second))
     assert there["weights"] == here["weights"]
     assert there["made"] == here["made"] == 80
