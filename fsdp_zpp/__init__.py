@@ -12,6 +12,7 @@ from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.codecs.top_k import TopK
 from fsdp_zpp.config.elastic import Elastic
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
@@ -47,6 +48,7 @@ __all__ = [
     "Monitor",
     "QuantizedReduceState",
     "Strategy",
+    "TopK",
     "agreed_weights",
     "choose_strategy",
     "clip_grad_norm_",

@@ -37,6 +37,7 @@ from fsdp_zpp import (
     Monitor,
     QuantizedReduceState,
     Strategy,
+    TopK,
     agreed_weights,
     choose_strategy,
     clip_grad_norm_,
@@ -129,9 +130,9 @@ def test_clipping(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(clipped) == [pytest.approx(0.5, rel=1e-5)] * 4  # torch divides by the norm plus 1e-6
 
 
-def exchanged(adapter: Adapter) -> tuple[list[Any], list[Any]]:
+def exchanged(adapter: Adapter, local_steps: LocalSteps) -> tuple[list[Any], list[Any]]:
     """In a worker: a weight of two nodes that have trained on their own, what they agreed on before, and after."""
-    model = adapter.make(Case(), Strategy.diloco(local_steps=LocalSteps(2), gpus_per_node=1))
+    model = adapter.make(Case(), Strategy.diloco(local_steps=local_steps, gpus_per_node=1))
     train(adapter, model, Case(steps=3))
     with agreed_weights(model):
         agreed = adapter.full_weights(model)["head.weight"]
@@ -140,9 +141,12 @@ def exchanged(adapter: Adapter) -> tuple[list[Any], list[Any]]:
     return [own.tolist(), agreed.tolist()], adapter.full_weights(model)["head.weight"].tolist()
 
 
+@pytest.mark.parametrize(
+    "local_steps", [LocalSteps(2), LocalSteps(2, codec=TopK(), error_feedback=LoCo(beta=0, decay=0.95))], ids=str
+)
 @over_adapters
-def test_local_steps(pool: Callable[[int], Pool], adapter: Adapter) -> None:
-    ((own, agreed), last), ((others, agreed_there), last_there) = pool(2).run(exchanged, adapter)
+def test_local_steps(pool: Callable[[int], Pool], adapter: Adapter, local_steps: LocalSteps) -> None:
+    ((own, agreed), last), ((others, agreed_there), last_there) = pool(2).run(exchanged, adapter, local_steps)
     assert own != others
     assert agreed == agreed_there
     assert last == last_there

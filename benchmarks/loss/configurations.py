@@ -8,7 +8,7 @@ from typing import Any
 from experimental_codecs import Bytewise, Hadamard
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, TopK
 
 Sharding = Strategy | ShardingStrategy
 
@@ -26,12 +26,14 @@ NAMES = (
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 
-_EXCHANGED = {"none": None, "int8": Int8(128), "int4": Int4(128)}
+_EXCHANGED = {"none": None, "int8": Int8(128), "int4": Int4(128), "topk": TopK()}
 _CHANGES = {
     "overlap": ("overlap", int),
     "mix": ("mix", float),
     "outer": ("outer_lr", float),
     "momentum": ("outer_momentum", float),
+    "start": ("start", int),
+    "moments": ("moments_every", int),
 }
 
 
@@ -66,21 +68,28 @@ def local_steps(name: str) -> LocalSteps:
     Raises:
         ValueError: If it describes none, or LocalSteps refuses them.
     """
-    parts = re.fullmatch(r"local(\d+):(none|int8|int4)(\+loco)?((?::(?:at-once|[a-z]+[\d.]+))*)", name)
+    changed = r"(?::(?:at-once|momentum-auto|[a-z]+[\d.]+))*"
+    parts = re.fullmatch(rf"local(\d+)((?:-\d+-\d+)*):(none|int8|int4|topk)(\+loco)?({changed})", name)
     if parts is None:
         raise ValueError(f"{name!r} is unknown; local steps are named like local32:int4+loco:overlap1:mix0.5")
-    every, codec, feedback, changes = parts.groups()
-    options: dict[str, Any] = {}
+    first, later, codec, feedback, changes = parts.groups()
+    numbers = [int(number) for number in later.split("-")[1:]]
+    every = ((0, int(first)), *zip(numbers[::2], numbers[1::2], strict=True)) if numbers else int(first)
+    # SparseLoCo has errors in place of an outer momentum.
+    options: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0} if codec == "topk" else {}
     for change in changes.split(":")[1:]:
         word = change.rstrip("0123456789.")
         if change == "at-once":
             options["spread"] = False
+        elif change == "momentum-auto":
+            options["outer_momentum"] = "auto"
         elif word in _CHANGES:
             option, number = _CHANGES[word]
             options[option] = number(change.removeprefix(word))
         else:
-            raise ValueError(f"{name!r} changes {word!r}; what can be changed is at-once, {', '.join(_CHANGES)}")
+            changes_known = ", ".join(("at-once", "momentum-auto", *_CHANGES))
+            raise ValueError(f"{name!r} changes {word!r}; what can be changed is {changes_known}")
     if options.get("outer_momentum") == 0:
         options["nesterov"] = False
-    loco = LoCo(beta=0.8) if feedback else None
-    return LocalSteps(every=int(every), codec=_EXCHANGED[codec], error_feedback=loco, **options)
+    loco = LoCo(beta=0, decay=0.95, reset_every=0) if codec == "topk" else LoCo(beta=0.8)
+    return LocalSteps(every=every, codec=_EXCHANGED[codec], error_feedback=loco if feedback else None, **options)

@@ -15,10 +15,10 @@ from pathlib import Path
 from configurations import NAMES
 from figures import gaps_svg
 from gaps import FAMILIES, REFERENCE, Runs, table
-from gpt2_training import Settings
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from result_files import Result
+from training import Settings
 
 WEIGHTS = {"": "16-bit weights", "w8:": "int8(256) weights"}
 """Kinds of weights by the prefix of a configuration's name."""

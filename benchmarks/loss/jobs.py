@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from configurations import sharding
 from corpus import Corpus, load_corpus
-from gpt2_training import Settings, train, under_fsdp1
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
 from result_files import Result, Row, read
+from training import Settings, train, under_fsdp1
 
 from fsdp_zpp.bench.result_file import write
 

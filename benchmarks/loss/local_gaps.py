@@ -1,7 +1,9 @@
 """Gaps of the study of local steps: how far above synchronous training runs end, each at its best learning rate.
 
 A name is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all fragments in the same step),
-``overlapSTEPS``, ``mixSHARE``, ``outerLR`` or ``momentumVALUE``; LocalSteps' defaults hold for the rest.
+``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto``, ``startSTEPS`` or
+``momentsEXCHANGES``; LocalSteps' defaults hold for the rest. ``local8-1024-32`` exchanges every 8 steps, and from step
+1024 on every 32. ``topk+loco`` has the outer step and the errors of SparseLoCo (arXiv 2508.15706).
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ class TunedRuns:
 
 
 def every(name: str) -> int:
-    """Return the steps between two exchanges."""
-    return int(name.partition(":")[0].removeprefix("local"))
+    """Return the steps between two exchanges, in the end."""
+    return int(name.partition(":")[0].removeprefix("local").split("-")[-1])
 
 
 def variant(name: str) -> str:

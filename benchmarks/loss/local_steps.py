@@ -6,7 +6,7 @@
 
 All see the same tokens, in the same steps, from the same weights. The learning rate must be tuned for each, since local
 steps train on the batch of a node: a configuration (configurations.py) is trained with all of ``--lr``, or with the one
-after an ``@``. The one model that nodes agree on is validated (gpt2_training.py). jobs.py says how runs are made; each
+after an ``@``. The one model that nodes agree on is validated (training.py). jobs.py says how runs are made; each
 finished run is a file in ``--output``, for any number of nodes. At the end come tables and a figure of all there.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from configurations import local_steps
 from gaps import REFERENCE
-from gpt2_training import Settings
 from jobs import Run, add_options, carry_out, parser_of, settings_of
 from local_figures import every_svg
 from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, table
 from markdown_tables import aligned
 from result_files import Result
+from training import Settings
 
 BATCH = 32
 """Sequences of a step, on all nodes together."""

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from corpus import Corpus
-from gpt2_training import Settings
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of
 from markdown_tables import aligned
 from muon_table import NAMES, table
 from muon_training import MuonSettings, train_and_count
 from result_files import Result, Row
+from training import Settings
 
 
 def parse(given: list[str]) -> argparse.Namespace:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from corpus import Corpus
 from dtensor_collectives import DTensorCollectives
 from full_shard import full_shard_sends
-from gpt2_training import Settings, Trainee, adamw, train
 from guides_muon import whole_muon
 from muon_table import UNSHARDED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fully_shard
-from transformers import GPT2LMHeadModel
+from training import Settings, Trainee, adamw, train
+from transformers import PreTrainedModel
 
 from fsdp_zpp import Strategy, clip_grad_norm_, fully_shard, traffic
 
@@ -55,8 +55,8 @@ def strategy_of(sharding: str, gpus_per_node: int) -> Strategy | None:
 
 
 def sharded(
-    model: GPT2LMHeadModel, sharding: str, gpus_per_node: int, device: torch.device, dtype: torch.dtype
-) -> GPT2LMHeadModel:
+    model: PreTrainedModel, sharding: str, gpus_per_node: int, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
     """Make every layer a unit, with ``dtype`` for computation and communication and fp32 master weights."""
     world = dist.get_world_size()
     if sharding == UNSHARDED:
@@ -70,7 +70,7 @@ def sharded(
     return model
 
 
-def optimizers_of(model: GPT2LMHeadModel, optimizer: str, settings: MuonSettings) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: PreTrainedModel, optimizer: str, settings: MuonSettings) -> list[torch.optim.Optimizer]:
     """Make AdamW, or Muon for the matrices of layers and AdamW for the rest."""
     if optimizer == "adamw":
         return [adamw(model.parameters(), settings.lr)]
@@ -123,7 +123,7 @@ def train_and_count(
     watches: list[Sent] = []
     full_shard_sent: dict[str, int] = {}
 
-    def prepare(model: GPT2LMHeadModel, device: torch.device) -> Trainee:
+    def prepare(model: PreTrainedModel, device: torch.device) -> Trainee:
         full_shard_sent.update(full_shard_sends(model, settings.nodes, settings.gpus_per_node, dtype))
         sharded(model, sharding, settings.gpus_per_node, device, dtype)
         is_ours = strategy_of(sharding, settings.gpus_per_node) is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
+import diloco_table
 import gaps
 import local_gaps
 import muon_table
@@ -47,6 +48,7 @@ TABLES: dict[str, tuple[Callable[[list[Result]], str], tuple[str, ...]]] = {
     "small parameters": (lambda results: tables.small_parameters(results[0]["rows"]), ("small-parameters-cpu",)),
     "straddling": (lambda results: tables.straddling(results[0]["rows"]), ("straddling-cpu",)),
     "local steps": (local_gaps.table, (LOCAL_STEPS,)),
+    "DiLoCo's recipe": (diloco_table.table, ("diloco-scaling-*/*",)),
     "Muon on CPUs": (muon_table.table, ("muon-2x2-cpu/*",)),
     "Muon on GPUs": (muon_table.table, ("muon-2x2-h200/*",)),
 }

@@ -3,6 +3,7 @@
     python benchmarks/loss/run.py compare                                           # which is ./run train
     python benchmarks/loss/run.py convergence --nodes 2 --gpus-per-node 1 --batch 64 --seeds 0,1,2
     python benchmarks/loss/run.py local-steps --nodes 2 --gpus-per-node 1 --seeds 0,1,2
+    python benchmarks/loss/run.py diloco-scaling --nodes 2 --gpus-per-node 1
     python benchmarks/loss/run.py muon --nodes 2 --gpus-per-node 1 --seeds 0,1,2
     python benchmarks/loss/run.py straddling
     python benchmarks/loss/run.py small-parameters
@@ -24,6 +25,7 @@ STUDIES = {
     "compare": "examples/train.py under strategies and under torch's FULL_SHARD, with the same seed and data",
     "convergence": "a small GPT-2 under many ways to encode gradients and weights, with and without error feedback",
     "local-steps": "the same GPT-2 on nodes that train on their own and exchange weights every few steps",
+    "diloco-scaling": "DiLoCo by its authors' recipe, beside the losses that they published",
     "muon": "the same GPT-2 with Muon and with AdamW, sharded inside nodes and over all ranks",
     "small-parameters": "the gradients of small parameters after codecs, on 64 ranks",
     "straddling": "the error of blocks that straddle parameters, one layer encoded once",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.collectives.agreement import agree, check_agreement
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.flat_layout import FlatLayout
@@ -153,7 +153,7 @@ def _checked(
     intra = intra_node_codec(intra_codec, codec)  # first, since the checks below are for codecs, not for "auto"
     for name, value in (("codec", codec), ("intra_codec", intra)):
         check_codec(name, value, such_as="Int4(128)")
-        check_hop_codec(name, value)
+        check_place(name, value, "gradients")
     check_error_feedback(error_feedback, "codec", intra, codec)
     check_gpus_per_node(gpus_per_node)
     return intra

@@ -14,22 +14,36 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+Place = Literal["weights", "gradients", "frozen", "exchanges"]
+"""What a strategy may encode: trained weights, gradients, frozen weights, and changes of weights in local steps."""
+
+_NAMES: dict[Place, str] = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "frozen": "frozen weights",
+    "exchanges": "exchanges of local steps, LocalSteps(codec=...),",
+}
 
 
 class Codec(ABC):
     """Encodes values as bytes. Subclass it to add a codec; instances are immutable and hashable.
 
     Attributes:
-        for_frozen_only: Whether the codec is for weights that are quantized once, not for what each step sends.
+        places: What the codec suits.
+        reason: Why it suits nothing else, for errors.
         is_lossless: Whether it sends values as they are.
+        needs_feedback: Whether it leaves out so much that it is of use with error feedback alone.
     """
 
-    for_frozen_only: ClassVar[bool] = False
+    places: ClassVar[tuple[Place, ...]] = ("weights", "gradients", "frozen", "exchanges")
+    reason: ClassVar[str] = ""
     is_lossless: ClassVar[bool] = False
+    needs_feedback: ClassVar[bool] = False
 
     @property
     def block_numel(self) -> int:
@@ -63,6 +77,10 @@ class Codec(ABC):
             rows: Rows of the grid of chunks in ``payload``.
             cols: Columns of the grid.
         """
+
+    def for_sum_of(self, peers: int) -> Codec:
+        """Return the codec of a sum over ``peers``, each of which has sent its summand encoded by this one."""
+        return self
 
     def prepare_decode(self, device: torch.device) -> None:  # noqa: B027
         """Load what decoding needs besides payloads; called when ``device`` gets payloads to keep, before a forward."""
@@ -118,10 +136,14 @@ def check_codec(name: str, value: object, *, also: str = "", such_as: str = "Int
         raise TypeError(f"{name} must be a codec such as {such_as}, or None{also}, got {value!r}{hint}")
 
 
-def check_hop_codec(name: str, value: object) -> None:
-    """Raise a ValueError if a codec is only for frozen weights, which are encoded once."""
-    if isinstance(value, Codec) and value.for_frozen_only:
-        raise ValueError(f"{name} can't be {value!r}, which is for frozen weights alone; choose Int8(...) or Int4(...)")
+def check_place(name: str, value: object, place: Place) -> None:
+    """Raise a ValueError if ``value``, the argument ``name``, is a codec that does not suit ``place``."""
+    if isinstance(value, Codec) and place not in value.places:
+        suits = " and ".join(_NAMES[each] for each in value.places)
+        reason = f": {value.reason}" if value.reason else ""
+        raise ValueError(
+            f"{name} can't be {value!r}, which is for {suits} alone{reason}; choose Int8(...) or Int4(...)"
+        )
 
 
 def check_block(codec: Codec, block: object) -> None:

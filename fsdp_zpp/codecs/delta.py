@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor
 
 from fsdp_zpp.kernels import add_delta, quantize_delta
 
-from .base import Codec
+from .base import Codec, Place
 from .blockwise import Int4, Int8
 
 
@@ -40,6 +41,8 @@ class Int4Delta(Codec):
 
     block: int = 256
     whole: Int8 = field(default_factory=Int8)
+    places: ClassVar[tuple[Place, ...]] = ("weights",)
+    reason: ClassVar[str] = "a delta needs a base that its receivers hold, and only weights have one"
 
     def __post_init__(self) -> None:
         Int4(self.block)  # raises if the block is not valid

@@ -1,5 +1,7 @@
 """Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``, ``nf4``.
 
+``topk:0.02:4:4096`` has a fraction, bits and a block, of which the last may be left out.
+
 A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 """
 
@@ -13,16 +15,20 @@ from .base import Codec
 from .blockwise import Int4, Int8
 from .delta import Int4Delta
 from .nf4 import NF4
+from .top_k import TopK
 
-_Named = Int8 | Int4 | Int4Delta | NF4
-CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4}
+_Named = Int8 | Int4 | Int4Delta | NF4 | TopK
+CODECS: dict[str, type[_Named]] = {"int8": Int8, "int4": Int4, "int4delta": Int4Delta, "nf4": NF4, "topk": TopK}
+_IN_NAMES: dict[str, tuple[str, ...]] = {"topk": ("fraction", "bits", "block")}
+"""The arguments that follow a name, in order; ``block`` alone for all others."""
 
 
 def codec_from_name(value: object) -> Codec | None:
     """Return the codec that a configuration names.
 
     Args:
-        value: ``none`` or None; a name, with a block (``int8:256``) or without; a mapping; or a codec itself.
+        value: ``none`` or None; a name, with a block (``int8:256``) or without, and numbers of ``topk``; a mapping; or
+            a codec itself.
 
     Raises:
         ValueError: If there is no codec of that name, it has no such argument, or a value is out of range.
@@ -37,11 +43,25 @@ def codec_from_name(value: object) -> Codec | None:
         raise TypeError(f"a codec is a name such as 'int8:256', a mapping such as {{codec: int8}}, or none: {value!r}")
     if value == "none":
         return None
-    name, colon, block = value.partition(":")
-    if colon and not block.isdecimal():
-        raise ValueError(f"{value!r} is not a codec: a block is a number, as in 'int8:256'")
-    cls = _class_of(name)
-    return cls(int(block)) if colon else cls()
+    name, *numbers = value.split(":")
+    cls, names = _class_of(name), _IN_NAMES.get(name, ("block",))
+    arguments = {key: _number(key, number, value) for key, number in zip(names, numbers, strict=False)}
+    if len(numbers) > len(names):
+        raise ValueError(f"{value!r} is not a codec: {name} takes {', '.join(names)} alone, as in {_example(name)!r}")
+    return cls(**arguments)
+
+
+def _number(key: str, text: str, value: str) -> Any:
+    """Return the number that a codec's name has for an argument."""
+    try:
+        return float(text) if key == "fraction" else int(text)
+    except ValueError:
+        example = _example(value.split(":")[0])
+        raise ValueError(f"{value!r} is not a codec: a {key} is a number, as in {example!r}") from None
+
+
+def _example(name: str) -> str:
+    return "topk:0.02:4" if name == "topk" else "int8:256"
 
 
 def name_of_codec(codec: Codec) -> str | dict[str, object]:
@@ -54,10 +74,11 @@ def name_of_codec(codec: Codec) -> str | dict[str, object]:
     if name is None:
         raise TypeError(f"{codec!r} has no name; those with names are {', '.join(CODECS)}")
     arguments = {field.name: getattr(codec, field.name) for field in dataclasses.fields(CODECS[name])}
-    others = {key: value for key, value in arguments.items() if key != "block"}
-    brief = f"{name}:{arguments['block']}"
+    in_name = _IN_NAMES.get(name, ("block",))
+    brief = ":".join([name, *(str(arguments[key]) for key in in_name)])
     if codec_from_name(brief) == codec:
         return brief
+    others = {key: value for key, value in arguments.items() if key != "block"}
     codecs = {key: name_of_codec(value) if isinstance(value, Codec) else value for key, value in others.items()}
     return {"codec": name, "block": arguments["block"]} | codecs
 

@@ -19,7 +19,7 @@ from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.kernels import PayloadLayout, dequantize_nf4_rows
 from fsdp_zpp.kernels.nf4 import levels_on
 
-from .base import Codec, check_block
+from .base import Codec, Place, check_block
 
 MIN_BLOCK = 64
 """Smallest block for which bitsandbytes has kernels on all devices."""
@@ -42,7 +42,7 @@ class NF4(Codec):
     """
 
     block: int = 64
-    for_frozen_only: ClassVar[bool] = True
+    places: ClassVar[tuple[Place, ...]] = ("frozen",)
 
     def __post_init__(self) -> None:
         check_block(self, self.block)

@@ -60,7 +60,7 @@ class ElasticOuterStep(OuterStep):
         whole = torch.zeros(sum(numels[name] for name in names))
         parts = dict(zip(names, whole.split([numels[name] for name in names]), strict=True))
         for name, part in parts.items() if owned else ():
-            chunk = self._momentum[name]
+            (chunk,) = self._optimizer.momentum_of([name])
             own = part[self._node * chunk.numel() :][: chunk.numel()]
             own.copy_(chunk[: own.numel()])
         dist.all_reduce(whole, group=mesh.inter)
@@ -80,7 +80,9 @@ class ElasticOuterStep(OuterStep):
         self._settle()
         self._set_nodes(mesh)
         for name, chunk in momentum.items():
-            self._momentum[name] = chunk.to(self._agreed[name].device)
+            self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
+            (kept,) = self._optimizer.momentum_of([name])
+            kept.copy_(chunk)
 
     def disconnect(self) -> None:
         """Let go of the other nodes, whose sockets close when nothing refers to them: they are waiting for that."""
@@ -89,7 +91,7 @@ class ElasticOuterStep(OuterStep):
         self._set_nodes(self._alone)
         self._node, self._nodes = owner
 
-    def adopt(self, agreed: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> None:
+    def take_over(self, agreed: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> None:
         """Take over the agreed weights of other nodes; :meth:`connect` comes next.
 
         Args:
@@ -104,16 +106,16 @@ class ElasticOuterStep(OuterStep):
     def snapshot(self, names: Collection[str]) -> Snapshot:
         """Return what an exchange of some parameters changes, apart from errors."""
         self._settle()
-        kept = (self._agreed, self._momentum)
-        agreed, momentum = ({name: each[name].to("cpu", copy=True) for name in names} for each in kept)
-        return {name: (agreed[name], momentum[name]) for name in names}
+        kept = {name: (self._agreed[name], *self._optimizer.momentum_of([name])) for name in names}
+        return {name: (agreed.to("cpu", copy=True), own.to("cpu", copy=True)) for name, (agreed, own) in kept.items()}
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Take back an exchange; errors start from zero with the :meth:`connect` that comes next."""
         self._settle()
         for name, (agreed, momentum) in snapshot.items():
             self._agreed[name].copy_(agreed)
-            self._momentum[name].copy_(momentum)
+            (kept,) = self._optimizer.momentum_of([name])
+            kept.copy_(momentum)
 
     def state_dict(self) -> OwnedState:
         """Return the agreed weights, this rank's momentum, its owner and its errors, on the CPU."""

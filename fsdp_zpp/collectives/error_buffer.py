@@ -6,6 +6,9 @@ where ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo
 old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``, the sum of all
 that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse the codec
 is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never recover.
+
+Errors may decay: what is added is ``decay * e``, and so is the old error that ``beta`` weighs. With beta 0 that is
+SparseLoCo's (arXiv 2508.15706, algorithm 1): the error is a momentum from which what was sent is taken away.
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ class ErrorBuffer:
     Args:
         beta: Weight of the old errors.
         codec: Encodes the errors at rest; None keeps them in fp32.
+        decay: Factor on the errors before each use.
     """
 
-    def __init__(self, beta: float, codec: Int8 | None) -> None:
+    def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
         self.beta = beta
-        self._codec = codec
+        self._codec, self._decay = codec, decay
         self._held: HeldErrors | None = None
         self._kept: HeldErrors | None = None
         self._is_new = False
@@ -54,12 +58,19 @@ class ErrorBuffer:
         return 0 if self._codec is None else self._codec.block
 
     def prepare(self, extent: Extent, device: torch.device) -> ErrorBuffer:
-        """Fit the errors to ``extent``; those of parameters that have none start from zero. Return the buffer."""
+        """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
+
+        Those of parameters that have none start from zero, and those of parameters that ``extent`` lacks do not decay.
+        """
         held = self._held
         if held is None:
             self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
-        elif held.extent != extent:
-            self._held = held.in_extent(extent)
+            return self
+        if held.extent != extent:
+            held = held.in_extent(extent)
+        if self._decay < 1:
+            held.decay(self._decay)
+        self._held = held
         return self
 
     # ---- for codecs without kernels of their own
@@ -163,8 +174,10 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     payload = codec.encode(compensated, 1, chunks)
     sent = torch.empty_like(compensated)
     codec.decode(payload, sent, 1, chunks)
-    new = errors.beta * old + (1 - errors.beta) * (compensated - sent)
-    errors.write(torch.where(new.isfinite(), new, old), chunks)
+    # In place of what was sent: buffers may be large, and the payload may view what was encoded.
+    new = torch.sub(compensated, sent, out=sent).mul_(1 - errors.beta).add_(old * errors.beta)
+    is_finite = new * 0 == 0
+    errors.write(torch.where(is_finite, new, old, out=new), chunks)
     return payload
 
 

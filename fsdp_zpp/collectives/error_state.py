@@ -56,7 +56,7 @@ class ErrorFeedbackState:
 
     def __init__(self, config: LoCo, hops: Collection[str]) -> None:
         self._reset_every, self.codec = config.reset_every, config.dtype
-        self._buffers = {hop: ErrorBuffer(config.beta, config.dtype) for hop in hops}
+        self._buffers = {hop: ErrorBuffer(config.beta, config.dtype, config.decay) for hop in hops}
         self.has_uncommitted = False
         self._steps = 0
         self._steps_announced = False

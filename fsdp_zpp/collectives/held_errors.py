@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.blockwise import Int8
+from fsdp_zpp.kernels.payload import SCALE_MASK
 
 from .flat_layout import FlatLayout, Piece
 
@@ -157,6 +158,15 @@ class HeldErrors:
         for piece, state in parked.items():
             self.codec.scales(state, piece.numel).mul_(factor)
         return replace(self, parked=parked)
+
+    def decay(self, factor: float) -> None:
+        """Multiply the errors of the present extent by ``factor``, in place; those that are parked stay."""
+        if self.codec is None:
+            self.state.mul_(factor)
+            return
+        scales = self.codec.scales(self.state, self.extent.numel)
+        # As short as those that kernels make, so that decoding stays exact ([Note: Exact products] in payload.py).
+        scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     # ---- in checkpoints
 

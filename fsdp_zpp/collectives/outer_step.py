@@ -14,8 +14,7 @@ small enough for 4 bits. Nodes go on from the agreed weights as rounded to the d
 measured from there, so that rounding is not sent as a change. The momentum is kept once, by the owners of the chunks.
 
 All of this belongs to parameters ([Note: Identity] in flat_layout.py): an exchange is of some of them, and leaves the
-others' agreed weights, momentum and errors as they are. Each parameter is cut into chunks by itself, so that its chunk
-has the same owner whatever else is exchanged.
+others' agreed weights, momentum and errors as they are.
 
 Copies that another parallelism has on its ranks stay equal bit for bit ([Note: Copies] in exact_places.py): parameters
 that it has placed differently begin a new block, so that no copy is rounded as a neighbour demands that others lack.
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -35,19 +34,30 @@ from fsdp_zpp.config.local_steps import LocalSteps
 
 from .devices import for_collectives
 from .error_state import ErrorFeedbackState, SavedErrors
-from .flat_layout import FlatLayout, Piece
+from .flat_layout import FlatLayout
 from .gradient_reduce import GradientReduce
 from .held_errors import Extent
 from .hops import Hop, Traffic, decode, encode
 from .mesh import ProcessMesh
+from .node_chunks import NodeChunks, chunk_numel
+from .outer_optimizer import OuterFigures, OuterFit, OuterOptimizer
 from .streams import SideStream, keep_until_read, record_event, wait_for
 
 
 class OuterStepState(TypedDict):
-    """An :class:`OuterStep` in a checkpoint: weights and momentum by FQN, and errors; None without error feedback."""
+    """An :class:`OuterStep` in a checkpoint.
+
+    Attributes:
+        agreed: The agreed weights, by FQN.
+        momentum: This rank's momentum, by FQN.
+        fit: What fits the momentum to the run; older checkpoints lack it.
+        errors: Errors on the way there; None without error feedback.
+        errors_back: Errors on the way back.
+    """
 
     agreed: dict[str, Tensor]
     momentum: dict[str, Tensor]
+    fit: NotRequired[OuterFit]
     errors: SavedErrors | None
     errors_back: SavedErrors | None
 
@@ -73,11 +83,8 @@ class OuterStep:
             raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
         self._config, self._label, self.stream, self._traffic = config, label, SideStream(), traffic
         self._codec = config.codec or full_precision(torch.float32)
-        feedback = config.error_feedback
-        blocks = [self._codec.block_numel, 0 if feedback is None or feedback.dtype is None else feedback.dtype.block]
-        self._block = math.lcm(*filter(None, blocks))  # no block of either codec spans a multiple of it
         self._agreed: dict[str, Tensor] = {}
-        self._momentum: dict[str, Tensor] = {}
+        self._optimizer = OuterOptimizer(config)
         self._arrival: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
         self._set_nodes(mesh)
@@ -85,6 +92,10 @@ class OuterStep:
     def _set_nodes(self, mesh: ProcessMesh) -> None:
         across, feedback = mesh.across_nodes(), self._config.error_feedback
         self._nodes, self._node = across.topology.nodes, across.rank
+        self._codec_back = self._codec.for_sum_of(self._nodes)
+        codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
+        # No block of any codec spans a multiple of it.
+        self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
         self._reduce = GradientReduce(across, None, self._codec, self._traffic, self._label, error_feedback=feedback)
         self._gather = None if across.inter is None else Hop(across.inter, "gather", "inter", self._traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
@@ -123,10 +134,7 @@ class OuterStep:
             self._device = (empty if self._gather is None else for_collectives(empty, self._gather.group)).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
-            self._momentum[name] = torch.zeros(self._chunk(shard), dtype=torch.float32, device=kept_on)
-
-    def _chunk(self, shard: Tensor) -> int:
-        return -(-shard.numel() // self._nodes)
+            self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
     def _settle(self) -> None:
         """Wait in the current stream for what is on its way, before its memory is used otherwise."""
@@ -137,6 +145,26 @@ class OuterStep:
         """Return whether ``shards``, as in :meth:`start`, are the agreed weights."""
         beside = self._beside(shards)
         return all(torch.equal(agreed.to(shard.device, shard.dtype), shard) for agreed, shard in beside)
+
+    @torch.no_grad()
+    def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
+        """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
+
+        Args:
+            shards: Some of those that :meth:`start` was given.
+            warms_up: Whether the momentum takes in how much they have changed, as Pier's (arXiv 2511.17849) does in
+                synchronous steps. Else it stays as it is.
+        """
+        self._settle()
+        changes: dict[str, Tensor] = {}
+        for (agreed, shard), name in zip(self._beside(shards), shards, strict=True):
+            if warms_up:
+                chunk = chunk_numel(shard.numel(), self._nodes)
+                own = slice(self._node * chunk, min((self._node + 1) * chunk, shard.numel()))
+                changes[name] = agreed.view(-1)[own] - shard.view(-1)[own].to(agreed.device, torch.float32)
+            agreed.copy_(shard)
+        if warms_up:
+            self._optimizer.warm_up(changes)
 
     @torch.no_grad()
     def send(
@@ -160,12 +188,15 @@ class OuterStep:
             name: agreed for name, (agreed, shard) in zip(shards, self._beside(shards), strict=True) if shard.numel()
         }
         if not held:
+            self._optimizer.skip_step()
             return
         assert self._gather is not None
-        layout = self._layout(held, placements or dict.fromkeys(shards))
+        numels = {name: agreed.numel() for name, agreed in held.items()}
+        chunks = NodeChunks(numels, placements or dict.fromkeys(shards), self._nodes, self._block)
+        layout = chunks.layout
         # Zeros where chunks are padded.
         change = torch.zeros(self._nodes, layout.numel, dtype=torch.float32, device=self._device)
-        for name, places, part in self._places(change, layout, held):
+        for name, places, part in chunks.places(change):
             values = shards[name].view(-1)[places]
             torch.sub(
                 held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
@@ -173,38 +204,29 @@ class OuterStep:
         if weight != 1:
             change.mul_(weight)
         with self.stream.after_current(self._device):
-            for name in held:  # a model may go while an exchange is on its way
-                keep_until_read(self._agreed[name])
-                keep_until_read(self._momentum[name])
+            # A model may go while an exchange is on its way.
+            for kept in (*(self._agreed[name] for name in held), *self._optimizer.momentum_of(held)):
+                keep_until_read(kept)
             # In one expression, so that what is used up is freed.
             payload = self._encoded(
-                self._outer_step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
+                self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
             gathered = self._gather.all_gather(payload, self.label)
-            decode(self._codec, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
-            for name, places, part in self._places(change, layout, held):
+            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
+            for name, places, part in chunks.places(change):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
             self._arrival = record_event(change)
 
-    def _layout(self, held: Mapping[str, Tensor], placements: Mapping[str, Hashable]) -> FlatLayout:
-        """Return where the parameters in ``held`` lie in a node's chunk."""
-        order = {name: place for place, name in enumerate(placements)}
-        pieces = [Piece(order[name], name, self._chunk(each)) for name, each in held.items()]
-        return FlatLayout.aligned(pieces, [placements[name] for name in held], self._block)
+    @property
+    def products(self) -> Tensor:
+        """Return this rank's part of what :meth:`fit` takes."""
+        wait_for(self._arrival, self._device)
+        return self._optimizer.products
 
-    def _places(
-        self, change: Tensor, layout: FlatLayout, held: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, slice, Tensor]]:
-        """Yield for each parameter in ``change`` [nodes, numel]: its name, a slice of it, and ``change`` there."""
-        if len(held) == 1:  # in one go
-            ((name, kept),) = held.items()
-            yield name, slice(0, kept.numel()), change.view(-1)[: kept.numel()]
-            return
-        for piece, part in layout.split(change).items():
-            for row, start in zip(part, range(0, held[piece.name].numel(), piece.numel), strict=False):
-                stop = min(start + piece.numel, held[piece.name].numel())
-                yield piece.name, slice(start, stop), row[: stop - start]
+    def fit(self, products: tuple[float, float]) -> OuterFigures | None:
+        """Return figures of the last outer step, and fit the next one; see :class:`OuterOptimizer`."""
+        return self._optimizer.fit(products)
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
@@ -230,28 +252,15 @@ class OuterStep:
             self._reduce.errors.step_made()
         return mean
 
-    def _outer_step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Return what SGD adds to this rank's chunks of the weights, given their outer gradient."""
-        config = self._config
-        parts = {piece: self._momentum[piece.name].to(self._device).view(1, -1) for piece in layout.pieces}
-        # What one parameter has is updated in place.
-        momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
-        momentum.mul_(config.outer_momentum).add_(gradient)
-        for piece, new in layout.split(momentum).items():
-            if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
-                kept.copy_(new[0])
-        step = gradient.add_(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
-        return step.mul(-config.outer_lr)
-
     def _encoded(self, update: Tensor, layout: FlatLayout) -> Tensor:
         """Encode this rank's update, with the errors of earlier ones."""
         if self._back is None:
-            return encode(self._codec, update, 1, 1, self.label)
+            return encode(self._codec_back, update, 1, 1, self.label)
         self._back.begin(update.device)
         errors = self._back.buffer("back")
         assert errors is not None
         prepared = errors.prepare(Extent(update.numel(), (0,), layout), update.device)
-        payload = encode(self._codec, update, 1, 1, self.label, prepared)
+        payload = encode(self._codec_back, update, 1, 1, self.label, prepared)
         self._back.step_made()
         return payload
 
@@ -274,10 +283,9 @@ class OuterStep:
         self._settle()
         errors, back = (None if each is None else each.state_dict() for each in self._errors)
         # Copies: on a CPU, those that are kept change in place with the next exchange.
-        agreed, momentum = (
-            {name: value.to("cpu", copy=True) for name, value in kept.items()} for kept in (self.agreed, self._momentum)
-        )
-        return {"agreed": agreed, "momentum": momentum, "errors": errors, "errors_back": back}
+        agreed = {name: value.to("cpu", copy=True) for name, value in self.agreed.items()}
+        momentum, fit = self._optimizer.state_dict()
+        return {"agreed": agreed, "momentum": momentum, "fit": fit, "errors": errors, "errors_back": back}
 
     def load_state_dict(self, state: OuterStepState, shards: Mapping[str, Tensor]) -> None:
         """Continue with what :meth:`state_dict` returned.
@@ -306,12 +314,13 @@ class OuterStep:
         self.start({name: shards[name] for name in saved})
         for name in saved:
             self._agreed[name].copy_(state["agreed"][name])
-            self._momentum[name].copy_(state["momentum"][name])
+        self._optimizer.load_state_dict(state["momentum"], state.get("fit"))
 
     def reset(self) -> None:
         """Forget the agreed weights and errors; :meth:`start` comes next."""
         self._settle()
-        self._agreed, self._momentum = {}, {}
+        self._agreed = {}
+        self._optimizer.reset()
         for errors in self._errors:
             if errors is not None:
                 errors.reset()

@@ -15,16 +15,19 @@ from .topology import Topology
 class LoCo:
     """LoCo's error feedback: it sends ``Q(h)`` with ``h = g + e``, then ``e = beta*e + (1-beta)*(h - deq(Q(h)))``.
 
-    Source: LoCo, arXiv 2407.04480. ``beta`` weighs the old error, so 0 is classical error feedback.
+    Source: LoCo, arXiv 2407.04480. ``beta`` weighs the old error, so 0 is classical error feedback. With a ``decay``,
+    errors are multiplied by it before they are used: ``LoCo(beta=0, decay=0.95, reset_every=0)`` is the error feedback
+    of SparseLoCo (arXiv 2508.15706, algorithm 1), which takes the place of the outer optimizer's momentum.
 
     Args:
         beta: Weight of the old error, in [0, 1).
         reset_every: Number of optimizer steps after which all errors are reset to zero; 0 never resets them.
         hops: The hops that have errors: ``"inter"`` (parameters / gpus_per_node values) or ``"both"``.
         dtype: ``Int8(block)`` keeps the errors in 8 bits; None keeps them in fp32.
+        decay: Factor on the errors each time that they are used, in (0, 1].
 
     Raises:
-        ValueError: If ``beta``, ``reset_every`` or ``hops`` is out of range.
+        ValueError: If ``beta``, ``reset_every``, ``hops`` or ``decay`` is out of range.
         TypeError: If ``dtype`` is neither an ``Int8`` nor None.
     """
 
@@ -32,6 +35,7 @@ class LoCo:
     reset_every: int = 1024
     hops: Literal["inter", "both"] = "inter"
     dtype: Int8 | None = None
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         # bool counts as an int in Python; a beta of 1 would never take in a new error.
@@ -43,10 +47,13 @@ class LoCo:
             raise ValueError(f"hops must be 'inter' or 'both', got {self.hops!r}")
         if self.dtype is not None and not isinstance(self.dtype, Int8):
             raise TypeError(f"dtype must be Int8(...) or None (fp32), got {self.dtype!r}")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], got {self.decay!r}")
 
     def __str__(self) -> str:
         reset = f"reset every {self.reset_every} steps" if self.reset_every else "never reset"
-        return f"beta {self.beta}, {reset}, kept in {self.dtype or 'fp32'}"
+        decay = f", decay {self.decay}" if self.decay < 1 else ""
+        return f"beta {self.beta}{decay}, {reset}, kept in {self.dtype or 'fp32'}"
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the errors for a chunk of ``numel`` values."""

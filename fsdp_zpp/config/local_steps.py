@@ -1,21 +1,26 @@
 """Local steps: nodes train on their own, and exchange changes of weights every few steps.
 
 Source: DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for fragments that are exchanged one after the
-other, in 4 bits.
+other, in 4 bits; Pier (arXiv 2511.17849) for synchronous steps at the beginning.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
-from fsdp_zpp.codecs.blockwise import Int4
-from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
+from fsdp_zpp.codecs.blockwise import Int4, Int8
 
 from .elastic import Elastic
 from .error_feedback import LoCo, check_loco
+from .exchange_schedule import Segments, check_schedule, due_in, segments_of
+from .outer_momentum import TARGET_GAIN
 
 _INT4 = Int4(128)
+
+MOMENT_CODEC = Int8(128)
+"""Encodes optimizers' moments in exchanges."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +31,49 @@ class LocalSteps:
     the weights that an outer optimizer, SGD with momentum, makes of that average (DiLoCo, arXiv 2311.08105, algorithm
     1). The fragments of a model, its units, are exchanged one after the other.
 
+    Training may begin and end with synchronous steps, in which gradients are reduced over all ranks. In those at the
+    beginning, the outer momentum is warmed up as in Pier (arXiv 2511.17849): whenever a fragment is due, it takes in
+    how much the weights have changed since the fragment was due last, but leaves the weights alone. What changes
+    between then and the end of these steps, fewer than ``every``, is left out.
+
     Args:
-        every: Optimizer steps between two exchanges of a fragment.
+        every: Optimizer steps between two exchanges of a fragment; or a schedule, pairs ``(from_step, every)`` such as
+            ``((0, 8), (1000, 32))``: after the first 1000 steps of the training, synchronous ones included, every 32.
+            The first pair begins at 0. Each counts from its own beginning.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its momentum, in [0, 1).
+        outer_momentum: Its momentum, in [0, 1). ``"auto"`` chooses it for each exchange of a fragment: the largest one
+            up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
+            changes. See [Note: Automatic momentum] in outer_momentum.py.
         nesterov: Whether the momentum is Nesterov's.
-        codec: Encodes the changes and the outer optimizer's answer; None sends fp32.
+        codec: Encodes the changes and the outer optimizer's answer; None sends fp32. ``TopK()`` sends the largest
+            changes alone and needs error feedback.
         error_feedback: Error feedback on the codec, both ways. Its ``reset_every`` counts exchanges here.
         spread: Whether to spread fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2), instead of exchanging all of them after the last one.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
         mix: Share of the agreed weights in those with which a node continues when an exchange arrives; the rest is its
             own weights. With an overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 discards the steps made meanwhile.
+            With 0, nodes keep their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: Whether the agreed weights and the momentum are kept on the CPU between exchanges. The CPU then waits
             for an exchange when it is sent, in spite of an overlap.
+        start: Number of synchronous steps at the beginning.
+        stop: The number of steps after which all steps are synchronous again; None if that never happens. Before the
+            first of them, all fragments are exchanged, and optimizer states are averaged over nodes.
+        moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
+            fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
+            forward waits for them, in spite of an overlap.
         elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
-        ValueError: If a number is out of range, the codec does not suit changes, Nesterov's momentum is 0, error
-            feedback has no codec to correct, or elastic nodes have an overlap.
+        ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes or lacks
+            the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
+            is ``"auto"``, error feedback has no codec to correct, or elastic nodes are given what they can't do.
         TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
-    every: int = 64
+    every: int | Segments = 64
     outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_momentum: float | Literal["auto"] = 0.9
     nesterov: bool = True
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
@@ -58,22 +81,29 @@ class LocalSteps:
     overlap: int = 0
     mix: float = 1.0
     offload: bool = False
+    start: int = 0
+    stop: int | None = None
+    moments_every: int | None = None
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every must be an int of 1 or more optimizer steps, got {self.every!r}")
+        check_schedule(self.every, self.start, self.stop)
         if not _is_number(self.outer_lr) or not 0 < self.outer_lr < float("inf"):
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
-        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
-        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < self.every:
+        self._check_momentum()
+        least = min(every for _, every in self.segments)
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < least:
             raise ValueError(
-                f"overlap must be an int of 0 or more optimizer steps and below every={self.every}, so that an "
+                f"overlap must be an int of 0 or more optimizer steps and below every={least}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
-        if not _is_number(self.mix) or not 0 < self.mix <= 1:
-            raise ValueError(f"mix must be in (0, 1], got {self.mix!r}")
+        if not _is_number(self.mix) or not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
+        if self.moments_every is not None and not _is_count(self.moments_every):
+            raise ValueError(
+                "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
+                f"{self.moments_every!r}"
+            )
         for name in ("nesterov", "spread", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -82,12 +112,30 @@ class LocalSteps:
         self._check_codec()
         self._check_elastic()
 
+    def _check_momentum(self) -> None:
+        if self.outer_momentum == "auto":
+            if self.outer_lr >= TARGET_GAIN:
+                raise ValueError(
+                    f"outer_momentum='auto' makes outer steps of up to {TARGET_GAIN} times the mean change, to which "
+                    f"outer_lr={self.outer_lr} leaves no room for momentum: pass a lower outer_lr, or a number"
+                )
+        elif (
+            isinstance(self.outer_momentum, str)
+            or not _is_number(self.outer_momentum)
+            or not 0 <= self.outer_momentum < 1
+        ):
+            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}")
+
     def _check_codec(self) -> None:
         check_codec("codec", self.codec, such_as="Int4(128)")
-        if isinstance(self.codec, Int4Delta):
-            raise ValueError(f"codec encodes changes already: pass Int4(...) instead of {self.codec!r}")
-        check_hop_codec("codec", self.codec)
+        check_place("codec", self.codec, "exchanges")
         check_loco(self.error_feedback)
+        if self.error_feedback is None and self.codec is not None and self.codec.needs_feedback:
+            raise ValueError(
+                f"codec={self.codec!r} leaves out most of a change, which is lost without error feedback: pass "
+                "error_feedback=LoCo(beta=0, decay=0.95, reset_every=0), with outer_lr=1, outer_momentum=0 and "
+                "nesterov=False as in SparseLoCo"
+            )
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
 
@@ -96,23 +144,56 @@ class LocalSteps:
             return
         if not isinstance(self.elastic, Elastic):
             raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
+        refused = {
+            "start": self.start,
+            "stop": self.stop is not None,
+            "moments_every": self.moments_every,
+            "outer_momentum": self.outer_momentum == "auto",
+        }
+        if given := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(
+                f"elastic nodes do not support {given[0]}={getattr(self, given[0])!r}, for which all nodes would have "
+                "to be there: leave it out"
+            )
         if self.overlap:
             raise ValueError(
                 f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
                 "not repeat without one that was lost: pass overlap=0"
             )
 
+    @property
+    def segments(self) -> Segments:
+        """Return the schedule: the step at which each segment begins, and its steps between two exchanges."""
+        return segments_of(self.every)
+
+    @property
+    def last_every(self) -> int:
+        """Return the steps between two exchanges in the last segment, which lasts longest."""
+        return self.segments[-1][1]
+
+    @property
+    def has_synchronous_steps(self) -> bool:
+        """Return whether gradients are ever reduced over all ranks."""
+        return self.start > 0 or self.stop is not None
+
+    def is_synchronous(self, made: int) -> bool:
+        """Return whether the step that follows ``made`` steps is synchronous."""
+        return made < self.start or self.has_stopped(made)
+
+    def has_stopped(self, made: int) -> bool:
+        """Return whether all steps that follow ``made`` steps are synchronous."""
+        return self.stop is not None and made >= self.stop
+
     def due(self, step: int, fragments: int) -> list[int]:
         """Return the fragments to exchange after a step; in any ``every`` consecutive steps, each of them once.
+
+        Where a segment of the schedule ends, fragments may come sooner or later than that.
 
         Args:
             step: Number of steps made so far, from 1 on.
             fragments: Number of fragments.
         """
-        if not self.spread:
-            return list(range(fragments)) if step % self.every == 0 else []
-        # The last fragment comes with the last of the steps, so that every=1 exchanges all of them in each step.
-        return [index for index in range(fragments) if (step - (index + 1) * self.every // fragments) % self.every == 0]
+        return due_in(self.segments, step, fragments, spread=self.spread)
 
     def __str__(self) -> str:
         momentum = f"{'Nesterov ' if self.nesterov else ''}momentum {self.outer_momentum}"
@@ -120,8 +201,19 @@ class LocalSteps:
         sent = f"{self.codec or 'fp32'}{feedback}"
         arrives = f", arriving {self.overlap} step{'s' * (self.overlap > 1)} later" if self.overlap else ""
         mixed = f", mixed in at {self.mix}" if self.mix < 1 else ""
+        (_, every), *later = self.segments
+        changes = "".join(f", from step {begin} on every {each}" for begin, each in later)
+        started = f", after {self.start} synchronous step{'s' * (self.start > 1)}" if self.start else ""
+        stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
+        which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
+        moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
         members = f", among {self.elastic}" if self.elastic else ""
-        return f"every {self.every} steps as {sent}, outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{members}"
+        outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
+        return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}{members}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

@@ -8,7 +8,7 @@ strategy:                           or a preset and what is different, or no pre
   weights: int8:256                 see codecs/names.py
   error_feedback: {hops: both, dtype: int8}
   frozen: nf4
-  local_steps: {every: 64, codec: int4:128}
+  local_steps: {every: 64, codec: int4:128}     or every: [[0, 8], [1000, 32]]
   gpus_per_node: 8
   overrides: {"*Experts": {preset: zeropp, weights: int4delta}}
 """
@@ -87,6 +87,8 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         mapping["local_steps"] = _fields_of(local_steps, "local_steps", codec="codec")
         feedback = _fields_of(local_steps.error_feedback, "local_steps.error_feedback", codec="dtype")
         mapping["local_steps"]["error_feedback"] = feedback
+        if isinstance(local_steps.every, tuple):
+            mapping["local_steps"]["every"] = [list(pair) for pair in local_steps.every]
         mapping["local_steps"]["elastic"] = _fields_of(local_steps.elastic, "local_steps.elastic")
     mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in mapping["overrides"]}
     return mapping
@@ -114,6 +116,8 @@ def _local_steps(value: object) -> LocalSteps | None:
         return arguments
     if "error_feedback" in arguments:
         arguments["error_feedback"] = _error_feedback("local_steps.error_feedback", arguments["error_feedback"])
+    if isinstance(every := arguments.get("every"), list):
+        arguments["every"] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in every)
     if "elastic" in arguments:
         arguments["elastic"] = _elastic(arguments["elastic"])
     return _at("local_steps", lambda given: LocalSteps(**given), arguments)

@@ -62,6 +62,7 @@ class ResolvedStrategy:
         gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction, if active.
         error_feedback: Error feedback on the gradient codecs, if active.
         frozen: Codec of frozen parameters.
+        intra_codec: Codec of the intra-node hop of the gradient reduction, if it was named explicitly.
     """
 
     levels: str
@@ -71,15 +72,27 @@ class ResolvedStrategy:
     gradient_codecs: tuple[Codec | None, Codec | None]
     error_feedback: LoCo | None
     frozen: Codec | None
+    intra_codec: Codec | None = None
 
     def within_node(self) -> ResolvedStrategy:
         """Return the strategy as a node runs it that trains on its own: as a job of one node.
 
-        Its codecs stay active, unlike those of a job that has one node: they were resolved for several.
+        The codec of its weights stays active, unlike that of a job that has one node: it was resolved for several.
         """
-        gpus = self.topology.gpus_per_node
+        gpus, codecs = self.topology.gpus_per_node, (self.intra_codec, None)
         node = Topology(gpus, gpus)
-        return dataclasses.replace(self, topology=node, scopes=resolve_scopes(self.scopes, node))
+        feedback = self.error_feedback
+        if feedback is not None and (feedback.hops == "inter" or self.intra_codec is None):
+            feedback = None
+        # Error feedback between nodes may have changed the scopes, and is not on a node's own hops.
+        scopes = resolve_scopes(Scopes(*self.levels), self.topology)
+        return dataclasses.replace(
+            self,
+            topology=node,
+            scopes=resolve_scopes(scopes, node, feedback, codecs),
+            gradient_codecs=codecs,
+            error_feedback=feedback,
+        )
 
 
 def resolve(
@@ -104,7 +117,8 @@ def resolve(
     # Only now: on one node, "auto" must follow a gradient codec that is inactive.
     codecs = intra_node_codec(intra_gradients, gradients), gradients
     scopes = resolve_scopes(Scopes(*levels), topology, error_feedback, codecs)
-    return ResolvedStrategy(levels, topology, scopes, weights, codecs, error_feedback, frozen)
+    named = intra_node_codec(intra_gradients, None)
+    return ResolvedStrategy(levels, topology, scopes, weights, codecs, error_feedback, frozen, named)
 
 
 def resolve_scopes(

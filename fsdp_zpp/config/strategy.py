@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
-from fsdp_zpp.codecs.base import Codec, check_codec, check_hop_codec
+from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 
@@ -48,7 +48,8 @@ class Strategy:
         frozen: Codec of frozen parameters, which are quantized once.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
-            the optimizer scope must be ``I`` or ``N``.
+            the optimizer scope must be ``I`` or ``N``. ``gradients`` then needs synchronous steps, at its start or
+            after its stop.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
             torchrun started on each node (``LOCAL_WORLD_SIZE``); on a single node whose GPUs NVLink does not join,
             those that it joins, often 1, if codecs make that pay.
@@ -83,23 +84,19 @@ class Strategy:
         check_levels(self.levels)
         for name in ("weights", "gradients", "frozen"):
             check_codec(name, getattr(self, name))
-        self._check_deltas()
         if self.intra_gradients != "auto":
             check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
-        for name in ("weights", "gradients", "intra_gradients"):
-            check_hop_codec(name, getattr(self, name))
+        check_place("weights", self.weights, "weights")
+        check_place("gradients", self.gradients, "gradients")
+        check_place("intra_gradients", self.intra_gradients, "gradients")
+        check_place("frozen", self.frozen, "frozen")
+        self._check_deltas()
         self._check_local_steps()
         check_error_feedback(self.error_feedback, "gradients", *self.gradient_codecs)
         check_gpus_per_node(self.gpus_per_node)
         object.__setattr__(self, "overrides", checked_overrides(self.overrides, Strategy))
 
     def _check_deltas(self) -> None:
-        for name in ("gradients", "intra_gradients", "frozen"):
-            if isinstance(getattr(self, name), Int4Delta):
-                raise ValueError(
-                    f"{name} can't be an Int4Delta: a delta needs a base that its receivers hold, and only weights "
-                    "have one; choose Int8(...) or Int4(...)"
-                )
         if isinstance(self.weights, Int4Delta) and not self.keeps_secondary:
             raise ValueError(
                 f"weights={self.weights!r} sends deltas against the secondary shard in each node, which levels "
@@ -117,16 +114,19 @@ class Strategy:
                 f"local_steps has each node step on its own, but under levels {self.levels!r} a node holds only a part "
                 "of the optimizer state; choose I or N for the optimizer, such as 'III'"
             )
+        if self.local_steps.has_synchronous_steps:
+            return
         if self.gradients is not None:
             raise ValueError(
-                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which local_steps does not "
-                "make; encode the exchanges with LocalSteps(codec=...), and the intra-node hop with "
-                "intra_gradients=..."
+                f"gradients={self.gradients!r} encodes gradients on the inter-node hop, which only synchronous steps "
+                "make, and local_steps has none: give it a start or a stop; or encode the exchanges with "
+                "LocalSteps(codec=...), and the intra-node hop with intra_gradients=..."
             )
         if isinstance(self.error_feedback, LoCo) and self.error_feedback.hops == "inter":
             raise ValueError(
-                "error_feedback corrects gradients on the inter-node hop, which local_steps does not make; pass "
-                "LocalSteps(error_feedback=...) for the exchanges, or LoCo(hops='both') for the intra-node hop"
+                "error_feedback corrects gradients on the inter-node hop, which only synchronous steps make, and "
+                "local_steps has none: give it a start or a stop; or pass LocalSteps(error_feedback=...) for the "
+                "exchanges, or LoCo(hops='both') for the intra-node hop"
             )
 
     @property

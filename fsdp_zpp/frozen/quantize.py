@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.base import Codec, check_place
 from fsdp_zpp.codecs.blockwise import Int8
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.agreement import agree
@@ -133,6 +133,7 @@ def _check_arguments(model: object, codec: object, min_numel: object, dtype: obj
     check_module(model)
     if not isinstance(codec, Codec):
         raise TypeError(f"codec must be a codec such as Int8(256) or Int4(128), got {codec!r}")
+    check_place("codec", codec, "frozen")
     if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
         raise ValueError(f"min_numel must be a positive int, got {min_numel!r}")
     if dtype is not None and dtype not in DTYPES:

@@ -170,6 +170,7 @@ _EXCHANGES = {
     "exchange_overlap": "overlap",
     "exchange_at_once": "spread",
     "exchange_offload": "offload",
+    "exchange_moments_every": "moments_every",
 }
 """The argument of :class:`LocalSteps` behind each option."""
 
@@ -185,7 +186,10 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
     )
     # Options that are not given are left out of the namespace, so that LocalSteps has the only defaults.
     for name, what in (
-        ("codec", f"of the exchanges, none, int8 or int4 (default: {LocalSteps.codec})"),
+        (
+            "codec",
+            f"of the exchanges, none, int8, int4, or topk with --exchange-feedback (default: {LocalSteps.codec})",
+        ),
         (
             "feedback",
             "of the errors, which turns error feedback on: none (fp32) or int8 (default: no feedback)",
@@ -198,6 +202,13 @@ def _add_local_steps(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         default=argparse.SUPPRESS,
         help="steps that an exchange may take to arrive",
+    )
+    add(
+        "--exchange-moments-every",
+        type=float,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="also average the optimizer's moments in every Nth exchange, as int8 (default: never)",
     )
     for name, default, what in (
         ("at-once", False, "exchange all units after the same step, instead of spreading them over the N steps"),
@@ -223,5 +234,7 @@ def local_steps(arguments: argparse.Namespace) -> LocalSteps | None:
         given["exchange_feedback"] = LoCo(dtype=given["exchange_feedback"])
     if "exchange_overlap" in given:
         given["exchange_overlap"] = whole("--exchange-overlap", given["exchange_overlap"], least=0)
+    if "exchange_moments_every" in given:
+        given["exchange_moments_every"] = whole("--exchange-moments-every", given["exchange_moments_every"])
     options = {_EXCHANGES[name]: value for name, value in given.items()}
     return LocalSteps(whole("--local-steps", arguments.local_steps), **options)

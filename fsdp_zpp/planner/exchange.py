@@ -6,14 +6,16 @@ one.
 In an exchange, a rank sends a part of each unit that is trained: its shard under the optimizer scope I, one of
 gpus_per_node equal parts under N. The planner knows the size of a unit and not its parameters, so it takes a unit for
 one flat tensor, padded once. Under N, the last rank of a node may hold, and send, a little less than the figures.
+Optimizers are taken to keep a moment for each 4 bytes of their state, as AdamW keeps two in fp32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_zpp.codecs.blockwise import Blockwise
 from fsdp_zpp.config.error_feedback import error_nbytes
-from fsdp_zpp.config.local_steps import LocalSteps
+from fsdp_zpp.config.local_steps import MOMENT_CODEC, LocalSteps
 from fsdp_zpp.config.resolve import ResolvedStrategy
 from fsdp_zpp.config.topology import Topology
 
@@ -49,9 +51,32 @@ def exchange_volume(
     return total
 
 
-def per_step(exchange: Volume, local_steps: LocalSteps) -> Volume:
-    """Return the bytes of exchanges averaged over the steps, rounded up to whole bytes."""
-    return Volume(-(-exchange.inter // local_steps.every), -(-exchange.intra // local_steps.every))
+def moment_volume(size: ModelSize, resolved: ResolvedStrategy, local_steps: LocalSteps, precision: Precision) -> Volume:
+    """Return the bytes that one rank sends when each unit's moments are averaged once; none if they never are.
+
+    That takes ``every * moments_every`` steps. Arguments are those of :func:`exchange_volume`.
+    """
+    total = Volume()
+    for unit in size.units:
+        if unit.trainable and local_steps.moments_every is not None:
+            one = _Exchange(unit.trainable, resolved, local_steps, precision)
+            total += Volume(unit.count * one.moments_sent_between, unit.count * one.moments_sent_inside)
+    return total
+
+
+def per_step(exchange: Volume, moments: Volume, local_steps: LocalSteps) -> Volume:
+    """Return the bytes of exchanges averaged over the steps of the last segment, rounded up to whole bytes.
+
+    Args:
+        exchange: What :func:`exchange_volume` returns.
+        moments: What :func:`moment_volume` returns.
+        local_steps: How often both are sent.
+    """
+    times = local_steps.moments_every or 1
+    steps = local_steps.last_every * times
+    return Volume(
+        -(-(exchange.inter * times + moments.inter) // steps), -(-(exchange.intra * times + moments.intra) // steps)
+    )
 
 
 def exchange_memory(
@@ -70,6 +95,17 @@ def exchange_memory(
             total += Memory(outer=one.outer_state, errors=one.errors) * unit.count
             buffers = max(buffers, one.buffers)
     return total + Memory(working=buffers)
+
+
+def moment_buffers(chunk: int, nodes: int) -> int:
+    """Return the peak bytes of buffers while moments are averaged, one moment after the other.
+
+    Args:
+        chunk: The number of values of which a rank makes the mean.
+        nodes: The number of nodes.
+    """
+    # The moments in fp32, and beside them payloads sent and received, or the signs of a chunk.
+    return nodes * _FP32 * chunk + max(2 * nodes * MOMENT_CODEC.nbytes(chunk), _FP32 * chunk)
 
 
 @dataclass(frozen=True)
@@ -101,6 +137,12 @@ class _Exchange:
         return nbytes(self.local_steps.codec, self._chunk, _FP32)
 
     @property
+    def _payload_back(self) -> int:
+        """Return the bytes of an encoded chunk of the update, which is made of all nodes' changes."""
+        codec = self.local_steps.codec
+        return nbytes(None if codec is None else codec.for_sum_of(self._nodes), self._chunk, _FP32)
+
+    @property
     def _shares_node(self) -> bool:
         """Return whether the ranks of a node hold the same weights, and put their parts together after an exchange."""
         return self.resolved.scopes.optimizer == "N" and self.resolved.topology.gpus_per_node > 1
@@ -108,13 +150,32 @@ class _Exchange:
     @property
     def sent_between(self) -> int:
         """Return the bytes to other nodes: a chunk of changes to each, and this rank's chunk of the update to all."""
-        return 2 * (self._nodes - 1) * self._payload
+        return (self._nodes - 1) * (self._payload + self._payload_back)
 
     @property
     def sent_inside(self) -> int:
         """Return the bytes to other GPUs of the node."""
         others = self.resolved.topology.gpus_per_node - 1
         return others * self._part * self.precision.storage.itemsize if self._shares_node else 0
+
+    @property
+    def _moments(self) -> int:
+        return -(-self.precision.optimizer_bytes // _FP32)
+
+    @property
+    def _averages_moments(self) -> bool:
+        return self.local_steps.moments_every is not None and self._moments > 0
+
+    @property
+    def moments_sent_between(self) -> int:
+        """Return the bytes to other nodes of an average of moments: a chunk to each, and this rank's mean to all."""
+        return 2 * (self._nodes - 1) * self._moments * MOMENT_CODEC.nbytes(self._chunk)
+
+    @property
+    def moments_sent_inside(self) -> int:
+        """Return the bytes to other GPUs of the node."""
+        others = self.resolved.topology.gpus_per_node - 1
+        return others * self._part * self.precision.optimizer_bytes if self._shares_node else 0
 
     @property
     def outer_state(self) -> int:
@@ -142,8 +203,25 @@ class _Exchange:
             change + self._agreed_copies,
             change + chunk + sent + payloads,  # the mean, and payloads sent and received
             change + 2 * chunk,  # the outer step, from the mean to the update
+            change + (self._nodes + 1) * self._payload_back,  # of which one is sent
+            change + chunk + self._fed_back * self._nodes + payloads,
             self._put_together,
+            moment_buffers(self._chunk, self._nodes) if self._averages_moments else 0,
+            # Before the stop, the exact mean of moments, sent from where they are.
+            2 * change if self.local_steps.stop is not None and self._moments > 0 else 0,
         )
+
+    @property
+    def _fed_back(self) -> int:
+        """Return the bytes in which a chunk is fed back its errors outside a kernel, if its codec has none.
+
+        There are the sum with its errors, what of it is left out, and two temporaries for whether it is finite.
+        """
+        feedback, codec = self.local_steps.error_feedback, self.local_steps.codec
+        if feedback is None or isinstance(codec, Blockwise):
+            return 0
+        decoded = 0 if feedback.dtype is None else _FP32
+        return (3 * _FP32 + 1 + decoded) * self._chunk
 
     @property
     def _agreed_copies(self) -> int:

@@ -11,7 +11,7 @@ from .axes import Axes
 from .candidates import Candidate
 from .config import Cluster, MemoryBudget, Precision, StepConfig
 from .estimate import Estimate, PartEstimate
-from .exchange import exchange_memory, exchange_volume, fragment_count, per_step
+from .exchange import exchange_memory, exchange_volume, fragment_count, moment_volume, per_step
 from .memory import Memory, memory_beside, memory_of_units
 from .model_size import ModelSize, Units
 from .node_size import on_machines, splits_machine, strategy_topology
@@ -31,6 +31,8 @@ def estimate_of(
     precision: Precision,
 ) -> Estimate:
     """Return the figures of ``candidate``. With local steps, there is one part, of whole layers.
+
+    Traffic and time are then those of local steps, and memory is that of whichever steps take most.
 
     For one of torch's, they are as torch runs it, and the strategy is one that fits here if any does.
     """
@@ -70,10 +72,17 @@ def _estimate(
     local_steps = strategy.local_steps
     if local_steps is not None:
         exchanged = size, resolved, local_steps, precision
-        exchange = exchange_volume(*exchanged)
-        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps)
-        volume += per_step(exchange, local_steps)
-        memory += exchange_memory(*exchanged)
+        exchange, moments = exchange_volume(*exchanged), moment_volume(*exchanged)
+        time = with_exchanges(time, exchange, fragment_count(size), cluster, local_steps, moments)
+        volume += per_step(exchange, moments, local_steps)
+        added = exchange_memory(*exchanged)
+        memory += added
+        if local_steps.has_synchronous_steps:
+            in_step = _of_part(parts[0], replace(strategy, local_steps=None), cluster, axes, work, precision)
+            # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
+            outer = added.outer if local_steps.start else 0
+            synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
+            memory = max(memory, synchronous, key=lambda each: each.total)
     return Estimate(
         strategy=dense.strategy,
         topology=dense.topology,

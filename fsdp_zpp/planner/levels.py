@@ -23,4 +23,5 @@ def with_local_steps(strategy: Strategy, local_steps: LocalSteps) -> Strategy:
     feedback = strategy.error_feedback
     if feedback is not None and (feedback.hops == "inter" or not isinstance(strategy.intra_gradients, Codec)):
         feedback = None
-    return dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
+    alone = dataclasses.replace(strategy, gradients=None, error_feedback=feedback, local_steps=local_steps)
+    return dataclasses.replace(strategy, local_steps=local_steps) if local_steps.has_synchronous_steps else alone

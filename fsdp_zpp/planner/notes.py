@@ -61,6 +61,20 @@ def notes_on_local_steps(cluster: Cluster, codecs: Strategy, local_steps: LocalS
         return []
     if cluster.nodes == 1:
         return ["Local steps have no effect: there is only one node."]
+    notes = []
+    if len(local_steps.segments) > 1:
+        notes.append(f"Figures of local steps are those of the last segment, every {local_steps.last_every} steps.")
+    if local_steps.has_synchronous_steps:
+        phases = [f"the first {local_steps.start}"] * (local_steps.start > 0)
+        phases += [f"those from {local_steps.stop} on"] * (local_steps.stop is not None)
+        notes.append(
+            f"Synchronous steps ({' and '.join(phases)}) send what the same letters send without local steps. Memory "
+            "is enough for all steps."
+        )
+    return notes + _left_out(codecs, local_steps)
+
+
+def _left_out(codecs: Strategy, local_steps: LocalSteps) -> list[str]:
     kept = with_local_steps(with_levels(codecs, "III"), local_steps)
     idle = [
         f"{name}={requested}"

@@ -99,7 +99,8 @@ def plan(
         error_feedback: As in ``Strategy``.
         frozen: As in ``Strategy``.
         local_steps: Adds strategies with these local steps, for each of the letters that can have them. They change
-            the mathematics, so the choice is one of them only where it saves time.
+            the mathematics, so the choice is one of them only where it saves time. Figures are those of local steps of
+            the last segment, memory is enough for synchronous steps, too.
         compute: Dtype of forward and backward.
         reduce: Dtype of gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.

@@ -18,6 +18,8 @@ from .config import Cluster, StepConfig
 from .model_size import ModelSize
 from .volume import Volume
 
+_NOTHING = Volume()
+
 OF_CODECS = 0.08
 """Share by which codecs lengthen a unit's launch: over NVLink, where nothing else differs, a step with zeropp takes
 1.06 (FSDP) to 1.14 (FSDP2) times that of FULL_SHARD (benchmarks/step/results/1.35B-2x1-fast.json)."""
@@ -75,13 +77,18 @@ def step_time(
 
 
 def with_exchanges(
-    step: StepTime, exchange: Volume, fragments: int, cluster: Cluster, local_steps: LocalSteps
+    step: StepTime,
+    exchange: Volume,
+    fragments: int,
+    cluster: Cluster,
+    local_steps: LocalSteps,
+    moments: Volume = _NOTHING,
 ) -> StepTime:
     """Return the average time of local steps and their exchanges.
 
     Training waits for an exchange, less the ``overlap`` steps that it may take to arrive. Without an overlap, the
     average wait is the same whether fragments are spread or exchanged at once. Training always waits for the node's
-    ranks to put their parts together afterwards.
+    ranks to put their parts together afterwards, and for moments.
 
     This assumes that all fragments have the same size and all steps take the same time, that spread fragments are due
     at equal intervals, and that those on their way take turns on the network between nodes, which the steps leave idle.
@@ -93,15 +100,18 @@ def with_exchanges(
         fragments: Number of fragments.
         cluster: The cluster.
         local_steps: When fragments are exchanged.
+        moments: Bytes that one rank sends when each fragment's moments are averaged once.
     """
-    every = local_steps.every
+    every = local_steps.last_every
     between = _seconds(cluster.gpus_per_node * exchange.inter, cluster.inter_gbps) / every
     inside = _seconds(exchange.intra, cluster.intra_gbps) / every
     starts = min(fragments, every) if local_steps.spread else 1
     # The share of all steps during which an exchange is on its way.
     hiding = min(1.0, local_steps.overlap * starts / every)
-    wait = max(0.0, between - hiding * step.total) + inside
-    return dataclasses.replace(step, exchange=between + inside, wait=wait)
+    averaged = _seconds(cluster.gpus_per_node * moments.inter, cluster.inter_gbps)
+    averaged = (averaged + _seconds(moments.intra, cluster.intra_gbps)) / (every * (local_steps.moments_every or 1))
+    wait = max(0.0, between - hiding * step.total) + inside + averaged
+    return dataclasses.replace(step, exchange=between + inside + averaged, wait=wait)
 
 
 def _seconds(nbytes: int, gbps: float | None) -> float:

@@ -93,7 +93,8 @@ def exchange_weights(model: nn.Module) -> None:
     """Exchange all weights between nodes now, after which all of them hold the same; call it on every rank.
 
     With ``Strategy(local_steps=...)``, nodes exchange weights every few steps by themselves; this is for the end of
-    training, or of a phase of it. It is an exchange like the others: of changes, encoded, with an outer step.
+    training, or of a phase of it. It is an exchange like the others: of changes, encoded, with an outer step. While
+    steps are synchronous (``LocalSteps(start=..., stop=...)``), nodes hold the same weights, and it does nothing.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
@@ -113,7 +114,8 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
     they show the agreed ones, as DiLoCo evaluates and saves them. Nothing is sent between nodes. The node's own weights
-    are set aside and restored on exit; don't train inside. Enter it on every rank of a node.
+    are set aside and restored on exit; don't train inside. Enter it on every rank of a node. While steps are
+    synchronous, the agreed weights are the current ones.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.

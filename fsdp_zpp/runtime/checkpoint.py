@@ -202,13 +202,14 @@ class CodecState:
 
 
 def _parts_of(unit: Unit) -> Iterator[tuple[str, SavedState]]:
-    if unit.errors is not None:
-        yield "errors", unit.errors
     if isinstance(unit, StrategyUnit):
+        yield from unit.reductions.error_states()
         if unit.gather is not None and unit.gather.secondary.sends_deltas:
             yield "weights", unit.gather.secondary
         if unit.fragment is not None:
             yield "local steps", unit.fragment
+    elif unit.errors is not None:
+        yield "errors", unit.errors
 
 
 def _optimizer_states(
@@ -222,6 +223,9 @@ def _optimizer_states(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
+    for fragment in fragments:  # a first exchange after a resumption comes before the first step
+        for each in listed:
+            fragment.optimizers.add(each)
     return {
         f"optimizer {at}": OptimizerState(each, fragments[0]) for at, each in enumerate(listed if fragments else [])
     }

@@ -58,14 +58,15 @@ class ElasticFragment(Fragment):
         """Take back what was sent since ``before``."""
         self.outer.rollback(before.exchanges)
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
+        self.progress.sent -= 1
 
     def numels(self) -> dict[str, int]:
         """Return how many values this rank exchanges of each parameter that has agreed weights."""
         return {name: agreed.numel() for name, agreed in self.outer.agreed.items()}
 
-    def adopt(self, agreed: Mapping[str, Tensor]) -> None:
+    def take_over(self, agreed: Mapping[str, Tensor]) -> None:
         """Continue from weights that other nodes have agreed on. Collective over the node."""
-        self.outer.adopt(agreed, self._exchanged(agreed.keys()))
+        self.outer.take_over(agreed, self._exchanged(agreed.keys()))
         self._changed, self._sent, self.progress.arrives = set(), [], None
         self.outer.receive(self._exchanged(agreed.keys()))
         self._after_write(agreed.keys())

@@ -34,9 +34,12 @@ from fsdp_zpp.collectives.weights_of_nodes import relative_weights
 
 from .elastic_fragment import ElasticFragment
 from .fragment import Progress
-from .known_optimizers import optimizers_of
 from .local_training import LocalTraining
+from .made_optimizers import optimizers_of
+from .moments import OptimizerMoments
 from .optimizer_state import OptimizerState
+from .outer_watch import OuterWatch
+from .step_reductions import StepReductions
 
 
 class Membership(NamedTuple):
@@ -108,8 +111,7 @@ class ElasticTraining(LocalTraining):
     Args:
         model: The model's name in errors.
         fragments: Its fragments, at least one.
-        ranks: The ranks of this node.
-        steps_are_announced: Whether an optimizer says when it steps.
+        reductions: As of :class:`LocalTraining`, like the next four; ``ranks`` are those of this node.
         parameters: Returns the model's parameters.
 
     Raises:
@@ -120,11 +122,14 @@ class ElasticTraining(LocalTraining):
         self,
         model: str,
         fragments: Sequence[ElasticFragment],
+        reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
         steps_are_announced: Callable[[], bool],
+        outer: OuterWatch,
+        moments: OptimizerMoments,
         parameters: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        super().__init__(model, fragments, ranks, steps_are_announced)
+        super().__init__(model, fragments, reductions, ranks, steps_are_announced, outer, moments)
         assert self._config.elastic is not None
         self._fragments = fragments
         self._parameters = parameters
@@ -353,7 +358,7 @@ class ElasticTraining(LocalTraining):
                 f"{len(optimizers)}: make them before the second forward"
             )
         for fragment, agreed in zip(self._fragments, state["agreed"], strict=True):
-            fragment.adopt(agreed)
+            fragment.take_over(agreed)
             vars(fragment.progress).update(state["progress"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
             OptimizerState(optimizer, self._all[0]).restore(saved)

@@ -14,6 +14,8 @@ from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep, OuterStepState
 from fsdp_zpp.config.local_steps import LocalSteps
 
+from .known_optimizers import KnownOptimizers
+
 Span = tuple[int, int]
 """Start and stop of values in a flat tensor."""
 _MOST_SPANS = 64
@@ -48,6 +50,8 @@ class Progress:
         made: Steps made.
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
+        apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
+        sent: Exchanges made so far, the one under way included.
         committed: Exchanges that elastic nodes have committed to, which tells how much a node knows.
         round: The round in which they have committed to the last of these.
         settled: The step after which elastic nodes have exchanged everything; None if there is none.
@@ -56,6 +60,8 @@ class Progress:
     made: int = 0
     exchanged: int = 0
     arrives: int | None = None
+    apart: bool = False
+    sent: int = 0
     committed: int = 0
     round: int = 0
     settled: int | None = None
@@ -81,6 +87,7 @@ class Fragment:
         outer: As given.
         progress: How far its training has come.
         pending: Optimizers' states that were loaded besides this and are restored with it, and how, by the id of each.
+        optimizers: Optimizers that step parameters of its model, as far as it was told of them.
         before_restore: Called before what was loaded is restored; may reset it instead. Collective.
         was_reloaded: Whether weights were loaded, without a state of local steps, since a reader last reset this.
     """
@@ -97,6 +104,7 @@ class Fragment:
     ) -> None:
         self.config, self.outer, self.progress = config, outer, Progress()
         self.pending: dict[int, tuple[list[ParameterState], Callable[[list[ParameterState]], None]]] = {}
+        self.optimizers = KnownOptimizers()
         self._own: dict[str, Tensor] | None = None
         self._share, self._shards, self._placements = share, shards, placements
         self._trained, self._invalidate = trained, invalidate
@@ -157,6 +165,21 @@ class Fragment:
         """Return whether this rank's weights are the agreed ones."""
         return self.outer.agrees_with(self._exchanged(self.outer.names))
 
+    def adopt(self) -> None:
+        """Adopt the weights, which all nodes hold alike, as the agreed ones; the momentum stays as it is."""
+        self.outer.adopt(self._exchanged(self.outer.names))
+        self._changed = set()
+
+    def warm_up(self) -> None:
+        """Adopt what was trained, and let the momentum take in how much that has changed since it was due last."""
+        self.outer.adopt(self._exchanged(self._changed), warms_up=True)
+        self._changed = set()
+
+    def retire(self) -> None:
+        """Forget all exchanges: there are no more of them."""
+        self.outer.reset()
+        self._changed = set()
+
     def restart(self) -> None:
         """Adopt the weights as the agreed ones, and forget all exchanges."""
         names = self.outer.names
@@ -170,6 +193,7 @@ class Fragment:
         self.outer.send(shards, self._placements(), weight)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
+        self.progress.sent += 1
 
     def receive(self, mix: float) -> None:
         """Continue from the agreed weights; parameters still trained, from a mixture of these and this node's own."""
@@ -242,7 +266,8 @@ class Fragment:
             )
         # Not at once: a model's state dict may be loaded after this, with weights of whatever node has saved it.
         self._loaded = state
-        self.progress = Progress(**state["progress"])
+        # Older checkpoints are all of nodes that train on their own.
+        self.progress = Progress(**{"apart": True, **state["progress"]})
 
     def same_as_loaded(self, names: Collection[str]) -> dict[str, tuple[int, list[Span]]]:
         """Return, by parameter, its number of values on this rank, and where they equal what was loaded."""
@@ -268,7 +293,7 @@ class Fragment:
             self.before_restore()
         if (state := self._loaded) is None:
             return
-        self._loaded = None
+        self._loaded, self.was_reloaded = None, False  # weights that were loaded before are replaced
         self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))

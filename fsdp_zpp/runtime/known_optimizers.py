@@ -1,37 +1,32 @@
-"""Optimizers of this process by the parameters that they were given."""
+"""Optimizers that step a model's parameters, by numbers that are the same on all ranks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 
-from torch import nn
-from torch.optim.optimizer import Optimizer
-
-_KNOWN = "_fsdp_zpp_known"
+from torch.optim import Optimizer
 
 
-def note_optimizer(optimizer: Optimizer) -> None:
-    """Remember ``optimizer`` for as long as it exists; a part of its construction."""
-    # On torch's class, where torch's own hooks are, rather than in a global of this module; in the order in which they
-    # were made, which is the same in all processes that run the same program.
-    known: dict[int, weakref.ref[Optimizer]] | None = vars(Optimizer).get(_KNOWN)
-    if known is None:
-        known = {}
-        setattr(Optimizer, _KNOWN, known)
-    key = id(optimizer)
-    if key not in known:
-        known[key] = weakref.ref(optimizer, lambda reference: _forget(known, key, reference))
+class KnownOptimizers:
+    """Optimizers in the order in which they became known, by events that all ranks see.
 
+    It keeps none of them alive: ranks may free one at different times, but its number stays.
 
-def _forget(known: dict[int, weakref.ref[Optimizer]], key: int, reference: weakref.ref[Optimizer]) -> None:
-    if known.get(key) is reference:  # ids are used again
-        del known[key]
+    Attributes:
+        count: How many became known so far.
+    """
 
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
 
-def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """Return the optimizers that hold any of ``parameters``, in the order in which they were made."""
-    ids = {id(parameter) for parameter in parameters}
-    known: dict[int, weakref.ref[Optimizer]] = vars(Optimizer).get(_KNOWN, {})
-    optimizers = [optimizer for reference in list(known.values()) if (optimizer := reference()) is not None]
-    return [each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])]
+    def add(self, optimizer: Optimizer) -> None:
+        """Give an optimizer a number, unless it has one, or it wraps one that has."""
+        if optimizer not in self._numbers and all(optimizer.state is not each.state for each in self._numbers):
+            self._numbers[optimizer] = self.count
+            self.count += 1
+
+    def alive(self) -> Mapping[int, Optimizer]:
+        """Return those that still exist."""
+        return {number: optimizer for optimizer, number in self._numbers.items()}

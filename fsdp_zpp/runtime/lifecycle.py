@@ -15,8 +15,8 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import Optimizer
 
-from .known_optimizers import note_optimizer
 from .local_training import LocalTraining
+from .made_optimizers import note_optimizer
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
@@ -48,6 +48,7 @@ class LifecycleHooks:
         self._units = units
         self._changes = WeightChanges(units) if changes is None else changes
         self._mistakes = mistakes
+        self._local_training = local_training
         self._step_counters = [each for each in (mistakes, local_training) if each is not None]
         self._last_scaler: weakref.ref[GradScaler] | None = None  # of which units were told since the last step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
@@ -69,7 +70,7 @@ class LifecycleHooks:
             return
         self._last_scaler = None  # with a step units forget the scaler, so they must be told of it again
         self._changes.step(ids)
-        self._step_ended()
+        self._step_ended(optimizer)
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(ids, getattr(optimizer, "found_inf", None))
 
@@ -79,7 +80,9 @@ class LifecycleHooks:
         if self._holds_any(ids):
             self._changes.written(ids)
 
-    def _step_ended(self) -> None:
+    def _step_ended(self, optimizer: object) -> None:
+        if self._local_training is not None:
+            self._local_training.moments.saw(optimizer)
         for counter in self._step_counters:
             counter.step_ended()
 
@@ -99,7 +102,7 @@ class LifecycleHooks:
         if not scaler.is_enabled() or not self._holds_any(ids):
             return
         self._last_scaler = None
-        self._step_ended()
+        self._step_ended(optimizer)
         if not isinstance(optimizer, Optimizer) and not _found_inf(scaler, optimizer):
             self._step_made(ids, None)  # an optimizer that is not torch's runs no step hook
         for unit in self._units_with(ids):

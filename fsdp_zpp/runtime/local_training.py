@@ -6,6 +6,18 @@ after a backward that synchronizes gradients, when the first optimizer steps or 
 optimizers do not count again. Steps of an optimizer that is not torch's can't be observed; if there is no other, each
 such backward counts. Exchanges that are due after a step are made before the next forward that records gradients: by
 then all optimizers have stepped.
+
+[Note: Phases of local steps]
+The number of steps made decides whether the next one is synchronous. It is decided before that step's first forward,
+for all units at once, after the exchanges of the step before. In synchronous steps nodes stay equal bit for bit, as
+without local steps, so that nothing is exchanged:
+
+- In those at the beginning, fragments that are due warm up the momentum. With the last of them, their weights become
+  the agreed ones; changes since a fragment was due last are not in the momentum.
+- Before the first of those at the end, nodes exchange all fragments and become equal. Agreed weights and momentum are
+  dropped.
+
+Whether nodes are apart is saved, too: a checkpoint may be loaded into another schedule.
 """
 
 from __future__ import annotations
@@ -22,6 +34,9 @@ from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
 
 from .fragment import Fragment
+from .moments import OptimizerMoments
+from .outer_watch import OuterWatch
+from .step_reductions import StepReductions, set_synchronous
 
 
 class LocalTraining:
@@ -31,17 +46,32 @@ class LocalTraining:
         model: The model's name in errors.
         fragments: Its fragments, at least one, in an order that is the same on all ranks; which of them are trained may
             change.
+        reductions: Reduce the gradients of all fragments' units.
         ranks: All ranks.
         steps_are_announced: Whether an optimizer says when it steps.
+        outer: Fits their outer steps.
+        moments: Averages the optimizers' moments.
+
+    Attributes:
+        outer: As given.
+        moments: As given.
 
     Raises:
         ValueError: If ranks differ in how far they have trained.
     """
 
     def __init__(
-        self, model: str, fragments: Sequence[Fragment], ranks: ProcessMesh, steps_are_announced: Callable[[], bool]
+        self,
+        model: str,
+        fragments: Sequence[Fragment],
+        reductions: Sequence[StepReductions],
+        ranks: ProcessMesh,
+        steps_are_announced: Callable[[], bool],
+        outer: OuterWatch,
+        moments: OptimizerMoments,
     ) -> None:
-        self._model, self._all, self._ranks = model, fragments, ranks
+        self.outer, self.moments = outer, moments
+        self._model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
@@ -55,7 +85,16 @@ class LocalTraining:
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
         self._awaits_step = True
-        for fragment in self._all:
+        self._note_trained()
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether nodes exchange nothing any more."""
+        progress = self._all[0].progress
+        return not progress.apart and self._config.has_stopped(progress.made)
+
+    def _note_trained(self) -> None:
+        for fragment in self._all if not self._is_over else ():
             fragment.note_trained()
 
     def step_ended(self) -> None:
@@ -68,8 +107,8 @@ class LocalTraining:
         if not self._awaits_step:
             return
         self._awaits_step = False
+        self._note_trained()
         for fragment in self._all:
-            fragment.note_trained()
             fragment.progress.made += 1
         progress = self._all[0].progress
         if progress.made > progress.exchanged + 1:
@@ -93,10 +132,13 @@ class LocalTraining:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Make the exchanges of all steps that were made."""
+        """Make the exchanges of all steps that were made, and enter the phase of the next one."""
         progress = self._all[0].progress
+        if progress.apart and self._config.is_synchronous(progress.made):
+            self._rejoin()
         while progress.exchanged < progress.made:
             self._exchange_after(progress.exchanged + 1)
+        self._enter_phase()
 
     def _prepare(self) -> None:
         """Restore what was loaded, and start the exchanges of all parameters that were trained so far."""
@@ -105,7 +147,8 @@ class LocalTraining:
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
         for fragment in self._all:  # what was frozen when a state was saved is not in it
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
-        for fragment in self._all:
+            fragment.progress.apart = furthest.apart
+        for fragment in self._all if not self._is_over else ():
             # Until the first step is made, weights may be set in ways that nothing tells of.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
         # By places that don't change when one of them is frozen, so that the others are due when they were.
@@ -119,6 +162,11 @@ class LocalTraining:
             fragment.was_reloaded = False
         if not reloaded:
             return
+        if not self._all[0].progress.apart:
+            # Nodes hold the same whether these are new weights, or their own that were put back, so that nothing tells.
+            for fragment in reloaded:
+                fragment.adopt()
+            return
         # As under the scope I, under N, too: what is compared are nodes.
         shards = [shard for fragment in reloaded for shard in fragment.weights]
         differs = any(not fragment.holds_agreed for fragment in reloaded)
@@ -129,19 +177,27 @@ class LocalTraining:
                 fragment.restart()
 
     def _exchange_after(self, step: int) -> None:
+        if self._all[0].progress.apart:
+            self._exchange_due(step)
+        elif step <= self._config.start:
+            for index in self._config.due(step, len(self._trained)):
+                self._trained[index].warm_up()
+        for fragment in self._all:
+            fragment.progress.exchanged = step
+
+    def _exchange_due(self, step: int) -> None:
         self._receive(step)
         due = self._config.due(step, len(self._trained))
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
-            self._agree_on_changes([self._trained[index] for index in due])
+            self._agree_on_exchange([self._trained[index] for index in due])
+            self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
             if fragment.progress.arrives is not None:  # it is due early, since another unit has joined the schedule
                 fragment.receive(self._config.mix)
             fragment.send(step + self._config.overlap)
         self._receive(step)
-        for fragment in self._all:
-            fragment.progress.exchanged = step
 
     def _receive(self, step: int) -> None:
         for fragment in self._trained:
@@ -153,11 +209,31 @@ class LocalTraining:
         # waited for.
         check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
 
-    def _agree_on_changes(self, fragments: Sequence[Fragment]) -> None:
-        """Let all nodes exchange what any of them has trained. Collective."""
+    def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
+        """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
         flags = [(fragment, self._ranks, fragment.changed) for fragment in fragments]
         for fragment, on_any in agree_on_use(flags):
             fragment.changed = on_any()
+        if fragments:
+            self.outer.fit(fragments, self._trained)
+
+    def _average_moments(self, fragments: Sequence[Fragment]) -> None:
+        """Average the moments of those fragments whose next exchange includes them. Collective."""
+        # Before the weights are sent, since hops over the same ranks take turns, and this one is waited for.
+        every = self._config.moments_every
+        due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
+        if due and due[0].progress.made:
+            self.moments.average(due)
+
+    def average_moments_exactly(self) -> None:
+        """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective.
+
+        Raises:
+            ValueError: As :meth:`OptimizerMoments.average` does.
+        """
+        self._prepare()
+        if self._trained and self._trained[0].progress.made:
+            self.moments.average(self._trained, codec=None)
 
     def exchange_all(self) -> None:
         """Exchange all fragments now, after which all nodes hold the same weights. Collective.
@@ -170,18 +246,47 @@ class LocalTraining:
         self._prepare()
         step = self._all[0].progress.made
         self._check_agreement(f"all {len(self._trained)} after step {step}")
+        if not self._all[0].progress.apart:
+            return
+        for fragment in self._trained:
+            fragment.note_trained()
+        self._exchange_all(step)
+
+    def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
         for fragment in self._trained:
             if fragment.progress.arrives is not None:
                 fragment.receive(self._config.mix)
-        for fragment in self._trained:
-            fragment.note_trained()
-        self._agree_on_changes(self._trained)
+        self._agree_on_exchange(self._trained)
+        if with_moments:
+            self._average_moments(self._trained)
         for fragment in self._trained:
             fragment.send(step)
         for fragment in self._trained:
             fragment.receive(1.0)
         for fragment in self._all:
             fragment.progress.exchanged = step
+
+    def _rejoin(self) -> None:
+        """Let all nodes hold the same weights and optimizer states. Collective."""
+        step = self._all[0].progress.made
+        self._check_agreement(f"all {len(self._trained)} after step {step}")
+        self.average_moments_exactly()  # first, since it may fail
+        self._exchange_all(step, with_moments=False)
+        for fragment in self._all:
+            fragment.progress.apart = False
+            if self._config.has_stopped(step):
+                fragment.retire()
+
+    def _enter_phase(self) -> None:
+        """Let the next step be synchronous or not, as its number says."""
+        progress = self._all[0].progress
+        synchronous = self._config.is_synchronous(progress.made)
+        if not synchronous and not progress.apart:
+            for fragment in self._all:
+                if progress.made:
+                    fragment.adopt()
+                fragment.progress.apart = True
+        set_synchronous(self._reductions, synchronous, self._ranks, f"{self._model}, step {progress.made + 1}")
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
@@ -193,9 +298,10 @@ class LocalTraining:
         self._check_not_shown()
         self._prepare()
         self._shows_agreed = True
+        shown = self._trained if self._all[0].progress.apart else []  # else all nodes hold the same weights
         try:
             with ExitStack() as stack:
-                for fragment in self._trained:
+                for fragment in shown:
                     stack.enter_context(fragment.showing_agreed())
                 yield
         finally:

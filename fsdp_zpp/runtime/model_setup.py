@@ -19,6 +19,8 @@ from .elastic_training import ElasticTraining
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
+from .moments import OptimizerMoments
+from .outer_watch import OuterWatch
 from .overrides import warn_of_unmatched
 from .summary import Groups, log_summaries
 from .unit import StrategyUnit
@@ -48,7 +50,7 @@ def set_up_model(
         groups[unit.strategy, unit.ranks].append(unit)
     for (_, ranks), members in groups.items():
         # Nodes that have trained on their own hold different weights.
-        if not any(unit.fragment is not None and unit.fragment.progress.made for unit in members):
+        if not any(unit.fragment is not None and unit.fragment.progress.apart for unit in members):
             shards = (shard for unit in members for shard in unit.sharded.shards())
             check_replicas(shards, ranks, members[0].scopes.optimizer, model)
     _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
@@ -89,26 +91,32 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
             f"{model}: its parts were given {arguments}, but steps are counted for the whole model; pass the same to "
             "all parts"
         )
-    fragments = {unit: unit.fragment for unit in units if unit.fragment is not None}
+    fragments = {unit.fragment: unit for unit in units if unit.fragment is not None}
     if not fragments:
         return None
 
     def steps_are_announced() -> bool:
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
-    ranks = next(iter(fragments)).ranks
-    members = [fragment for fragment in fragments.values() if isinstance(fragment, ElasticFragment)]
-    if members:
+    reductions = [unit.reductions for unit in fragments.values()]
+    ranks = next(iter(fragments.values())).ranks
+    outer = OuterWatch(
+        model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
+    )
+    moments = OptimizerMoments(model, fragments, ranks)
+    how = reductions, ranks, steps_are_announced, outer, moments
+    elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
+    if elastic:
         training: LocalTraining = ElasticTraining(
-            model, members, ranks, steps_are_announced, lambda: [p for unit in units for p in unit.sharded.parameters()]
+            model, elastic, *how, lambda: [p for unit in units for p in unit.sharded.parameters()]
         )
     else:
-        training = LocalTraining(model, [*fragments.values()], ranks, steps_are_announced)
+        training = LocalTraining(model, [*fragments], *how)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
-    if all(unit.loaded_state is None for unit in fragments):
+    if all(unit.loaded_state is None for unit in fragments.values()):
         training.before_forward(root)
-    for unit in fragments:
+    for unit in fragments.values():
         unit.local_training = training
     return training
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from types import TracebackType
 from typing import Self
@@ -34,7 +34,8 @@ from .api import communicators
 from .communication_waits import CommunicationWaits
 from .forward_counter import ForwardCounter
 from .full_shard import Forwards, FullShardUnit, full_shard_bytes
-from .unit import Unit, units_of
+from .outer_watch import mean_of, named_figures
+from .unit import StrategyUnit, Unit, units_of
 
 _KINDS: dict[Kind, str] = {"gather": "weights", "reduce": "gradients"}
 _LEVELS: tuple[Level, ...] = ("inter", "intra")
@@ -97,7 +98,9 @@ class Monitor:
             which FULL_SHARD would send in the same forwards under ``no_sync``, and ``inter/share`` and
             ``intra/share``, the part of it that was sent. These four are left out where torch sends something itself,
             which is not counted, and shares where FULL_SHARD would send nothing. All times but the step's are left out
-            if it had 100,000 collectives or more. Empty if no step is complete.
+            if it had 100,000 collectives or more. With local steps, ``outer/gain``, ``outer/momentum`` and
+            ``outer/correlation`` say how large the last outer steps that are known were, in units of the nodes' mean
+            change, with which momentum, and how successive changes correlate. Empty if no step is complete.
 
         Raises:
             RuntimeError: If the monitor is closed, or another one measures a part that is new in the model.
@@ -110,7 +113,8 @@ class Monitor:
         waits = None if self._waits is None else self._waits.take()
         difference = {key: sent[key] - self._sent[key] for key in sent}
         full_shard = _full_shard(self._model, self._forwards.take())
-        self._steps.append(_Step(self._number, self._began, end, hops, waits, difference, full_shard))
+        outer = _outer_steps(self._model)
+        self._steps.append(_Step(self._number, self._began, end, hops, waits, difference, full_shard, outer))
         self._sent, self._began = sent, end
         return self._latest()
 
@@ -165,6 +169,7 @@ class _Step:
     waits: list[tuple[Mark, Mark]] | None
     sent: dict[tuple[Kind, Level], int]
     full_shard: dict[Level, int] | None
+    outer: dict[str, float] = field(default_factory=dict)
 
     def is_complete(self) -> bool:
         """Return whether all times of the step are known."""
@@ -184,7 +189,7 @@ class _Step:
             found[f"{level}/full_shard_bytes"] = nbytes
             if nbytes:
                 found[f"{level}/share"] = sum(self.sent.get((kind, level), 0) for kind in _KINDS) / nbytes
-        return found
+        return found | self.outer
 
     def _times(self) -> dict[str, float]:
         """Return the times of hops."""
@@ -224,6 +229,13 @@ def _device(model: nn.Module) -> torch.device:
     """Return the device that ``model`` computes on, which need not be that of its parameters: they may be offloaded."""
     devices = (part.compute_device() for part in communicators(model))
     return next((device for device in devices if device is not None), torch.device("cpu"))
+
+
+def _outer_steps(model: nn.Module) -> dict[str, float]:
+    """Return figures of the last outer steps of ``model`` that are known."""
+    units = (part for part in communicators(model) if isinstance(part, StrategyUnit))
+    trainings = dict.fromkeys(unit.local_training for unit in units if unit.local_training is not None)
+    return named_figures(mean_of(figures for training in trainings for figures in training.outer.last.values()))
 
 
 def _full_shard(model: nn.Module, forwards: Forwards) -> dict[Level, int] | None:

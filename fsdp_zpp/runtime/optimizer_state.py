@@ -7,6 +7,7 @@ saves its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,23 +70,25 @@ class OptimizerState:
                 present = dict(state)
                 state.clear()
                 for name, value in saved.items():
-                    state[name] = _restored(value, present.get(name), parameter, counts_on_device)
+                    state[name] = restored(value, present.get(name), parameter, counts_on_device)
+
+
+def local_state(value: Any) -> Any:
+    """Return what this rank holds of a state or a parameter."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _saved(value: object) -> object:
     """Return a copy on the CPU."""
-    if not isinstance(value, Tensor):
-        return value
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.detach().to("cpu", copy=True)
+    return local_state(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _restored(saved: object, present: object, parameter: nn.Parameter, counts_on_device: bool) -> object:
+def restored(saved: object, present: object, parameter: nn.Parameter, counts_on_device: bool) -> object:
     """Return ``saved`` in the form that the optimizer uses, such as a DTensor."""
     if not isinstance(saved, Tensor):
         return saved
     if isinstance(present, Tensor):
-        local = present.to_local() if isinstance(present, DTensor) else present
+        local = local_state(present)
         if local.shape == saved.shape and local.dtype == saved.dtype:
             local.copy_(saved)
             return present

@@ -74,6 +74,15 @@ class Sharded:
         """Return what this rank holds of each parameter, by FQN, ready to be read and written to."""
         return {}
 
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> Mapping[str, Tensor]:
+        """Return the parts of a tensor that lies as this rank's shard of one of :meth:`parameters`, by FQN.
+
+        Args:
+            parameter: A parameter as an optimizer holds it, which may consist of several original ones.
+            of: A contiguous tensor of as many values as this rank holds of it, such as an optimizer's state.
+        """
+        return {}
+
     def placements(self) -> Mapping[str, Hashable]:
         """Return how FSDP and other parallelisms have placed each parameter, by FQN, in the order of the shards."""
         return {}

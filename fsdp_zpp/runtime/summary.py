@@ -83,13 +83,19 @@ def summarize(
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
+    local_steps = strategy.local_steps
     exchanges: list[tuple[str, str | None]] = []
-    if strategy.local_steps is not None:
-        alone = topology.nodes == 1 and strategy.local_steps.elastic is None
+    if local_steps is not None:
+        alone = topology.nodes == 1 and local_steps.elastic is None
         why_not = "one node: nothing to exchange" if alone else None
-        exchanges = [(f"local steps, weights exchanged between nodes {strategy.local_steps}", why_not)]
+        exchanges = [(f"local steps, weights exchanged between nodes {local_steps}", why_not)]
+    if local_steps is None or topology.nodes == 1:
+        reduction = _reduction(*codecs, topology)
+    elif local_steps.has_synchronous_steps:
+        reduction = _reduction_in_phases(resolved)
+    else:
         topology = resolved.within_node().topology  # gradients stay there
-    reduction = _reduction(*codecs, topology)
+        reduction = _reduction(*codecs, topology)
     if strategy.intra_gradients == "auto":  # nobody has asked for it: without the hop, nothing is missing
         reduction = [part for part in reduction if part[1] != _NO_INTRA_NODE_HOP]
     parts = _weights(strategy, resolved, encoded, no_gain) + reduction + exchanges
@@ -154,6 +160,17 @@ def _reduction(intra: Codec | None, inter: Codec | None, topology: Topology) -> 
         elif why_not is None:
             parts.append((f"gradients reduced in full precision {level}", None))
     return parts
+
+
+def _reduction_in_phases(resolved: ResolvedStrategy) -> list[tuple[str, str | None]]:
+    """Return texts on the reductions of synchronous and of local steps; see :func:`_weights`."""
+    node = resolved.within_node()
+    over_all = _reduction(*resolved.gradient_codecs, resolved.topology)
+    inside = [part for part in _reduction(*node.gradient_codecs, node.topology) if part[1] is None]
+    return [
+        *((f"{text} in synchronous steps" if why_not is None else text, why_not) for text, why_not in over_all),
+        *((f"{text} in local steps", None) for text, _ in inside),
+    ]
 
 
 def _feedback(
@@ -221,10 +238,11 @@ def _coverage(members: Sequence[StrategyUnit], numels: Sequence[int]) -> Coverag
 
 def _error_nbytes(unit: StrategyUnit) -> int:
     """Return the bytes of error state that a unit will take on this rank."""
-    reduce = unit.reduce
-    if reduce is None or not unit.sharded.is_trained():
+    if not unit.sharded.is_trained():
         return 0
-    return reduce.error_nbytes(sum(shard.numel() for shard in unit.sharded.shards()))
+    held = sum(shard.numel() for shard in unit.sharded.shards())
+    # Those of one phase of local steps at a time.
+    return max((reduction.error_nbytes(held) for reduction in unit.reductions.all), default=0)
 
 
 def log_reduction(

@@ -24,6 +24,7 @@ from .elastic_fragment import ElasticFragment, active_local_steps
 from .fragment import Fragment
 from .full_shard import FullShardUnit
 from .sharded import Sharded
+from .step_reductions import StepReductions
 
 if TYPE_CHECKING:
     from .local_training import LocalTraining
@@ -136,7 +137,6 @@ class StrategyUnit:
 
     Attributes:
         ranks: Its ranks.
-        mesh: Those that it communicates with in each step: with local steps, this node's, else all.
         resolved: The strategy as resolved on its ranks.
         scopes: Its effective scopes.
         traffic: Bytes it has sent.
@@ -146,8 +146,9 @@ class StrategyUnit:
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         patterns: Patterns of the overrides that its call was given.
-        reduce: Reduces its gradients; None if there is only one rank.
+        reductions: Reduce its gradients, one of them in each step.
         fragment: Exchanges its weights between nodes that train on their own; None if they don't.
+        share: This rank's share of what nodes exchange, if all ranks of a node hold the same; None if they don't.
         local_training: Decides when the fragment is exchanged; None before the first forward.
         sharded: What FSDP has sharded of it.
         loads: Number of times that weights were loaded from a state dict.
@@ -158,7 +159,6 @@ class StrategyUnit:
         self.strategy = strategy
         self.ranks = ranks
         local_steps = active_local_steps(strategy.local_steps, ranks)
-        self.mesh = ranks if local_steps is None else ranks.own_node()
         self.resolved = strategy.resolve(ranks.topology)
         self.scopes = self.resolved.scopes
         self.traffic = Traffic()
@@ -170,8 +170,9 @@ class StrategyUnit:
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.patterns: tuple[str, ...] = ()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
-        self.reduce = self._make_reduce()
+        self.reductions = StepReductions(ranks, self.resolved, local_steps, self.traffic)
         self.local_training: LocalTraining | None = None
+        self.share: NodeShare | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
 
     def _make_gather(self) -> WeightGather | None:
@@ -179,7 +180,7 @@ class StrategyUnit:
             return None
         # Under the optimizer scope I each node has all shards, so there is no inter-node hop.
         within_node = self.scopes.optimizer == "I"
-        mesh = self.mesh.own_node() if within_node else self.mesh
+        mesh = self.ranks.own_node() if within_node else self.ranks
         # One hop that encodes nothing and keeps nothing would be torch's own all-gather over again.
         does_more = self.resolved.weights is not None or self.scopes.parameters == "N" or within_node
         replaces_one_hop = does_more or self._in_place_of_torch
@@ -218,39 +219,34 @@ class StrategyUnit:
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         if self.ranks.by_links:  # packed values are a frozen base: see [Note: Links] in resolve.py
-            self.ranks = self.mesh = as_launched(self.ranks)
+            self.ranks = as_launched(self.ranks)
             self.resolved = self.strategy.resolve(self.ranks.topology)
-            self.scopes, self.reduce = self.resolved.scopes, self._make_reduce()
+            self.scopes = self.resolved.scopes
+            self.reductions = StepReductions(self.ranks, self.resolved, None, self.traffic)
         self.resolved = replace(self.resolved, weights=None)
         self.gather = self._make_gather()
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
 
-    def _make_reduce(self) -> GradientReduce | None:
-        intra, inter = self.resolved.gradient_codecs
-        if self.mesh.intra is None and self.mesh.inter is None:
-            return None
-        scopes = self.scopes if self.mesh is self.ranks else self.resolved.within_node().scopes
-        return GradientReduce(
-            self.mesh,
-            intra,
-            inter,
-            self.traffic,
-            gradient_scope=scopes.gradients,
-            optimizer_scope=scopes.optimizer,
-            error_feedback=self.resolved.error_feedback,
-            native=True,
-        )
-
     def _make_fragment(self, local_steps: LocalSteps) -> Fragment:
         # Under N all ranks of a node hold the same weights, so each of them exchanges a part.
-        replicas = self.mesh if self.scopes.optimizer == "N" and self.mesh.intra is not None else None
-        share = None if replicas is None else NodeShare(replicas, self.traffic)
+        replicas = self.ranks.own_node() if self.scopes.optimizer == "N" and self.ranks.intra is not None else None
+        self.share = None if replicas is None else NodeShare(replicas, self.traffic)
         # Looked up anew, since an adapter sets what it has sharded after this.
         shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
-        how = share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
+        how = self.share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
         if local_steps.elastic is not None:
             return ElasticFragment(local_steps, ElasticOuterStep(local_steps, self.ranks, self.traffic), *how)
         return Fragment(local_steps, OuterStep(local_steps, self.ranks, self.traffic), *how)
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """Return the ranks over which steps reduce gradients now: with local steps, often this node's."""
+        return self.reductions.mesh
+
+    @property
+    def reduce(self) -> GradientReduce | None:
+        """Return what reduces the gradients of steps now; None if there is only one rank, or torch does."""
+        return self.reductions.current
 
     @property
     def keeps_weights(self) -> bool:
@@ -281,8 +277,8 @@ class StrategyUnit:
 
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""
-        if self.reduce is not None:
-            self.reduce.accumulated.drop()
+        for reduction in self.reductions.all:
+            reduction.accumulated.drop()
         self.sharded.drop_gradients()
 
     @property
@@ -293,6 +289,6 @@ class StrategyUnit:
     def rename(self, name: str) -> None:
         """Set the unit's name in profiles and errors."""
         outer = None if self.fragment is None else self.fragment.outer
-        for part in (self.gather, self.reduce, outer):
+        for part in (self.gather, *self.reductions.all, outer):
             if part is not None:
                 part.label = name

@@ -30,6 +30,8 @@ CONFIGS = {
     "on its way": LocalSteps(4, overlap=3, mix=0.5, spread=False),
     "with errors": LocalSteps(2, error_feedback=LoCo(dtype=Int8(32)), overlap=1),
     "on the CPU": LocalSteps(2, offload=True),
+    "momentum that fits": LocalSteps(1, outer_momentum="auto", outer_lr=1),
+    "with moments": LocalSteps(2, moments_every=2),
 }
 LAYOUTS = [("III", 2), ("INI", 2), ("NNN", 2), ("III", 1)]
 

@@ -18,11 +18,13 @@ from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, exchange_wei
 
 STEPS = 9
 CODED = {
-    "int8": LocalSteps(2, codec=Int8(64)),
+    "int8, moments": LocalSteps(2, codec=Int8(64), moments_every=1),
     "int4": LocalSteps(2, codec=Int4(512), spread=False),
     "int4, feedback": LocalSteps(2, codec=Int4(32), error_feedback=LoCo()),
     "int4, feedback in int8": LocalSteps(2, codec=Int4(64), error_feedback=LoCo(dtype=Int8(128))),
     "fragments, overlap": LocalSteps(3, codec=Int4(32), error_feedback=LoCo(), overlap=1, mix=0.5),
+    "momentum that fits": LocalSteps(1, codec=Int8(64), outer_momentum="auto"),
+    "a start and a stop": LocalSteps(2, codec=Int4(32), start=3, stop=7),
 }
 
 

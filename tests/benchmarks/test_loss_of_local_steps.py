@@ -11,7 +11,7 @@ import pytest
 from harness.benchmarks import load, tiny_study
 from harness.launch import launch
 
-from fsdp_zpp import Int4, Int8, LocalSteps, LoCo
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, TopK
 
 configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
@@ -27,6 +27,20 @@ local_gaps = load("loss", "local_gaps")
         ("local32:int4:at-once", LocalSteps(every=32, codec=Int4(128), spread=False)),
         ("local32:int4:overlap1:mix0.5", LocalSteps(every=32, codec=Int4(128), overlap=1, mix=0.5)),
         ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
+        ("local32:none:momentum-auto", LocalSteps(every=32, codec=None, outer_momentum="auto")),
+        ("local8-1024-32:int4:start256", LocalSteps(every=((0, 8), (1024, 32)), codec=Int4(128), start=256)),
+        ("local32:int4:moments3", LocalSteps(every=32, codec=Int4(128), moments_every=3)),
+        (
+            "local32:topk+loco",
+            LocalSteps(
+                every=32,
+                codec=TopK(),
+                error_feedback=LoCo(beta=0, decay=0.95, reset_every=0),
+                outer_lr=1,
+                outer_momentum=0,
+                nesterov=False,
+            ),
+        ),
         (
             "local32:int4:outer1:momentum0",
             LocalSteps(every=32, codec=Int4(128), outer_lr=1, outer_momentum=0, nesterov=False),

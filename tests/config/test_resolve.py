@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from harness.strategies import INSIDE, INSIDE_WITH_FEEDBACK, PRESETS
 
-from fsdp_zpp import Int8, LoCo, Strategy
+from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.config.topology import Topology
 
 ONE = Topology(4, 4)
@@ -41,3 +41,15 @@ def test_on_one_node_only_codecs_named_for_it_are_active() -> None:
         assert resolved.gradient_codecs == (INSIDE_WITH_FEEDBACK.gradient_codecs[0], None)
         assert resolved.error_feedback == feedback
     assert replace(INSIDE, error_feedback=LoCo()).resolve(ONE).error_feedback is None
+
+
+@pytest.mark.parametrize("levels", ["III", "INI", "NNN"])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_on_its_own_a_node_has_neither_codecs_nor_errors_of_the_other_hop(levels: str, gpus: int) -> None:
+    alone = Strategy(levels, local_steps=LocalSteps()).resolve(Topology(4, gpus)).within_node()
+    for feedback in (None, LoCo(), LoCo(hops="both")):
+        strategy = Strategy(levels, gradients=Int4(), error_feedback=feedback, local_steps=LocalSteps(start=8))
+        assert replace(strategy.resolve(Topology(4, gpus)).within_node()) == alone
+        named = replace(strategy, intra_gradients=Int8(32)).resolve(Topology(4, gpus)).within_node()
+        assert named.gradient_codecs == (Int8(32), None)
+        assert named.error_feedback == (feedback if feedback is not None and feedback.hops == "both" else None)

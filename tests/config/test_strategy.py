@@ -53,7 +53,11 @@ LOCAL = {"levels": "III", "local_steps": LocalSteps()}
         ({"local_steps": 64}, TypeError, r"local_steps must be LocalSteps\(...\) or None, got 64"),
         ({"local_steps": LocalSteps()}, ValueError, "under levels 'GGG' a node holds only a part of the optimizer"),
         ({"levels": "IIG", "local_steps": LocalSteps()}, ValueError, "choose I or N for the optimizer, such as 'III'"),
-        (LOCAL | {"gradients": Int4()}, ValueError, "encode the exchanges with LocalSteps"),
+        (
+            LOCAL | {"gradients": Int4()},
+            ValueError,
+            "give it a start or a stop; or encode the exchanges with LocalSteps",
+        ),
         (LOCAL | {"intra_gradients": Int8(), "error_feedback": LoCo()}, ValueError, "pass LocalSteps.error_feedback"),
         ({"gpus_per_node": 0}, ValueError, "at least 1, got 0"),
         ({"gpus_per_node": 2.0}, TypeError, "positive int"),
@@ -129,5 +133,5 @@ def test_differences_need_a_secondary_shard(scopes: str) -> None:
 
 @pytest.mark.parametrize("name", ["gradients", "intra_gradients", "frozen"])
 def test_only_weights_can_be_sent_as_differences(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} can't be an Int4Delta"):
+    with pytest.raises(ValueError, match=f"{name} can't be Int4Delta.*for weights alone: a delta needs a base"):
         Strategy("IGG", **{name: Int4Delta()})

@@ -11,7 +11,7 @@ import yaml
 from harness.strategies import FOURTEEN
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, TopK
 
 BLOCKS = st.sampled_from([64, 128, 256, 4096])
 INT8 = st.builds(Int8, BLOCKS)
@@ -22,19 +22,26 @@ LOCO = st.builds(
     reset_every=st.integers(0, 5000),
     hops=st.sampled_from(["inter", "both"]),
     dtype=st.none() | INT8,
+    decay=st.floats(0.01, 1),
+)
+TOP_K = st.builds(TopK, st.floats(1e-6, 1), st.sampled_from([2, 4, 8]), st.sampled_from([128, 4096]))
+SENT = st.one_of(
+    st.fixed_dictionaries({"codec": st.builds(Int4, BLOCKS), "error_feedback": st.none() | LOCO}),
+    st.fixed_dictionaries({"codec": TOP_K, "error_feedback": LOCO}),
 )
 LOCAL_STEPS = st.builds(
-    LocalSteps,
-    every=st.integers(10, 500),
-    outer_lr=st.floats(0.01, 2),
-    outer_momentum=st.floats(0.1, 0.99),
+    lambda sent, **options: LocalSteps(**sent, **options),
+    sent=SENT,
+    every=st.integers(10, 500) | st.just(((0, 10), (7, 20))),
+    outer_lr=st.floats(0.01, 1.3),
+    outer_momentum=st.just("auto") | st.floats(0.1, 0.99),
     nesterov=st.booleans(),
-    codec=st.builds(Int4, BLOCKS),
-    error_feedback=st.none() | LOCO,
     spread=st.booleans(),
     overlap=st.integers(0, 9),
-    mix=st.floats(0.1, 1),
+    mix=st.floats(0, 1),
     offload=st.booleans(),
+    start=st.integers(0, 50),
+    stop=st.none() | st.integers(51, 99),
 )
 
 
@@ -43,7 +50,8 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     levels = draw(st.sampled_from(FOURTEEN))
     keeps_secondary = levels[0] + levels[2] == "IG"
     local_steps = draw(st.none() | LOCAL_STEPS) if levels[2] != "G" else None
-    gradients = draw(HOP_CODECS) if local_steps is None else None
+    reduces = local_steps is None or local_steps.has_synchronous_steps
+    gradients = draw(HOP_CODECS) if reduces else None
     return Strategy(
         levels,
         weights=draw(HOP_CODECS | st.builds(Int4Delta, BLOCKS, INT8) if keeps_secondary else HOP_CODECS),
@@ -97,10 +105,26 @@ def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
             "{preset: diloco, local_steps: {every: 8, codec: none}}",
             Strategy.diloco(local_steps=LocalSteps(8, codec=None)),
         ),
+        (
+            "{preset: diloco, local_steps: {outer_momentum: auto, mix: 0}}",
+            Strategy.diloco(local_steps=LocalSteps(outer_momentum="auto", mix=0)),
+        ),
+        (
+            "{levels: III, gradients: int4, local_steps: {every: [[0, 8], [1000, 32]], start: 100, stop: 5000}}",
+            Strategy("III", gradients=Int4(), local_steps=LocalSteps(((0, 8), (1000, 32)), start=100, stop=5000)),
+        ),
         ("{levels: INI, local_steps: true}", Strategy("INI", local_steps=LocalSteps())),
         (
             "{levels: III, local_steps: {codec: 'int8:64', error_feedback: {dtype: int8}}}",
             Strategy("III", local_steps=LocalSteps(codec=Int8(64), error_feedback=LoCo(dtype=Int8()))),
+        ),
+        (
+            "{levels: III, local_steps: {codec: 'topk:0.01:2', error_feedback: {beta: 0, decay: 0.95}}}",
+            Strategy("III", local_steps=LocalSteps(codec=TopK(0.01, 2), error_feedback=LoCo(beta=0, decay=0.95))),
+        ),
+        (
+            "{levels: III, local_steps: {codec: {codec: topk, block: 512}, error_feedback: true}}",
+            Strategy("III", local_steps=LocalSteps(codec=TopK(block=512), error_feedback=LoCo())),
         ),
         ("{}", Strategy()),
     ],
@@ -120,6 +144,11 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
         ({"weights": "int7"}, ValueError, "^weights: 'int7' is not a codec; allowed are none, int8"),
         ({"weights": "int8:x"}, ValueError, "^weights: 'int8:x' is not a codec: a block is a number"),
         ({"weights": "int8:100"}, ValueError, "^weights: .*100"),
+        ({"weights": "int8:64:2"}, ValueError, "^weights: 'int8:64:2' is not a codec: int8 takes block alone, as in"),
+        ({"weights": "topk:much"}, ValueError, "^weights: 'topk:much' is not a codec: a fraction is a number, as in"),
+        ({"weights": "topk:0.1:4:64"}, ValueError, "^weights: TopK's block must be a power of two"),
+        ({"weights": "topk"}, ValueError, "^weights can't be TopK.*, which is for exchanges of local steps"),
+        ({"local_steps": {"codec": "topk"}}, ValueError, "^local_steps: codec=TopK.* is lost without error feedback"),
         ({"weights": 8}, TypeError, "^weights: a codec is a name such as 'int8:256'"),
         ({"weights": {"block": 64}}, ValueError, "^weights: .* does not say which codec it is"),
         ({"weights": {"codec": "int8", "blocks": 64}}, ValueError, "^weights: 'blocks' is not an argument of Int8"),
@@ -147,6 +176,8 @@ def test_mappings_are_read_as_they_are_written_in_yaml(text: str, strategy: Stra
             "^local_steps: must be true, false or a mapping of LocalSteps",
         ),
         ({"local_steps": {"every": 0}}, ValueError, "^local_steps: every must be"),
+        ({"local_steps": {"every": [8, 32]}}, ValueError, "^local_steps: every must be"),
+        ({"local_steps": {"every": [[8, 32]]}}, ValueError, "^local_steps: every must begin with from_step 0"),
         ({"local_steps": {"evry": 8}}, ValueError, "^local_steps.evry: unknown key; did you mean local_steps.every"),
         ({"local_steps": {"codec": "int9"}}, ValueError, "^local_steps.codec: 'int9' is not a codec"),
         (

@@ -121,7 +121,7 @@ def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Te
     """In a worker: this rank's chunks of the momentum among all, then among those ``left``, and ``then``."""
     outer = outer_step()
     outer.send(change(dist.get_rank()))
-    whole = {name: [each.clone()] for name, each in outer._momentum.items()}
+    whole = {name: [each.clone()] for name, each in outer.state_dict()["momentum"].items()}
     numels = {name: agreed.numel() for name, agreed in outer.agreed.items()}
     for ranks in (left, then):
         member = dist.get_rank() in ranks
@@ -129,7 +129,7 @@ def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Te
         if member:
             was_member = ranks is left or dist.get_rank() in left
             outer.connect(mesh, outer.momentum_among(mesh, numels, owned=was_member))  # type: ignore[arg-type]
-            for name, each in outer._momentum.items():
+            for name, each in outer.state_dict()["momentum"].items():
                 whole[name].append(each.clone())
     return whole
 
@@ -167,8 +167,8 @@ def differences_after_rollback() -> list[str]:
         outer.rollback(snapshot)
         for each in (outer, twin):  # errors start from zero with it
             each.connect(mesh, each.momentum_among(mesh, numels, owned=True))
-        for kind in ("_agreed", "_momentum"):
-            pairs = zip(getattr(outer, kind).items(), getattr(twin, kind).values(), strict=True)
+        for kind in ("agreed", "momentum"):
+            pairs = zip(outer.state_dict()[kind].items(), twin.state_dict()[kind].values(), strict=True)
             found += [f"{kind} of {name}" for (name, one), other in pairs if not torch.equal(one, other)]
     return found
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness.pool import device_type
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import program as ops, stock
 from .run import Run
@@ -66,6 +67,8 @@ class Simulated(Run):
         self._exchange_due()
         super().do_microbatch(op)
         if op.sync:
+            if self.config.is_synchronous(self.steps):
+                self._average_gradients()
             self._note_trained()
 
     def do_step(self, op: ops.Step) -> None:
@@ -85,8 +88,45 @@ class Simulated(Run):
     def _all(self) -> list[Weight]:
         return [weight for units in self.weights for unit in units for weight in unit]
 
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        """Reduce over nodes; gradients of an earlier backward of the step are the same on all of them already."""
+        for weight in self._all():
+            parameter = weight.held.parameter
+            used = torch.tensor(float(parameter.grad is not None))
+            dist.all_reduce(used, group=self.peers)
+            if not used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._average(parameter.grad)
+
+    def _average(self, values: Any) -> None:
+        values = values.to_local() if isinstance(values, DTensor) else values
+        mean = values.float()
+        dist.all_reduce(mean, group=self.peers)
+        values.copy_(mean / dist.get_world_size(self.peers))
+
+    @torch.no_grad()
+    def _average_states(self) -> None:
+        """What optimizers keep, of parameters of which any node keeps something."""
+        for optimizer in self.optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                state = optimizer.state.get(parameter, {})
+                names: list[Any] = [None] * dist.get_world_size(self.peers)
+                moments = [name for name, value in state.items() if isinstance(value, Tensor) and value.ndim]
+                dist.all_gather_object(names, (moments, float(state.get("step", 0))), group=self.peers)
+                for name in dict.fromkeys(name for each, _ in names for name in each):
+                    if state.get(name) is None:
+                        optimizer.state[parameter][name] = torch.zeros_like(parameter)
+                    self._average(optimizer.state[parameter][name])
+                if (steps := max(each for _, each in names)) and "step" in state:
+                    state["step"] = torch.tensor(steps) if isinstance(state["step"], Tensor) else steps
+
     def finish(self) -> None:
         self._exchange_due()
+        if self.config.is_synchronous(self.steps):
+            return
         self._arrive(float("inf"))
         self._note_trained()
         self._send(self._all(), float("inf"))
@@ -97,12 +137,33 @@ class Simulated(Run):
             return
         self.has_stepped = False
         self.steps += 1
+        if self.config.has_stopped(self.steps):
+            if self.steps == self.config.stop:
+                self._arrive(float("inf"), self.config.mix)
+                self._send(self._all(), float("inf"))
+                self._arrive(float("inf"), mix=1.0)
+                self._average_states()
+            return
         self._arrive(self.steps)
         for units in self.weights:
             trained = [unit for unit in units if any(weight.was_trained for weight in unit)]
             for at in self.config.due(self.steps, len(trained)):
+                if self.steps <= self.config.start:
+                    self._warm_up(trained[at])
+                    continue
+                self._arrive(self.steps, of=trained[at])  # before it is sent once more
                 self._send(trained[at], self.steps + self.config.overlap)
         self._arrive(self.steps)
+        if self.steps == self.config.start:
+            for weight in self._all():
+                weight.agreed, weight.is_due = weight.held.values.clone(), False
+
+    def _warm_up(self, weights: list[Weight]) -> None:
+        for weight in weights:
+            if weight.is_due:
+                held = weight.held.values.clone()
+                weight.momentum = self.config.outer_momentum * weight.momentum + weight.agreed - held
+                weight.agreed, weight.is_due = held, False
 
     @torch.no_grad()
     def _send(self, weights: list[Weight], arrives: float) -> None:
@@ -123,9 +184,10 @@ class Simulated(Run):
             self.on_their_way.append((arrives, weight, weight.agreed))
 
     @torch.no_grad()
-    def _arrive(self, step: float, mix: float | None = None) -> None:
-        arriving = [each for each in self.on_their_way if each[0] <= step]
-        self.on_their_way = [each for each in self.on_their_way if each[0] > step]
+    def _arrive(self, step: float, mix: float | None = None, of: list[Weight] | None = None) -> None:
+        early = list(map(id, of or ()))
+        arriving = [each for each in self.on_their_way if each[0] <= step or id(each[1]) in early]
+        self.on_their_way = [each for each in self.on_their_way if each[0] > step and id(each[1]) not in early]
         if arriving:
             self._reshard()
         for _, weight, agreed in arriving:

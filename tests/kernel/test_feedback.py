@@ -7,6 +7,8 @@ from harness.covering import over_pairs
 from samples import DTYPES, normal, peers
 from torch import Tensor
 
+from fsdp_zpp import Int8
+from fsdp_zpp.collectives.held_errors import Extent, HeldErrors
 from fsdp_zpp.kernels import (
     dequantize,
     dequantize_sum,
@@ -54,6 +56,24 @@ def test_quantize_with_feedback_equals_the_reference(
     payload = on_triton(quantize_with_feedback, values.to(device), errors, *rest)
     assert torch.equal(payload.cpu(), expected)
     assert torch.equal(errors.cpu(), expected_errors)
+
+
+@error_blocks
+@pytest.mark.parametrize("decay", [0.95, 0.3])
+def test_errors_that_decay_between_calls_equal_those_of_the_reference(
+    decay: float, error_block: int, device: torch.device
+) -> None:
+    numel, rest = 4223, (1, 1, 4, 128, error_block, 0.0)
+    extent, codec = Extent(numel, (0,)), Int8(error_block) if error_block else None
+    ours, wanted = (HeldErrors.zeros(extent, codec, place) for place in (device, torch.device("cpu")))
+    for step in range(4):
+        values = normal(numel, torch.float32, seed=step)
+        expected = quantize_with_feedback(values, wanted.state, *rest)
+        payload = on_triton(quantize_with_feedback, values.to(device), ours.state, *rest)
+        assert torch.equal(payload.cpu(), expected)
+        assert torch.equal(ours.state.cpu(), wanted.state)
+        for errors in (ours, wanted):
+            errors.decay(decay)
 
 
 @over_pairs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,14 +24,16 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, TopK
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import process_mesh
+from fsdp_zpp.collectives.moment_average import MomentAverage
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
+from fsdp_zpp.config.local_steps import MOMENT_CODEC
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.planner.config import MemoryBudget, Precision
-from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume
+from fsdp_zpp.planner.exchange import exchange_memory, exchange_volume, moment_buffers, moment_volume
 from fsdp_zpp.planner.memory import memory_per_gpu
 from fsdp_zpp.planner.model_size import ModelSize, Unit, module_size
 from fsdp_zpp.planner.volume import Volume, step_volume
@@ -61,7 +63,7 @@ def bytes_in(state: Any) -> int:
 def counted_and_planned(
     gpus_per_node: int, micro_batches: int, local_steps: LocalSteps, codecs: dict[str, Any]
 ) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """In a worker, by letters: bytes sent in ``every`` steps, and kept as outer state and as errors of either kind."""
+    """In a worker, by letters: bytes sent until all repeats, and kept as outer state and as errors of either kind."""
     found = {}
     for letters in LETTERS:
         strategy = Strategy(letters, gpus_per_node=gpus_per_node, local_steps=local_steps, **codecs)
@@ -74,10 +76,11 @@ def counted_and_planned(
             auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=layers.__contains__),
             use_orig_params=False,  # with it, FSDP pads each parameter
         )
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
         sent = Volume()
-        # By then, each step of a round has an exchange of the round before behind it.
-        for step in range(3 * local_steps.every):
+        # By then, each step of a round has an exchange of the round before behind it, all of them with moments or none.
+        period = local_steps.every * (local_steps.moments_every or 1)
+        for step in range(2 * local_steps.every + period):
             with wiretap(gpus_per_node) as tap:
                 for micro_batch in range(micro_batches):
                     with model.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
@@ -89,11 +92,14 @@ def counted_and_planned(
         resolved = strategy.resolve(Topology(4, gpus_per_node))
         inside, exchange = resolved.within_node(), (size, resolved, local_steps, FULL)
         in_step, exchanged = step_volume(size, inside, micro_batches, FULL), exchange_volume(*exchange)
-        memory = exchange_memory(*exchange)
+        memory, moments = exchange_memory(*exchange), moment_volume(*exchange)
+        in_period = Volume(*(period * getattr(in_step, hop) for hop in ("inter", "intra"))) + moments
+        for _ in range(local_steps.moments_every or 1):
+            in_period += exchanged
         found[letters] = (
             (sent, *bytes_kept(model)),
             (
-                Volume(*(local_steps.every * getattr(in_step, hop) for hop in ("inter", "intra"))) + exchanged,
+                in_period,
                 memory.outer,
                 memory.errors,
                 memory_per_gpu(size, inside, micro_batches, FULL, MemoryBudget()).errors,
@@ -108,8 +114,9 @@ def bytes_kept(model: nn.Module) -> tuple[int, int, int]:
     units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
     exchanges = [unit.fragment.outer.state_dict() for unit in units if unit.fragment and unit.fragment.outer.names]
     outer = bytes_in([(each["agreed"], each["momentum"]) for each in exchanges])
+    errors = bytes_in([(each["errors"], each["errors_back"]) for each in exchanges])  # the fit is two numbers a unit
     gradients = [unit.errors.state_dict() for unit in units if unit.errors is not None]
-    return outer, bytes_in(exchanges) - outer, bytes_in(gradients)
+    return outer, errors, bytes_in(gradients)
 
 
 CASES = {
@@ -119,6 +126,8 @@ CASES = {
         LocalSteps(every=2, codec=Int4(32), error_feedback=LoCo(dtype=Int8(32)), overlap=1),
         {"weights": Int8(64), "intra_gradients": Int8(32), "error_feedback": LoCo(hops="both")},
     ),
+    "the largest alone": (LocalSteps(every=2, codec=TopK(0.1, 4, 256), error_feedback=LoCo(beta=0, decay=0.9)), {}),
+    "with moments": (LocalSteps(every=2, moments_every=2), {}),
 }
 
 
@@ -163,6 +172,10 @@ class Fused(Codec):
     """Allocates payloads and nothing else, as kernels of a GPU do; ``share`` values become a byte."""
 
     share: int
+    share_back: int = 0
+
+    def for_sum_of(self, peers: int) -> Codec:
+        return Fused(self.share_back) if self.share_back else self
 
     def nbytes(self, numel: int) -> int:
         return numel // self.share + 16
@@ -182,20 +195,22 @@ def peaks_of_exchanges(gpus_per_node: int, numel: int) -> dict[tuple[str, str, s
     """In a fake world, by letters, codec and dtype: most bytes of an exchange's buffers at a time, and as planned."""
     mesh = process_mesh(dist.group.WORLD, gpus_per_node)
     size, found = ModelSize((Unit(numel, count=3),)), {}
-    for letters, codec, dtype in product(("III", "NNN"), (None, Fused(2), Fused(8)), (torch.float32, torch.bfloat16)):
-        local_steps = LocalSteps(codec=codec)
+    ways = [(None, None), (Fused(2), None), (Fused(8), None), (Fused(8, 1), None), (Fused(8), LoCo())]
+    for letters, (codec, feedback), dtype in product(("III", "NNN"), ways, (torch.float32, torch.bfloat16)):
+        local_steps = LocalSteps(codec=codec, error_feedback=feedback)
         resolved = Strategy(letters).resolve(mesh.topology)
         replicated = resolved.scopes.optimizer == "N"
         held = torch.ones(numel if replicated else -(-numel // gpus_per_node), dtype=dtype)
         share = NodeShare(mesh.own_node(), Traffic()) if replicated and gpus_per_node > 1 else None
         outer = OuterStep(local_steps, mesh, Traffic())
         fragment = Fragment(local_steps, outer, share, partial(dict, weight=held), dict, partial(list, ["weight"]), int)
-        fragment.note_trained()
-        with PeakOfNewMemory() as memory:
-            fragment.send(1)
-            fragment.receive(1.0)
+        for _ in range(2):  # the first makes the errors
+            fragment.note_trained()
+            with PeakOfNewMemory() as memory:
+                fragment.send(1)
+                fragment.receive(1.0)
         planned = exchange_memory(size, resolved, local_steps, Precision(storage=dtype)).working
-        found[letters, str(codec), str(dtype)] = memory.peak, planned
+        found[letters, f"{codec}, {feedback}", str(dtype)] = memory.peak, planned
     return found
 
 
@@ -203,10 +218,44 @@ def peaks_of_exchanges(gpus_per_node: int, numel: int) -> dict[tuple[str, str, s
 @pytest.mark.parametrize(("world", "gpus_per_node"), [(4, 1), (4, 2), (32, 8), (24, 4)])
 def test_planned_buffers_of_an_exchange_are_its_peak(world: int, gpus_per_node: int) -> None:
     found = in_fake_world(world, gpus_per_node, peaks_of_exchanges, gpus_per_node, 100_001)
-    assert len(found) == 12
+    assert len(found) == 20
     assert {key: counted for key, (counted, _) in found.items()} == {
         key: planned for key, (_, planned) in found.items()
     }
+
+
+class FusedInt8(Fused):
+    """Allocates payloads of the size of those of moments, and nothing else."""
+
+    block_numel = 128
+
+    def nbytes(self, numel: int) -> int:
+        return MOMENT_CODEC.nbytes(numel)
+
+
+def peak_of_moments(gpus_per_node: int, numel: int) -> int:
+    """In a fake world: most bytes of buffers at a time while a moment is averaged."""
+    average = MomentAverage(process_mesh(dist.group.WORLD, gpus_per_node), FusedInt8(1), Traffic(), "unit")
+    moment = torch.ones(numel)
+    with PeakOfNewMemory() as memory:
+        average.average({"weight": moment}, {"weight": ()})
+    return memory.peak
+
+
+@pytest.mark.parametrize(("world", "gpus_per_node"), [(4, 1), (4, 2), (32, 8), (24, 4)])
+def test_planned_buffers_of_moments_are_their_peak(world: int, gpus_per_node: int) -> None:
+    nodes = world // gpus_per_node
+    peak = in_fake_world(world, gpus_per_node, peak_of_moments, gpus_per_node, 100_001)
+    assert peak == pytest.approx(moment_buffers(-(-100_001 // nodes), nodes), rel=0.05)
+
+
+def test_moments_need_buffers_where_those_of_weights_are_smaller() -> None:
+    size, resolved = ModelSize((Unit(1_280_000),)), Strategy("III").resolve(Topology(8, 1))
+    plain, averaged, never = (
+        exchange_memory(size, resolved, LocalSteps(moments_every=every), precision).working
+        for every, precision in ((None, FULL), (3, FULL), (3, replace(FULL, optimizer_bytes=0)))
+    )
+    assert plain == never < averaged == moment_buffers(160_000, 8)
 
 
 def test_offloaded_state_takes_no_memory_of_the_gpu_but_a_copy_on_the_way() -> None:

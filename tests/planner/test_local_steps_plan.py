@@ -72,6 +72,26 @@ def test_training_waits_as_when_the_steps_are_played_out(
     assert found.total == found.computation + found.wait
 
 
+def test_moments_are_waited_for_in_spite_of_an_overlap() -> None:
+    cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9, moments_every=4)
+    alone, beside = (
+        with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6), 10, cluster, config, moments)
+        for moments in (Volume(), Volume(inter=10**8, intra=10**8))
+    )
+    # In 40 steps, both GPUs of a node send 100 MB to the other one, and each 100 MB inside.
+    assert beside.wait - alone.wait == beside.exchange - alone.exchange == pytest.approx((0.2 + 0.01) / 40)
+
+
+def test_moments_are_sent_more_rarely_than_weights() -> None:
+    plans = [
+        plan(64e6, **CLUSTER, local_steps=LocalSteps(10, moments_every=every))["III every 10"] for every in (None, 1, 3)
+    ]
+    plain, always, third = (made.volume.inter for made in plans)
+    assert always - plain == pytest.approx(3 * (third - plain), rel=1e-3)
+    # Two moments in 8 bits beside changes of weights in 4, with scales of 32 bits for 128 values.
+    assert always / plain == pytest.approx(1 + 2 * (8 + 0.25) / (4 + 0.25), rel=1e-3)
+
+
 def test_what_is_put_together_inside_a_node_is_waited_for() -> None:
     cluster, config = Cluster(2, 2, inter_gbps=8, intra_gbps=80), LocalSteps(10, overlap=9)
     found = with_exchanges(StepTime(0, 0.1, 0.2), Volume(inter=10**6, intra=10**8), 10, cluster, config)
@@ -211,6 +231,27 @@ def test_codecs_of_gradients_between_nodes_are_left_out_and_the_notes_say_so() -
     assert (strategy.intra_gradients, strategy.error_feedback) == (Int8(64), asked["error_feedback"])
     assert named.notes[-1] == "Local steps ignore gradients=int4(128): gradients stay inside nodes."
     assert "ignore" not in " ".join(plan(7e9, **CLUSTER, weights=Int8(256), local_steps=LocalSteps()).notes)
+
+
+def test_memory_is_enough_for_synchronous_steps_and_figures_are_of_the_last_segment() -> None:
+    asked = {"gradients": Int4(128), "error_feedback": LoCo(), "micro_batches": 2}
+    schedule = ((0, 8), (1000, 32))
+    plain = plan(7e9, **CLUSTER, **asked)
+    alone = plan(7e9, **CLUSTER, local_steps=LocalSteps(32), micro_batches=2)
+    for start, stop in ((100, None), (0, 5000), (100, 5000)):
+        made = plan(7e9, **CLUSTER, **asked, local_steps=LocalSteps(schedule, start=start, stop=stop))
+        for levels in LETTERS:
+            found, on_its_own = made[f"{levels} every 32"], alone[f"{levels} every 32"]
+            assert (found.volume, found.time) == (on_its_own.volume, on_its_own.time)
+            in_step = plain[levels].memory.total + (on_its_own.memory.outer if start else 0)
+            # Before the stop, the moments of the largest unit are averaged in fp32, sent and received.
+            buffers = 0 if stop is None else 2 * 4 * max(unit.trainable for unit in made.size.units) / 8
+            least = max(on_its_own.memory.total, in_step)
+            assert least <= found.memory.total <= least + buffers
+            assert found.strategy.gradients == Int4(128)
+        assert made.notes[-2] == "Figures of local steps are those of the last segment, every 32 steps."
+        phases = " and ".join([f"the first {start}"] * (start > 0) + [f"those from {stop} on"] * (stop is not None))
+        assert made.notes[-1].startswith(f"Synchronous steps ({phases}) send what the same letters send without local")
 
 
 def test_one_node_has_nothing_to_exchange() -> None:

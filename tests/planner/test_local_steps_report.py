@@ -44,8 +44,11 @@ def test_without_local_steps_no_report_speaks_of_them() -> None:
 
 def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--local-steps 32 --exchange-codec int8:128 --exchange-feedback int8:64 --exchange-overlap 4 "
-    options += "--exchange-at-once --exchange-offload"
-    asked = LocalSteps(32, codec=Int8(128), error_feedback=LoCo(dtype=Int8(64)), overlap=4, spread=False, offload=True)
+    options += "--exchange-at-once --exchange-offload --exchange-moments-every 3"
+    feedback = LoCo(dtype=Int8(64))
+    asked = LocalSteps(
+        32, codec=Int8(128), error_feedback=feedback, overlap=4, spread=False, offload=True, moments_every=3
+    )
     assert main(["plan", *JOB, *options.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     made = plan(7e9, **CLUSTER, local_steps=asked)
@@ -76,7 +79,7 @@ def test_the_chart_names_strategies_with_local_steps(tmp_path: Any) -> None:
             "--local-steps 8 --exchange-overlap 8",
             "overlap must be an int of 0 or more optimizer steps and below every=8",
         ),
-        ("--local-steps 8 --exchange-codec int4delta", "codec encodes changes already"),
+        ("--local-steps 8 --exchange-codec int4delta", "which is for weights alone: a delta needs a base"),
         ("--local-steps 8 --exchange-codec none --exchange-feedback none", "codec=None has no error"),
         ("--local-steps 8 --exchange-feedback int4", "dtype must be Int8(...) or None"),
         (

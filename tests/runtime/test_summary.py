@@ -16,7 +16,7 @@ from harness.pool import Pool
 from harness.strategies import BOTH, COARSE, INSIDE_WITH_FEEDBACK, INTER
 from harness.training import train
 
-from fsdp_zpp import Int4Delta, Int8, Strategy
+from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.runtime.summary import Coverage, StrategySummary, summarize
 
@@ -166,3 +166,19 @@ def differing_replicas(adapter: Adapter) -> list[tuple[str, str]]:
 @over_adapters
 def test_nothing_is_logged_before_the_first_forward_is_refused(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     assert pool(4).run(differing_replicas, adapter) == [[]] * 4
+
+
+def test_reductions_of_synchronous_and_of_local_steps_are_told_apart() -> None:
+    strategy = Strategy("III", gradients=Int4(128), error_feedback=LoCo(), local_steps=LocalSteps(8, start=100))
+    found = summarize(strategy, strategy.resolve(Topology(4, 2)))
+    assert not found.inactive
+    assert found.active[1:5] == (
+        "gradients reduced as int8(128) on the intra-node hop in synchronous steps",
+        "gradients reduced as int4(128) on the inter-node hop in synchronous steps",
+        "gradients reduced in full precision in local steps",
+        f"local steps, weights exchanged between nodes {strategy.local_steps}",
+    )
+    assert found.active[5].startswith("error feedback on the inter-node hop")
+    assert "local steps, weights" in str(summarize(strategy, strategy.resolve(Topology(4, 4))).inactive)
+    one_gpu_nodes = summarize(strategy, strategy.resolve(Topology(4, 1)))
+    assert not any(text.endswith("in local steps") for text in one_gpu_nodes.active)

@@ -34,7 +34,7 @@ def adopt_handle(
     handle: Any = instance._handle
     handle.__class__ = StrategyHandle
     handle.adopt(instance, unit, layout)
-    if unit.reduce is not None:
+    if unit.reductions.all:
         # register_comm_hook() would do, but may be called on a root only, and settles who is the root.
         instance._comm_hook, instance._comm_hook_state = StepGradients.reduce, handle.gradients
     return handle

@@ -39,8 +39,7 @@ class BackwardWatch:
 
     def reduce_in_two_streams(self) -> None:
         """Give every other unit a second stream to reduce in; see the top of two_hop_reduce.py."""
-        reductions = [(handle.gradients, handle.gradients.reduction) for handle in self._handles]
-        two_hops = [gradients for gradients, reduction in reductions if reduction and reduction.has_two_hops]
+        two_hops = [each.gradients for each in self._handles if each.gradients.unit.reductions.have_two_hops]
         if len(two_hops) > 1:
             second = two_hops[0].instance._device_handle.Stream()
             for gradients in two_hops[1::2]:

@@ -54,7 +54,7 @@ class StrategyHandle(FlatParamHandle):
         self._gather_is_lossy = unit.gather is not None and unit.gather.secondary.codec is not None
         self._holds_decoded_weights, self._version_at_summon = False, None
         self._version = ShardVersion()
-        self.gradients = StepGradients(instance, self, layout, unit.reduce, unit.mesh, unit.keep_unsharded)
+        self.gradients = StepGradients(instance, self, layout, unit)
         self.views = ParameterViews(self)
         if self.views.are_direct:
             self._setattr_tensor, self._setattr_param = set_tensor, set_parameter

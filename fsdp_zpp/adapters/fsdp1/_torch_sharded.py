@@ -104,13 +104,23 @@ class ShardedInstance(Sharded):
         if self._instance._handle is None:
             return {}
         copy_replaced(self._instance._handle)
-        shard = self.shards()[0].detach()
+        return self._parts_of(self.shards()[0].detach())
+
+    def _parts_of(self, shard: Tensor) -> dict[str, Tensor]:
         layout, first = self.layout.around(shard)
         bounds = (
             (start - first, start - first + p.numel) for p, start in zip(layout.pieces, layout.starts, strict=True)
         )
         held = (shard.view(-1)[max(start, 0) : max(stop, 0)] for start, stop in bounds)
         return {piece.name: part for piece, part in zip(layout.pieces, held, strict=True)}
+
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a tensor that lies as this rank's shard of a parameter, by FQN."""
+        flat_param = self._flat_param
+        if flat_param is None or not flat_param._params:
+            return self._parts_of(of)
+        pairs = zip(flat_param._fqns, flat_param._params, strict=True)
+        return {name: of for name, original in pairs if original is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
         """Return the mesh dimensions along which another parallelism shards each original parameter, by FQN."""

@@ -14,6 +14,7 @@ from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import (
     FlatParamHandle,
@@ -33,9 +34,7 @@ class StepGradients:
         instance: The instance of FSDP.
         handle: The flat parameter's handle.
         layout: Where its parameters lie.
-        reduction: Reduces the gradient; None leaves it to torch.
-        mesh: The ranks over which the model is sharded.
-        keeps_unsharded: Whether weights stay gathered until they change.
+        unit: Its unit.
 
     Attributes:
         order: The order in which the model's units reduce; set before the first forward.
@@ -48,14 +47,22 @@ class StepGradients:
     instance: FullyShardedDataParallel
     handle: FlatParamHandle
     layout: FlatParameterLayout
-    reduction: GradientReduce | None
-    mesh: ProcessMesh
-    keeps_unsharded: bool
+    unit: StrategyUnit
     order: ReductionOrder[StepGradients] = field(init=False)
     was_gathered: bool = False
     took_part: bool = False
     is_used: bool = False
     is_unreduced: bool = False
+
+    @property
+    def reduction(self) -> GradientReduce | None:
+        """Return what reduces the gradient in this step; None leaves it to torch."""
+        return self.unit.reduce
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """Return the ranks over which it is reduced in this step."""
+        return self.unit.mesh
 
     @property
     def reduces_early(self) -> bool:
@@ -66,7 +73,7 @@ class StepGradients:
     @property
     def is_of_micro_batch(self) -> bool:
         """Tell whether ranks have gathered the weights for this micro-batch, used or not; the same on all of them."""
-        is_gathered = self.was_gathered or (self.keeps_unsharded and not FlatParamHandle.needs_unshard(self.handle))
+        is_gathered = self.was_gathered or (self.unit.keep_unsharded and not FlatParamHandle.needs_unshard(self.handle))
         return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
 
     @property
@@ -129,7 +136,9 @@ class StepGradients:
         FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
         replaces ``gradient``.
         """
-        assert self.reduction is not None
+        if self.reduction is None:
+            assert out is None, "one rank is not sharded over"
+            return  # a node of one rank that trains on its own
         out_or_gradient = gradient if out is None else out
         self.reduction.start(gradient, out_or_gradient, 1.0, self._layout_in(gradient)).finish()
         if out is None:

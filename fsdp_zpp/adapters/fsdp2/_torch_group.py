@@ -54,9 +54,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
         """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_group``."""
         self.unit, self._path = unit, path
-        gather, reduction = (None, None) if unit.stock else (unit.gather, unit.reduce)
-        self.weights = GroupWeights(self, gather, keeps_unsharded=unit.keep_unsharded)
-        self.gradients = StepGradients(self, self.weights, reduction, unit.mesh, unit.scopes.optimizer)
+        self.weights = GroupWeights(self, unit.gather, keeps_unsharded=unit.keep_unsharded)
+        self.gradients = StepGradients(self, self.weights, unit)
         self._state, self._on_lazy_init = state, on_lazy_init
         self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
 
@@ -284,6 +283,11 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def named_shards(self) -> dict[str, Tensor]:
         """Return what this rank holds of the parameters, by their names in the group's modules."""
         return dict(zip(self._names(), self.shards(), strict=True))
+
+    def named_parts(self, parameter: nn.Parameter, of: Tensor) -> dict[str, Tensor]:
+        """Return a tensor that lies as this rank's shard of a parameter, by the parameter's name."""
+        pairs = zip(self._names(), self.fsdp_params, strict=True)
+        return {name: of for name, param in pairs if param.sharded_param is parameter}
 
     def placements(self) -> dict[str, tuple[str, ...]]:
         """Return the mesh dimensions along which each parameter is sharded, by its name in the group's modules."""

@@ -16,6 +16,7 @@ from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_flat_layout import layout_of
 from ._torch_gradients import flatten_gradients, has_gradient, take_gradient
@@ -37,13 +38,9 @@ class StepGradients:
     Args:
         group: The group.
         weights: Its weights, which know whether ranks have gathered them.
-        reduction: Reduces the gradients; None where torch does.
-        mesh: The ranks to reduce over.
-        optimizer_scope: The strategy's; under ``N``, torch has nothing to scatter.
+        unit: Its unit.
 
     Attributes:
-        reduction: As given.
-        mesh: As given.
         comm: The reduction as torch calls it; None where torch reduces.
         use: The parameters that the step uses.
         order: The order in which groups reduce; set before the first forward.
@@ -52,26 +49,28 @@ class StepGradients:
 
     order: ReductionOrder[StepGradients]
 
-    def __init__(
-        self,
-        group: FSDPParamGroup,
-        weights: GroupWeights,
-        reduction: GradientReduce | None,
-        mesh: ProcessMesh,
-        optimizer_scope: str,
-    ) -> None:
-        self._group, self._weights = group, weights
-        self.reduction, self.mesh = reduction, mesh
+    def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
+        self._group, self._weights, self._unit = group, weights, unit
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
         self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
-        if reduction is not None and optimizer_scope == "N":
-            self.comm = self._all_reduce_hook = StrategyAllReduce(reduction, group, mesh.topology.world)
-        elif reduction is not None:
-            self.comm = StrategyReduceScatter(reduction, group, mesh.topology.world)
-            self._all_reduce_hook = self.comm.finish if reduction.has_two_hops else None
-        self.use = ParameterUse(group, reduction)
+        if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
+            self.comm = self._all_reduce_hook = StrategyAllReduce(unit, group)
+        elif unit.reductions.all:
+            self.comm = StrategyReduceScatter(unit, group)
+            self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
+        self.use = ParameterUse(group, unit)
         self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
         self._reduced = False
+
+    @property
+    def reduction(self) -> GradientReduce | None:
+        """Return what reduces the gradients in this step; None where torch does."""
+        return self._unit.reduce
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """Return the ranks over which they are reduced in this step."""
+        return self._unit.mesh
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -231,7 +230,7 @@ class StepGradients:
         # Ranks that use what is kept need not gather it, so it is of every micro-batch on all ranks, used or not.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
-            self.use = ParameterUse(self._group, self.reduction)
+            self.use = ParameterUse(self._group, self._unit)
 
     def drop(self) -> None:
         """Drop the gradients that torch has kept, and forget which parameters have them. Not to be called in a

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_gradients import has_gradient
 
@@ -38,7 +38,7 @@ class ParameterUse:
 
     Args:
         group: The group.
-        reduction: Reduces its gradients; None where torch does.
+        unit: Its unit.
 
     Attributes:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
@@ -47,7 +47,7 @@ class ParameterUse:
     """
 
     group: FSDPParamGroup
-    reduction: GradientReduce | None
+    unit: StrategyUnit
     took_part: bool = False
     reduced: list[FSDPParam] = field(default_factory=list)
     unused: dict[int, UnusedParameter] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class ParameterUse:
         It always gets one with error feedback, whose errors must be sent on, and if it requires a gradient by now and
         ``set_reduce_scatter_unused_params`` asks for zeros.
         """
-        if self.reduction is None or self.reduction.errors is not None:
+        if self.unit.reduce is None or self.unit.errors is not None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         return not (zeros_reduced and param._unsharded_param.requires_grad)

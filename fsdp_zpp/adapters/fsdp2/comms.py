@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fsdp_zpp.collectives.flat_layout import NO_PARAMETERS, FlatLayout
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import PendingReduction
 from fsdp_zpp.collectives.streams import keep_until_read
 from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import AllGather, FSDPParamGroup, ReduceScatter
 from ._torch_gradients import divided_by
@@ -49,9 +49,8 @@ class StrategyReduceScatter(ReduceScatter):
     runs in the stream of the all-reduce.
 
     Args:
-        reduce: The hops.
+        unit: Its unit.
         group: The group.
-        world: The number of all ranks, replicas too.
 
     Attributes:
         layout: Where parameters lie in the gradient that torch is about to reduce.
@@ -59,9 +58,8 @@ class StrategyReduceScatter(ReduceScatter):
         pending: What :meth:`finish` has to finish, if anything.
     """
 
-    reduce: GradientReduce
+    unit: StrategyUnit
     group: FSDPParamGroup
-    world: int
     layout: FlatLayout = NO_PARAMETERS
     hook: Callable[[Tensor], None] | None = None
     pending: PendingReduction | None = None
@@ -77,12 +75,14 @@ class StrategyReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
+        reduce, world = self.unit.reduce, self.unit.mesh.topology.world
+        assert reduce is not None, "one rank is not sharded over"
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
-        factor = _factor_of(op, group.size(), self.world, self.group.gradient_divide_factor)
+        factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
         # What torch has divided this gradient by, accumulated ones are still to be divided by.
-        divisor = divided_by(self.group, input_tensor.dtype) if self.reduce.accumulated.sums is not None else 1.0
-        pending = self.reduce.start(input_tensor, output_tensor, factor, self.layout, divisor)
-        if self.reduce.has_two_hops:
+        divisor = divided_by(self.group, input_tensor.dtype) if reduce.accumulated.sums is not None else 1.0
+        pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor)
+        if reduce.has_two_hops:
             self.pending = pending
         else:
             pending.finish()
@@ -104,29 +104,30 @@ class StrategyAllReduce:
     """Reduces a group's gradient where torch shards over one rank and so has nothing to scatter: its all-reduce hook.
 
     Args:
-        reduce: The hops.
+        unit: Its unit.
         group: The group.
-        world: The number of ranks.
 
     Attributes:
         layout: Where parameters lie in the gradient that torch is about to reduce.
     """
 
-    reduce: GradientReduce
+    unit: StrategyUnit
     group: FSDPParamGroup
-    world: int
     layout: FlatLayout = NO_PARAMETERS
 
     def __call__(self, gradient: Tensor) -> None:
         """Reduce ``gradient`` in place."""
+        reduce = self.unit.reduce
+        if reduce is None:  # a node of one rank that trains on its own
+            return
         factor = 1.0
         if (divide_factor := self.group.gradient_divide_factor) is not None:
             # The sum over all ranks is to be divided by it, once; torch has done that, and with nothing to scatter
             # does it once more where it divides around sums.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
-            factor = self.world * (divide_factor if around_sum else 1.0)
-        divisor = divided_by(self.group, gradient.dtype) if self.reduce.accumulated.sums is not None else 1.0
-        self.reduce.start(gradient, gradient, factor, self.layout, divisor).finish()
+            factor = self.unit.mesh.topology.world * (divide_factor if around_sum else 1.0)
+        divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
+        reduce.start(gradient, gradient, factor, self.layout, divisor).finish()
         # As in StrategyReduceScatter.finish: torch frees it in the stream of the reduce-scatter.
         keep_until_read(gradient)
 

@@ -60,8 +60,8 @@ def make_unit(
         can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments)
         unit.leave_weights_uncoded(in_place_of_torch=can_gather)
     unit.stock = layout.stock and unit.gather is None
-    if layout.stock and not unit.stock:
-        unit.reduce = None  # torch reduces
+    if layout.stock:
+        unit.reductions.leave_to_torch()
     return unit, layout.stock
 
 
@@ -71,7 +71,7 @@ def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:
     mesh = arguments["mesh"]
     unit = StrategyUnit(part.over.strategy, layout.mesh())
     if unit.scopes.optimizer != "G" and unit.ranks.topology.world > 1:
-        sharded_over = unit.mesh.intra if unit.scopes.optimizer == "I" else own_rank()
+        sharded_over = unit.ranks.intra if unit.scopes.optimizer == "I" else own_rank()
         assert sharded_over is not None
         if (dims := arguments.get("dp_mesh_dims")) is not None:
             size = layout.topology.gpus_per_node

@@ -15,7 +15,7 @@ from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights, f
 
 STEPS = 6
 CODED = {
-    "int8": LocalSteps(2, codec=Int8(64)),
+    "int8, moments": LocalSteps(2, codec=Int8(64), moments_every=1),
     "int4, feedback": LocalSteps(2, codec=Int4(32), error_feedback=LoCo(dtype=Int8(128)), overlap=1),
 }
 

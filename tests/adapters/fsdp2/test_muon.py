@@ -18,7 +18,7 @@ from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from torch import Tensor, nn
 
-from fsdp_zpp import Strategy
+from fsdp_zpp import LocalSteps, Strategy, exchange_weights
 
 dtensor_collectives = load("loss", "dtensor_collectives")
 STEPS = 3
@@ -128,3 +128,35 @@ def test_optimizer_scope_i_keeps_muon_inside_a_node(pool: Callable[[int], Pool])
     for levels, hop in {"III": "intra", "IGG": "inter"}.items():
         assert all(set(calls) == {hop} for calls in pool(4).run(calls_of_a_step, levels, torch.optim.Muon))
     assert pool(4).run(calls_of_a_step, "NNN", torch.optim.Muon) == [{}] * 4
+
+
+def locally(muon: Callable[..., torch.optim.Optimizer], levels: str) -> dict[str, Any]:
+    """In a worker: training with Muon inside nodes of two, as in MuLoCo (arXiv 2505.23725)."""
+    strategy = Strategy(levels, local_steps=LocalSteps(2), gpus_per_node=2)
+    net = Fsdp2().make(Case(model=(("hidden", 32),)), strategy)
+    step, losses, hops = step_all(net, 32, muon), [], Counter[str]()
+    for _ in range(6):
+        loss = models.loss_of(net, models.batch(0, 0))
+        loss.backward()
+        with dtensor_collectives.DTensorCollectives(2) as collectives:
+            step()
+        hops.update(collective.hop for collective in collectives.made)
+        losses.append(loss.item())
+    weights = [Fsdp2().full_weights(net)]
+    exchange_weights(net)
+    return {"hops": dict(hops), "losses": losses, "weights": [*weights, Fsdp2().full_weights(net)]}
+
+
+@pytest.mark.parametrize("muon", [torch.optim.Muon, whole_muon])
+@pytest.mark.parametrize("levels", ["III", "NNN"])
+def test_nodes_train_on_their_own_with_muon(
+    pool: Callable[[int], Pool], muon: Callable[..., torch.optim.Optimizer], levels: str
+) -> None:
+    results = pool(4).run(locally, muon, levels)
+    for rank, found in enumerate(results):
+        before, after = (models.distance(*pair) for pair in zip(found["weights"], results[0]["weights"], strict=True))
+        assert after == 0
+        assert (before > 0) == (rank >= 2)  # on the other node
+        assert found["losses"][-1] < found["losses"][0]
+        # The optimizer sends nothing between nodes.
+        assert set(found["hops"]) == ({"intra"} if levels == "III" else set())

@@ -1,14 +1,15 @@
-"""One training of a study: a small GPT-2 on bytes, sharded and optimized in one way, with one seed."""
+"""One training of a study: a small model on bytes, sharded and optimized in one way, with one seed."""
 
 from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -27,7 +28,8 @@ from fsdp_zpp import Strategy, agreed_weights, exchange_weights
 
 # For an attention that it does not know, transformers makes no mask: with its own "sdpa" it looks, in every forward,
 # whether the positions are those of packed sequences, for which the host waits for the GPU. None is plain causal.
-AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+ATTENTION = "causal_sdpa"
+AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,12 @@ class Settings:
         nodes: Number of nodes that strategies are told of.
         gpus_per_node: Ranks of each.
         text: SHA-256 of the text.
+
+    Attributes:
+        final_lr: Share of the peak learning rate at which the last step ends.
     """
+
+    final_lr: ClassVar[float] = 0.0
 
     tokens: int
     batch: int
@@ -98,11 +105,21 @@ class Trainee:
     stepping: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-Prepare = Callable[[GPT2LMHeadModel, torch.device], Trainee]
+Prepare = Callable[[PreTrainedModel, torch.device], Trainee]
 """Shards a model, which has the same weights on all ranks, and makes its optimizers."""
+Objective = Callable[[nn.Module, Tensor], Tensor]
+"""Returns a model's mean loss over a batch of :func:`windows`."""
 
 
-def train(settings: Settings, prepare: Prepare, seed: int, corpus: Corpus, device: torch.device) -> dict[str, Any]:
+def train(
+    settings: Settings,
+    prepare: Prepare,
+    seed: int,
+    corpus: Corpus,
+    device: torch.device,
+    config: PretrainedConfig | None = None,
+    objective: Objective | None = None,
+) -> dict[str, Any]:
     """Train once. Collective.
 
     With local steps nodes hold weights of their own, and the one model that nodes agree on is validated: in the middle
@@ -115,13 +132,16 @@ def train(settings: Settings, prepare: Prepare, seed: int, corpus: Corpus, devic
         seed: Seed of the initial weights and of the order of the data.
         corpus: Text on ``device``.
         device: This rank's device.
+        config: Configuration of the model; the studies' GPT-2 by default.
+        objective: What training minimizes; the cross-entropy by default.
 
     Returns:
         The losses on all ranks' data, against the tokens trained on, and the time. With local steps, also the loss just
         before units were exchanged once more.
     """
     began = time.perf_counter()
-    network, parameters = build(settings, seed, device)
+    network, parameters = build(gpt2(settings) if config is None else config, seed, device)
+    objective = cross_entropy if objective is None else objective
     trainee = prepare(network, device)
     model, is_local = trainee.model, trainee.has_local_steps
     # From here on random numbers are for rounding, whose errors must not be the same on all ranks.
@@ -134,7 +154,8 @@ def train(settings: Settings, prepare: Prepare, seed: int, corpus: Corpus, devic
         if step % settings.validate_every == 0:
             with agreed(model, is_local and step > 0):
                 validation.append((step, validate(settings, model, corpus.held_out)))
-        loss = cross_entropy(model, windows(corpus.training, order[step], settings.sequence))
+                note_progress(step, validation[-1][1], began)
+        loss = objective(model, windows(corpus.training, order[step], settings.sequence))
         loss.backward()
         losses[step] = loss.detach()
         trainee.clip(1.0)
@@ -167,11 +188,17 @@ def train(settings: Settings, prepare: Prepare, seed: int, corpus: Corpus, devic
     return result
 
 
-def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHeadModel, int]:
-    """Build the model, with the same weights on all ranks, and count its parameters."""
-    torch.manual_seed(seed)
+def note_progress(step: int, loss: Tensor, began: float) -> None:
+    """Print how far a run is, since long ones take minutes."""
+    if dist.get_rank() == 0:
+        seconds = time.perf_counter() - began
+        print(f"step {step}: validation loss {loss.item():.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def gpt2(settings: Settings) -> GPT2Config:
+    """Make the configuration of the studies' GPT-2."""
     # GPT-2's norms and activations are a kernel each, so a small model on many GPUs spends its time on matrices.
-    config = GPT2Config(
+    return GPT2Config(
         vocab_size=256,
         n_embd=settings.hidden,
         n_inner=settings.intermediate,
@@ -186,14 +213,19 @@ def build(settings: Settings, seed: int, device: torch.device) -> tuple[GPT2LMHe
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="causal_sdpa",  # type: ignore[call-arg]
+        attn_implementation=ATTENTION,  # type: ignore[call-arg]
     )
+
+
+def build(config: PretrainedConfig, seed: int, device: torch.device) -> tuple[PreTrainedModel, int]:
+    """Build the model, with the same weights on all ranks, and count its parameters."""
+    torch.manual_seed(seed)
     with device:
-        model = GPT2LMHeadModel(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     return model, sum(parameter.numel() for parameter in model.parameters())
 
 
-def under_fsdp1(model: GPT2LMHeadModel, device: torch.device, *, strategy: Sharding, lr: float) -> Trainee:
+def under_fsdp1(model: PreTrainedModel, device: torch.device, *, strategy: Sharding, lr: float) -> Trainee:
     """Make every layer a unit, with bf16 compute and communication and fp32 master weights, and AdamW of all."""
     sharded = FullyShardedDataParallel(
         model,
@@ -219,14 +251,14 @@ def agreed(model: nn.Module, is_local: bool) -> AbstractContextManager[None]:
 
 
 def learning_rate(settings: Settings) -> Callable[[int], float]:
-    """Return the factor of a step: linear warmup, then a cosine to zero, which leaves less noise in the last losses."""
+    """Return the factor of a step: linear warmup, then a cosine to ``final_lr``; 0 leaves least noise in the losses."""
     warmup = round(settings.steps * settings.warmup)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
         progress = (step - warmup) / max(1, settings.steps - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return settings.final_lr + (1 - settings.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     return factor
 

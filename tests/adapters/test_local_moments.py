@@ -1,0 +1,324 @@
+"""Moments of optimizers, which nodes that train on their own average more rarely than weights."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import models
+from harness.adapter import Adapter, Case, original_name
+from harness.covering import ADAPTERS, WITH_FLAT, over_adapters, over_each, over_pairs
+from harness.pool import Pool
+from harness.training import train
+from local_nodes import LAYOUTS, strategy_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
+
+from fsdp_zpp import exchange_weights
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
+
+CASE = Case(steps=4, clip=None)
+States = dict[str, dict[str, Tensor]]
+"""What a rank holds of optimizers' states, by the parameter's name."""
+
+
+def several(model: nn.Module) -> list[Optimizer]:
+    """An optimizer for every other parameter."""
+    parameters = list(model.parameters())
+    return [SGD(parameters[::2], 0.01, momentum=0.9), AdamW(parameters[1::2], 3e-3)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "AMSGrad": lambda model: [AdamW(model.parameters(), 3e-3, amsgrad=True)],
+    "fused": lambda model: [AdamW(model.parameters(), 3e-3, fused=True)],
+    "one by one": lambda model: [AdamW(model.parameters(), 3e-3, foreach=False)],
+    "momentum": lambda model: [SGD(model.parameters(), 0.01, momentum=0.9)],
+    "RMSprop": lambda model: [RMSprop(model.parameters(), 1e-3, momentum=0.5, centered=True)],
+    "Adagrad": lambda model: [Adagrad(model.parameters(), 1e-3)],
+    "NAdam": lambda model: [NAdam(model.parameters(), 1e-3)],
+    "two": several,
+    "without states": lambda model: [SGD(model.parameters(), 0.01)],
+}
+
+
+class Together:
+    """Several optimizers that step as one."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def states(model: nn.Module, optimizers: Sequence[Optimizer]) -> States:
+    return {
+        name: {
+            state: local(value).cpu().clone()
+            for optimizer in optimizers
+            for state, value in optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
+        for name, parameter in model.named_parameters()
+    }
+
+
+def local(value: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Of all ranks. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def average_exactly(model: nn.Module) -> None:
+    units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
+    training = next(unit.local_training for unit in units if unit.local_training is not None)
+    training.average_moments_exactly()
+
+
+def differing(nodes: Sequence[States]) -> int:
+    """In how many states nodes differ."""
+    first = nodes[0]
+    assert all(node.keys() == first.keys() for node in nodes)
+    return sum(
+        any(state not in node[name] or not torch.equal(node[name][state], value) for node in nodes)
+        for name, of_parameter in first.items()
+        for state, value in of_parameter.items()
+    )
+
+
+def exact_means(adapter: Adapter, layout: tuple[str, int], optimizer: str) -> tuple[float, int, int]:
+    """In a worker: how many roundings a state is off the mean, and in how many states nodes differ before and after."""
+    model = adapter.make(CASE, strategy_of(*layout, every=50))
+    optimizers = OPTIMIZERS[optimizer](model)
+    train(adapter, model, CASE, optimizer=Together(optimizers))
+    first = dist.get_rank() % layout[1]
+    before = everywhere(states(model, optimizers))[first :: layout[1]]
+    average_exactly(model)
+    after = everywhere(states(model, optimizers))[first :: layout[1]]
+    off = 0.0
+    for name, of_parameter in after[0].items():
+        for state, value in of_parameter.items():
+            each = torch.stack([node[name][state].double() for node in before])
+            roundings = (value - each.mean(0)).abs() / each.abs().mean(0).clamp(min=1e-30)
+            off = max([off, *(roundings / torch.finfo(torch.float32).eps).view(-1).tolist()])
+    return off, differing(before), differing(after)
+
+
+@over_pairs(adapter=WITH_FLAT, layout=LAYOUTS, optimizer=["AMSGrad", "momentum", "two"])
+def test_an_exact_average_is_the_mean(
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], optimizer: str
+) -> None:
+    if optimizer == "two" and adapter == WITH_FLAT[2]:
+        optimizer = "momentum"  # there are too few flat parameters
+    for off, before, after in pool(4).run(exact_means, adapter, layout, optimizer):
+        assert off <= 4  # a rounding for each node
+        assert before > 0
+        assert after == 0
+
+
+@over_each(adapter=ADAPTERS, optimizer=list(OPTIMIZERS))
+def test_every_optimizer_of_torch_with_moments_is_averaged(
+    pool: Callable[[int], Pool], adapter: Adapter, optimizer: str
+) -> None:
+    for off, before, after in pool(4).run(exact_means, adapter, ("III", 2), optimizer):
+        assert off <= 4  # a rounding for each node
+        assert (before > 0) == (optimizer != "without states")
+        assert after == 0
+
+
+def moments_differ(adapter: Adapter, layout: tuple[str, int], case: Case, options: dict[str, Any]) -> list[int]:
+    """In a worker: after each step and the exchanges due after it, in how many states nodes differ."""
+    model = adapter.make(case, strategy_of(*layout, **options))
+    optimizers = OPTIMIZERS["AMSGrad"](model)
+    found = []
+    for step in range(case.steps):
+        train(adapter, model, Case(steps=1, precision=case.precision), first_step=step, optimizer=optimizers[0])
+        models.loss_of(model, models.batch(0, 0))  # before which exchanges are made
+        found.append(differing(everywhere(states(model, optimizers))[dist.get_rank() % layout[1] :: layout[1]]))
+    return found
+
+
+@over_pairs(
+    adapter=WITH_FLAT,
+    layout=[("III", 1), ("III", 2), ("NNN", 2)],
+    overlap=[0, 1],
+    spread=[False, True],
+)
+def test_nodes_are_equal_bit_for_bit_after_the_exchanges_that_include_moments(
+    pool: Callable[[int], Pool], adapter: Adapter, layout: tuple[str, int], overlap: int, spread: bool
+) -> None:
+    options = {"every": 2, "moments_every": 2, "overlap": overlap, "spread": spread}
+    for found in pool(4).run(moments_differ, adapter, layout, Case(steps=8), options):
+        if spread:
+            assert all(found)  # some fragments were exchanged in the last step, the others have been trained since
+            assert min(found[3], found[7]) < min(found[:2] + found[4:6])
+        else:
+            assert [step for step, count in enumerate(found, 1) if count == 0] == [4, 8]
+
+
+def half_used(adapter: Adapter, exact: bool) -> tuple[int, list[float]]:
+    """In a worker: average the moments of a block that every other node has left out.
+
+    Returns:
+        In how many states nodes differ, and by what factors those of the block have changed on nodes with it.
+    """
+    model = adapter.make(CASE, strategy_of("III", 2, every=50, moments_every=1))
+    uses_it = dist.get_rank() < 2
+    net = next(module for module in model.modules() if isinstance(module, models.Net))
+    net.skipped = None if uses_it else 1
+    optimizer = AdamW(model.parameters(), 3e-3)
+    train(adapter, model, CASE, optimizer=optimizer)
+    before = states(model, [optimizer])
+    if exact:
+        average_exactly(model)
+    else:
+        exchange_weights(model)
+    after = states(model, [optimizer])
+    of_block = [name for name in before if "blocks.1." in original_name(name) and name.endswith("up.weight")]
+    factors = [
+        (after[name][state].norm() / before[name][state].norm()).item()
+        for name in of_block
+        for state in ("exp_avg", "exp_avg_sq")
+        if uses_it and before[name]["exp_avg"].numel()
+    ]
+    nodes = everywhere(after)[dist.get_rank() % 2 :: 2]
+    assert all(node[name]["step"] == CASE.steps for node in nodes for name in of_block if node[name])
+    return differing(nodes), factors
+
+
+@over_each(adapter=ADAPTERS, exact=[True, False])
+def test_a_node_without_states_of_a_parameter_counts_as_zeros(
+    pool: Callable[[int], Pool], adapter: Adapter, exact: bool
+) -> None:
+    found = pool(4).run(half_used, adapter, exact)
+    assert all(count == 0 for count, _ in found)
+    factors = [factor for _, of_rank in found for factor in of_rank]
+    assert factors
+    assert factors == pytest.approx([0.5] * len(factors), rel=1e-6 if exact else 0.02)
+
+
+def largest_update(adapter: Adapter) -> tuple[float, float]:
+    """In a worker: Adam's largest update before and after an exchange, where each node saw tokens of its own."""
+    model = adapter.make(CASE, strategy_of("III", 1, every=50, moments_every=1))
+    optimizer = AdamW(model.parameters(), 3e-3)
+    for step in range(10):
+        tokens = models.batch(step, 0) % 15 + 15 * dist.get_rank()
+        models.loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = []
+    for _ in range(2):
+        updates = [
+            (of_parameter["exp_avg"] / (of_parameter["exp_avg_sq"].sqrt() + 1e-8)).abs().max().item()
+            for of_parameter in states(model, [optimizer]).values()
+            if of_parameter and of_parameter["exp_avg"].numel()
+        ]
+        found.append(max(updates))
+        exchange_weights(model)
+    return found[0], found[1]
+
+
+@over_adapters
+def test_updates_of_rows_that_one_node_saw_do_not_blow_up(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for before, after in pool(4).run(largest_update, adapter):
+        assert 0 < after < 2 * before
+
+
+class OddStates(SGD):
+    """An optimizer of whose states some can't be averaged."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.kind = kind
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                flat = local(parameter).detach().view(-1)
+                values: dict[str, Any] = {
+                    "8 bits": flat.to(torch.uint8),
+                    "rows": flat.new_zeros(3),
+                    "list": [1],
+                    "good": torch.zeros_like(flat),
+                    "other": torch.zeros_like(flat),
+                }
+                self.state[parameter]["other" if self.kind == "other" else "odd"] = values[self.kind]
+        return result
+
+
+def refused(adapter: Adapter, kinds: tuple[str, str], every: int | None) -> tuple[str, int]:
+    """In a worker: what the exchange says where the first rank's states are of one kind, others' of another one."""
+    model = adapter.make(CASE, strategy_of("III", 2, every=1, moments_every=every))
+    kind = kinds[dist.get_rank() > 0]
+    optimizer = models.PlainSgd(model) if kind == "not torch's" else OddStates(model.parameters(), kind)
+    message = ""
+    try:
+        train(adapter, model, CASE, optimizer=optimizer)
+    except ValueError as error:
+        message = str(error)
+    return message, dist.get_rank()
+
+
+@over_each(
+    adapter=ADAPTERS,
+    kinds={
+        "8 bits": ("8 bits", "good"),
+        "rows": ("good", "rows"),
+        "list": ("list", "list"),
+        "kinds": ("good", "other"),
+        "foreign": ("not torch's", "not torch's"),
+    },
+)
+def test_what_cannot_be_averaged_is_said_on_every_rank(
+    pool: Callable[[int], Pool], adapter: Adapter, kinds: tuple[str, str]
+) -> None:
+    parts = {
+        "8 bits": "OddStates keeps 'odd' of .* as a Tensor torch.uint8 of shape",
+        "rows": "OddStates keeps 'odd' of .* as a Tensor torch.float32 of shape .3., which nodes can't average",
+        "list": "as a list, which nodes can't average",
+        "other": "their optimizers keep different states of it",
+        "not torch's": "no optimizer derived from torch.optim.Optimizer has stepped",
+    }
+    part = next(text for kind, text in parts.items() if kind in kinds)
+    for message, _ in pool(4).run(refused, adapter, kinds, 1):
+        assert re.search(part, message), message
+    if kinds == ("list", "list"):
+        assert all(message == "" for message, _ in pool(4).run(refused, adapter, kinds, None))
+
+
+def without_optimizers(adapter: Adapter, levels: str) -> int:
+    """In a worker: in how many states nodes differ when the first of two optimizers is gone, but not on all ranks."""
+    model = adapter.make(CASE, strategy_of(levels, 2, every=50, moments_every=1))
+    kept = []
+    for _ in range(2):
+        optimizer = AdamW(model.parameters(), 3e-3)
+        train(adapter, model, CASE, optimizer=optimizer)
+        if dist.get_rank() == 0:
+            kept.append(optimizer)
+        gc.collect()
+    exchange_weights(model)
+    return differing(everywhere(states(model, [optimizer]))[dist.get_rank() % 2 :: 2])
+
+
+@over_pairs(adapter=ADAPTERS, levels=["III", "NNN"])
+def test_an_optimizer_that_some_ranks_have_freed_is_left_out(
+    pool: Callable[[int], Pool], adapter: Adapter, levels: str
+) -> None:
+    assert pool(4).run(without_optimizers, adapter, levels) == [0] * 4
