@@ -18,6 +18,7 @@ from fsdp_zpp.config.local_steps import LocalSteps
 
 from .hops import Traffic
 from .mesh import ProcessMesh
+from .node_chunks import chunk_numel
 from .outer_step import OuterStep, OuterStepState
 
 Snapshot = dict[str, tuple[Tensor, Tensor]]
@@ -56,15 +57,18 @@ class ElasticOuterStep(OuterStep):
         """
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
-            return {name: torch.zeros(0) for name in numels}
-        whole = torch.zeros(sum(numels[name] for name in names))
+            return {name: torch.zeros(0, dtype=torch.float32) for name in numels}
+        whole = torch.zeros(sum(numels[name] for name in names), dtype=torch.float32)
         parts = dict(zip(names, whole.split([numels[name] for name in names]), strict=True))
         for name, part in parts.items() if owned else ():
             (chunk,) = self._optimizer.momentum_of([name])
             own = part[self._node * chunk.numel() :][: chunk.numel()]
             own.copy_(chunk[: own.numel()])
         dist.all_reduce(whole, group=mesh.inter)
-        momentum = {name: torch.zeros(-(-numel // mesh.topology.nodes)) for name, numel in numels.items()}
+        momentum = {
+            name: torch.zeros(chunk_numel(numel, mesh.topology.nodes), dtype=torch.float32)
+            for name, numel in numels.items()
+        }
         for name, part in parts.items():
             own = part[mesh.rank * momentum[name].numel() :][: momentum[name].numel()]
             momentum[name][: own.numel()] = own

@@ -53,12 +53,16 @@ class Members:
         node: The ranks of this node.
         model: The model's name in errors.
 
+    Raises:
+        ValueError: If nothing gives the address of the store.
+
     Attributes:
         mesh: The ranks of all members with this local index, as nodes of one; None while this node is not a member.
     """
 
     def __init__(self, config: Elastic, node: ProcessMesh, model: str) -> None:
         self._config, self._node, self._model = config, node, model
+        self._address = config.address()
         self._timeout = timedelta(seconds=config.timeout)
         self.mesh: ProcessMesh | None = None
         self._rendezvous: Rendezvous | None = None  # of the node's first rank
@@ -104,7 +108,7 @@ class Members:
 
     def _client(self) -> dist.Store:
         """Return a connection to the store, which serves one caller at a time."""
-        host, port = self._config.address()
+        host, port = self._address
         longest = timedelta(seconds=self._config.join_timeout)
         store = dist.TCPStore(host, port, is_master=False, timeout=longest, wait_for_workers=False)
         store.set_timeout(self._timeout)
@@ -250,7 +254,7 @@ class Members:
                 )
             except (RendezvousError, RuntimeError, ValueError) as error:
                 failure = (
-                    f"this node can't meet others at {':'.join(map(str, self._config.address()))}: "
+                    f"this node can't meet others at {':'.join(map(str, self._address))}: "
                     f"{type(error).__name__}: {error}"
                 )
         result, failure = from_first_rank((result, failure), self._node.group)
