@@ -65,10 +65,8 @@ class ElasticOuterStep(OuterStep):
             own = part[self._node * chunk.numel() :][: chunk.numel()]
             own.copy_(chunk[: own.numel()])
         dist.all_reduce(whole, group=mesh.inter)
-        momentum = {
-            name: torch.zeros(chunk_numel(numel, mesh.topology.nodes), dtype=torch.float32)
-            for name, numel in numels.items()
-        }
+        chunks = {name: chunk_numel(numel, mesh.topology.nodes) for name, numel in numels.items()}
+        momentum = {name: torch.zeros(chunk, dtype=torch.float32) for name, chunk in chunks.items()}
         for name, part in parts.items():
             own = part[mesh.rank * momentum[name].numel() :][: momentum[name].numel()]
             momentum[name][: own.numel()] = own
