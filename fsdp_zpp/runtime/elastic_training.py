@@ -6,22 +6,12 @@
     decision            by all members, in the store: commit, or meet again and repeat
 
 collectives/members.py has the nodes and their decisions.
-
-[Note: Who is current]
-Each exchange that members commit to is counted. A node that was lost, or stopped, lacks some of them, and so does a new
-one, which has none. So where nodes meet, those with the most exchanges, and of these with the most steps, are current;
-all others take over from the first of them: the agreed weights, the states of optimizers, and the step. What they had
-trained is not used: they have changed nothing since the agreed weights, and count nothing in the next exchange.
-
-Nodes whose signs of life are late may be taken for lost while they train on. Before each exchange they ask whether
-their round is still the last one. Should others meet right after that, both may commit to an exchange once more. Then
-their weights differ, though they count as many exchanges; so the round of the last exchange is compared, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -33,6 +23,7 @@ from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.weights_of_nodes import relative_weights
 
 from .elastic_fragment import ElasticFragment
+from .elastic_header import Header, Request, check_alike, current_nodes
 from .fragment import Progress
 from .local_training import LocalTraining
 from .made_optimizers import optimizers_of
@@ -54,55 +45,6 @@ class Membership(NamedTuple):
     node: int
     nodes: int
     step: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """Exchange that a node is about to make.
-
-    Attributes:
-        step: The step that it follows.
-        fragments: Which fragments, by their places among all of the model's.
-        settles: Whether these are all, after which nodes hold the same.
-    """
-
-    step: int
-    fragments: tuple[int, ...]
-    settles: bool = False
-
-
-@dataclass(frozen=True)
-class Header:
-    """What nodes tell each other before an exchange.
-
-    Attributes:
-        model: What must be the same on all nodes.
-        committed: Exchanges that this node has committed to.
-        made: Steps that it has made.
-        round: The round in which it has made the last exchange.
-        start: The checksums of the weights that it has started from, if it has committed to none; else None.
-        round_is_over: Whether it has seen that nodes have to meet again, such as for one that waits to join.
-        request: What it is about to exchange; None if it has come to join.
-        changed: For each parameter, by fragment, whether it was trained since its last exchange.
-        trained: For each fragment, how much was trained since its last exchange: steps, or tokens.
-        counts_tokens: Whether these are tokens.
-    """
-
-    model: str
-    committed: int
-    made: int
-    round: int
-    start: object
-    round_is_over: bool
-    request: Request | None
-    changed: tuple[tuple[bool, ...], ...]
-    trained: tuple[int, ...]
-    counts_tokens: bool
-
-    @property
-    def knows(self) -> tuple[int, int, int]:
-        """Return what is largest for a node that is current."""
-        return self.committed, self.made, self.round
 
 
 class ElasticTraining(LocalTraining):
@@ -225,11 +167,11 @@ class ElasticTraining(LocalTraining):
             headers = self._members.gather(self._header(request))
             if headers is None:
                 continue
-            self._check_alike(headers)
+            check_alike(headers, self._model)
             if not self._is_member:
-                request = headers[_current(headers)[0]].request
+                request = headers[current_nodes(headers)[0]].request
                 done = self._meet(headers) and request is None
-            elif any(each.round_is_over for each in headers) or len(_current(headers)) < len(headers):
+            elif any(each.round_is_over for each in headers) or len(current_nodes(headers)) < len(headers):
                 self._members.disconnect()
             else:
                 done = self._exchange_with(headers)
@@ -256,21 +198,6 @@ class ElasticTraining(LocalTraining):
             tuple(total - before for before in self._until_exchange),
             self._counts_tokens,
         )
-
-    def _check_alike(self, headers: Sequence[Header]) -> None:
-        """Raise on every node unless all have the same model and count the same."""
-        for node, header in enumerate(headers):
-            if header.model != headers[0].model:
-                raise ValueError(
-                    f"{self._model}: nodes were given different models or local steps: {headers[0].model} on node 0, "
-                    f"{header.model} on node {node}; give all of them the same"
-                )
-        counts = {header.counts_tokens: node for node, header in enumerate(headers) if any(header.trained)}
-        if len(counts) > 1:
-            raise ValueError(
-                f"{self._model}: node {counts[True]} counts tokens, but node {counts[False]} does not: call "
-                "count_tokens on all nodes or on none"
-            )
 
     def _share_changes(self, headers: Sequence[Header]) -> None:
         """Have this node exchange what any of these nodes has trained."""
@@ -317,7 +244,7 @@ class ElasticTraining(LocalTraining):
         """Have nodes that join take over from one that is current; return whether members commit to it."""
         mesh = self._members.mesh
         assert mesh is not None
-        current = _current(headers)
+        current = current_nodes(headers)
         joins, state, failure = mesh.rank not in current, None, ""
         if not joins:
             self._share_changes([headers[node] for node in current])
@@ -365,10 +292,3 @@ class ElasticTraining(LocalTraining):
         self._trained = [fragment for fragment in self._all if fragment.was_trained]
         self._awaits_step = False
         self._until_exchange = [self._tokens if self._counts_tokens else self._steps] * len(self._all)
-
-
-def _current(headers: Sequence[Header]) -> list[int]:
-    """Return the nodes that are current; see [Note: Who is current]. Those that start alike are."""
-    most = max(header.knows for header in headers)
-    nodes = [node for node, header in enumerate(headers) if header.knows == most]
-    return [node for node in nodes if headers[node].start == headers[nodes[0]].start]

@@ -29,7 +29,7 @@ from fsdp_zpp import (
     members,
 )
 from fsdp_zpp.collectives.agreement import from_first_rank
-from fsdp_zpp.runtime.elastic_training import ElasticTraining, Header, Request, _current
+from fsdp_zpp.runtime.elastic_header import Header, Request, check_alike, current_nodes
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "codec": None}
@@ -170,7 +170,7 @@ HEADER = Header("a net", 3, 24, 2, None, False, Request(24, (0,)), ((True,),), (
     ids=["alike", "one was lost", "one is behind", "apart", "one is new", "all are new"],
 )
 def test_nodes_with_the_most_exchanges_are_current(headers: list[Header], current: list[int]) -> None:
-    assert _current(headers) == current
+    assert current_nodes(headers) == current
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,6 @@ def test_nodes_with_the_most_exchanges_are_current(headers: list[Header], curren
     ],
 )
 def test_nodes_that_were_given_different_things_raise(other: dict[str, Any], message: str) -> None:
-    training = ElasticTraining.__new__(ElasticTraining)
-    training._model = "net"
-    training._check_alike([HEADER, replace(HEADER, trained=(0,), counts_tokens=True)])  # it has just joined
+    check_alike([HEADER, replace(HEADER, trained=(0,), counts_tokens=True)], "net")  # it has just joined
     with pytest.raises(ValueError, match=message):
-        training._check_alike([HEADER, replace(HEADER, **other)])
+        check_alike([HEADER, replace(HEADER, **other)], "net")
