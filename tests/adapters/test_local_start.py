@@ -12,12 +12,14 @@ import torch
 from harness import models
 from harness.adapter import Adapter, Case, Precision
 from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.fsdp2 import Fsdp2
 from harness.messages import attempt
 from harness.pool import Pool
 from harness.training import differing_tensors, train
 from harness.wiretap import sent_in
 from local_nodes import LAYOUTS, sgd, strategy_of
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_zpp import Int4, Int8, LocalSteps, LoCo, Strategy, agreed_weights, exchange_weights, traffic
 
@@ -34,7 +36,9 @@ def with_start(strategy: Strategy, **local_steps: Any) -> Strategy:
     return replace(strategy, local_steps=LocalSteps(**local_steps))
 
 
-def side_by_side(adapter: Adapter, strategy: Strategy, case: Case) -> tuple[float, int, int]:
+def side_by_side(
+    adapter: Adapter, strategy: Strategy, case: Case, divide_factor: float | None = None
+) -> tuple[float, int, int]:
     """In a worker: how far weights are apart after any step, differing losses, and how nodes differ in the end.
 
     All steps are synchronous, the last of which ends the start.
@@ -42,6 +46,9 @@ def side_by_side(adapter: Adapter, strategy: Strategy, case: Case) -> tuple[floa
     found: list[tuple[list[float], list[dict[str, Tensor]]]] = []
     models_ = [adapter.make(case, each) for each in (strategy, with_start(strategy, every=2, start=case.steps))]
     for model in models_:
+        for module in model.modules() if divide_factor is not None else ():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(divide_factor)
         weights: list[dict[str, Tensor]] = []
         losses = train(adapter, model, case, lambda *_: weights.append(adapter.full_weights(model)))  # noqa: B023
         found.append((losses, weights))
@@ -79,6 +86,14 @@ def bytes_of_each_step(adapter: Adapter, strategy: Strategy, steps: int) -> list
         train(adapter, model, case, optimizer=optimizer, first_step=step)
         sent.append({kind: dict(of_hop) for kind, of_hop in traffic(model).items()})
     return sent
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_divide_factor_divides_the_sum_over_all_ranks_in_the_start(
+    pool: Callable[[int], Pool], layout: tuple[str, int]
+) -> None:
+    strategy, case = Strategy(layout[0], gpus_per_node=layout[1]), Case(steps=3, micro_batches=2, clip=None)
+    assert pool(4).run(side_by_side, Fsdp2(), strategy, case, 2.0) == [(0, 0, 0)] * 4
 
 
 def _inside(step: dict[str, dict[str, int]]) -> int:

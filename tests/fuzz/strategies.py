@@ -114,6 +114,8 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         chosen = replace(chosen, gpus_per_node=draw(st.sampled_from(NODES[world // 2])))
     if local and chosen.local_steps is not None and chosen.local_steps.outer_momentum:
         features -= FREEZING  # on what momentum does to what nobody trains, no two references agree
+    if chosen.local_steps is not None and chosen.local_steps.has_synchronous_steps:
+        features -= {Feature.DIVIDE_FACTOR}  # it divides a sum, over other ranks in each phase
     roots = 2 if draw(st.integers(0, 5)) == 5 else 1
     own = {"local": {Feature.LOCAL_STEPS}, "hook": {Feature.COMM_HOOK}}.get(flavour, set())
     drawn = [draw(models(adapter, plain, features | own, world)) for _ in range(roots)]
