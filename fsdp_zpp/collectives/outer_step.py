@@ -195,7 +195,7 @@ class OuterStep:
             )
         with self.stream.after_current(self._device):
             # A model may go while an exchange is on its way.
-            for kept in (*(self._agreed[name] for name in held), *self._optimizer.momentum_of(held)):
+            for kept in (*(self._agreed[name] for name in held), *self._optimizer.kept_of(held)):
                 keep_until_read(kept)
             # In one expression, so that what is used up is freed.
             payload = self._encoded(

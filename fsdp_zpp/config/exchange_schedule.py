@@ -40,8 +40,7 @@ def check_schedule(every: object, start: int, stop: int | None) -> None:
     """Raise unless these are arguments of :class:`LocalSteps`.
 
     Raises:
-        ValueError: If a number is out of range, or a part of the schedule would never be used.
-        TypeError: If ``every`` is neither an int nor a tuple.
+        ValueError: If ``every`` is no schedule, a number is out of range, or a part of the schedule would never come.
     """
     _check_every(every)
     if not _is_count(start, 0):
