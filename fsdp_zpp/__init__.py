@@ -13,6 +13,7 @@ from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.codecs.top_k import TopK
+from fsdp_zpp.config.elastic import Elastic
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
@@ -22,7 +23,15 @@ from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.running_job import choose_strategy
-from fsdp_zpp.runtime.api import agreed_weights, exchange_weights, invalidate, traffic
+from fsdp_zpp.runtime.api import (
+    agreed_weights,
+    count_tokens,
+    end_training,
+    exchange_weights,
+    invalidate,
+    members,
+    traffic,
+)
 from fsdp_zpp.runtime.checkpoint import CodecState
 from fsdp_zpp.runtime.monitor import Monitor, monitor
 
@@ -30,6 +39,7 @@ __all__ = [
     "NF4",
     "Codec",
     "CodecState",
+    "Elastic",
     "Int4",
     "Int4Delta",
     "Int8",
@@ -42,11 +52,14 @@ __all__ = [
     "agreed_weights",
     "choose_strategy",
     "clip_grad_norm_",
+    "count_tokens",
     "dequantize_frozen_params",
+    "end_training",
     "exchange_weights",
     "fully_shard",
     "invalidate",
     "load_frozen_params",
+    "members",
     "monitor",
     "plan",
     "quantize_frozen_params",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import llama, lora, models
 from harness.adapter import STOCK, Adapter, Case
@@ -27,6 +28,7 @@ import fsdp_zpp
 from fsdp_zpp import (
     NF4,
     CodecState,
+    Elastic,
     Int4,
     Int4Delta,
     Int8,
@@ -39,10 +41,13 @@ from fsdp_zpp import (
     agreed_weights,
     choose_strategy,
     clip_grad_norm_,
+    count_tokens,
     dequantize_frozen_params,
+    end_training,
     exchange_weights,
     invalidate,
     load_frozen_params,
+    members,
     monitor,
     plan,
     quantize_frozen_params,
@@ -52,6 +57,7 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.__main__ import main
+from fsdp_zpp.collectives.agreement import from_first_rank
 from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.planner.model_size import module_size
 
@@ -144,6 +150,23 @@ def test_local_steps(pool: Callable[[int], Pool], adapter: Adapter, local_steps:
     assert own != others
     assert agreed == agreed_there
     assert last == last_there
+
+
+def elastic(adapter: Adapter) -> tuple[int, ...]:
+    """In a worker: the place of a node that comes and goes, but is the only one, and the steps that it has made."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    endpoint = from_first_rank(f"127.0.0.1:{store.port}" if store is not None else "")
+    model = adapter.make(Case(), Strategy.diloco(2, Elastic(1, endpoint=endpoint, run_id=endpoint)))
+    train(adapter, model, Case(steps=3))
+    count_tokens(model, 7)
+    exchange_weights(model)
+    end_training(model)
+    return tuple(members(model))
+
+
+@over_adapters
+def test_elastic_nodes(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert pool(2).run(elastic, adapter) == [(0, 1, 3)] * 2
 
 
 def saved(adapter: Adapter, folder: str) -> None:

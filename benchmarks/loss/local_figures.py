@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ _LINES: tuple[dict[str, Any], ...] = ({"fmt": "o-"}, {"fmt": "s--", "mfc": "none
 
 
 @drawn
-def every_svg(runs: Mapping[int, TunedRuns]) -> Figure:
+def every_svg(runs: Mapping[int, TunedRuns], drawn_variants: Collection[str] | None = None) -> Figure:
     """Draw a panel for each number of nodes, with a line for each codec and other change.
 
     Args:
         runs: Runs by the number of nodes; those that have the reference, too, are drawn.
+        drawn_variants: The variants to draw; all by default.
     """
     shown = {nodes: tuned for nodes, tuned in runs.items() if REFERENCE in tuned.rates and tuned.variants()}
     figure = Figure(figsize=(2.6 + 3 * max(len(shown), 1), 4), layout="constrained")
@@ -28,10 +29,13 @@ def every_svg(runs: Mapping[int, TunedRuns]) -> Figure:
         return figure
     panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
     # A color means the same in all panels.
-    variants = list(dict.fromkeys(variant for tuned in shown.values() for variant in tuned.variants()))
+    known = dict.fromkeys(variant for tuned in shown.values() for variant in tuned.variants())
+    variants = [variant for variant in known if drawn_variants is None or variant in drawn_variants]
     lines: dict[str, Any] = {}
     for axes, (nodes, tuned) in zip(panels, shown.items(), strict=True):
         for variant, names in tuned.variants().items():
+            if variant not in variants:
+                continue
             _line(axes, tuned, names, variant, variants.index(variant))
         axes.axhline(0, color=INK, lw=1)
         ticks = sorted({every(name) for name in tuned.names if name != REFERENCE})

@@ -24,6 +24,14 @@ from result_pages import RESULTS_PAGES, Figures, with_origin
 RESULTS = Path(__file__).parent / "results"
 ON_2X1, ON_2X2 = "convergence-2x1-h200/*", "convergence-2x2-h200/*"
 LOCAL_STEPS = "local-steps-*/*"
+DRAWN_VARIANTS = (
+    "none:outer0.7:momentum0.5",
+    "int4+loco:outer0.7:momentum0.5",
+    "int4+loco:momentum-auto",
+    "int4+loco:momentum-auto:start256",
+    "int4+loco:momentum-auto:start768",
+)
+"""Variants in the figure of local steps."""
 
 
 def seeds(name: str) -> tuple[str, ...]:
@@ -67,13 +75,13 @@ def draw(kind: str, *given: str) -> str:
     import figures  # tables need no matplotlib
     import local_figures
 
-    name, *prefix = given
+    name, *others = given
     results = list(read(RESULTS, *(seeds(name) if kind == "losses" else (name,))).values())
     if kind == "losses":
         return figures.seeds_compared(results)
     if kind == "local steps":
-        return local_figures.every_svg(local_gaps.by_nodes(results))
-    return figures.gaps_svg(gaps.Runs(results), *prefix)
+        return local_figures.every_svg(local_gaps.by_nodes(results), others)
+    return figures.gaps_svg(gaps.Runs(results), *others)
 
 
 FIGURES: Figures = {
@@ -82,7 +90,7 @@ FIGURES: Figures = {
     "coarse-gradients.svg": partial(draw, "gaps", ON_2X1),
     "coarse-gradients-int8-weights.svg": partial(draw, "gaps", ON_2X1, "w8:"),
     "coarse-gradients-2x2.svg": partial(draw, "gaps", ON_2X2),
-    "local-steps-loss.svg": partial(draw, "local steps", LOCAL_STEPS),
+    "local-steps-loss.svg": partial(draw, "local steps", LOCAL_STEPS, *DRAWN_VARIANTS),
 }
 
 

@@ -9,5 +9,11 @@ NEEDED = (
     Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
     Needed("torch.autograd.Variable", "_execution_engine", "the end of a backward, while a model is monitored"),
+    Needed("torch.distributed.distributed_c10d", "_new_process_group_helper _world", "groups of elastic nodes"),
+    Needed(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler",
+        "_shared_tcp_store_server _bootstrap_store_info _state_holder _this_node _stop_heartbeats",
+        "the rendezvous of elastic nodes",
+    ),
 )
 check_needed("collectives", NEEDED)

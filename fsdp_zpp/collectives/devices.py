@@ -31,6 +31,11 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor if kind is None or "gloo" in dist.get_backend(group) else tensor.to(kind)
 
 
+def takes_cpu_tensors_only(group: dist.ProcessGroup) -> bool:
+    """Return whether not all collectives of ``group`` take an accelerator's tensors, as those of gloo alone don't."""
+    return dist.get_backend(group) == "gloo"
+
+
 def default_device_type() -> str:
     """Return the device type of the mesh that torch's FSDP makes if it is given none."""
     kind = accelerator()

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.exact_tail import exact_tail
 
+from .devices import takes_cpu_tensors_only
 from .error_buffer import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from .exact_places import ExactPlaces
 from .hop_timer import HopTimer
@@ -103,7 +104,7 @@ class Hop:
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         timer = self.traffic.timer
         with labelled("all_gather", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
-            all_gather_single()(gathered, payload, group=self.group)
+            self._exchange(all_gather_single(), gathered, payload)
         return gathered
 
     def all_to_all(self, payload: Tensor, label: str) -> Tensor:
@@ -112,7 +113,7 @@ class Hop:
         self.traffic.add(self.kind, self.level, payload.nbytes // self.size * (self.size - 1))
         timer = self.traffic.timer
         with labelled("all_to_all", label, self.level), _NOTHING if timer is None else self._timed(timer, payload):
-            dist.all_to_all_single(received, payload, group=self.group)
+            self._exchange(dist.all_to_all_single, received, payload)
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
@@ -120,6 +121,19 @@ class Hop:
         timer = self.traffic.timer
         with labelled("reduce_scatter", label, self.level), _NOTHING if timer is None else self._timed(timer, values):
             _reduce_scatter_single()(out, values, group=self.group)
+
+    @cached_property
+    def _takes_cpu_tensors_only(self) -> bool:
+        return takes_cpu_tensors_only(self.group)
+
+    def _exchange(self, collective: Callable[..., object], received: Tensor, sent: Tensor) -> None:
+        """Run a collective of this hop, through the CPU if its group takes nothing else."""
+        if not (sent.is_cuda and self._takes_cpu_tensors_only):
+            collective(received, sent, group=self.group)
+            return
+        on_cpu = torch.empty_like(received, device="cpu")
+        collective(on_cpu, sent.cpu(), group=self.group)
+        received.copy_(on_cpu)
 
     def _timed(self, timer: HopTimer, sent: Tensor) -> AbstractContextManager[None]:
         return timer.timing(self.kind, self.level, sent.device)

@@ -67,7 +67,7 @@ class OuterStep:
 
     Args:
         config: How.
-        mesh: All ranks, on several nodes.
+        mesh: All ranks, on several nodes. With elastic nodes, those of this one to begin with.
         traffic: Where bytes are counted.
         label: Names the fragment in profiles and errors.
 
@@ -79,23 +79,26 @@ class OuterStep:
     """
 
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
-        if mesh.inter is None:
+        if mesh.inter is None and config.elastic is None:
             raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
-        self._config, self._label, self.stream = config, label, SideStream()
-        self._nodes, self._node = mesh.topology.nodes, mesh.rank // mesh.topology.gpus_per_node
+        self._config, self._label, self.stream, self._traffic = config, label, SideStream(), traffic
         self._codec = config.codec or full_precision(torch.float32)
-        self._codec_back = self._codec.for_sum_of(self._nodes)
-        feedback = config.error_feedback
-        self._reduce = GradientReduce(mesh.across_nodes(), None, self._codec, traffic, label, error_feedback=feedback)
-        self._gather = Hop(mesh.inter, "gather", "inter", traffic)
-        self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
-        codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
-        # No block of any codec spans a multiple of it.
-        self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
         self._agreed: dict[str, Tensor] = {}
         self._optimizer = OuterOptimizer(config)
         self._arrival: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
+        self._set_nodes(mesh)
+
+    def _set_nodes(self, mesh: ProcessMesh) -> None:
+        across, feedback = mesh.across_nodes(), self._config.error_feedback
+        self._nodes, self._node = across.topology.nodes, across.rank
+        self._codec_back = self._codec.for_sum_of(self._nodes)
+        codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
+        # No block of any codec spans a multiple of it.
+        self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
+        self._reduce = GradientReduce(across, None, self._codec, self._traffic, self._label, error_feedback=feedback)
+        self._gather = None if across.inter is None else Hop(across.inter, "gather", "inter", self._traffic)
+        self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
 
     @property
     def label(self) -> str:
@@ -127,7 +130,8 @@ class OuterStep:
         self._settle()
         for name, shard in shards.items():
             # Parameters may be offloaded; exchanges travel from where collectives take them.
-            self._device = for_collectives(shard.new_empty(0), self._gather.group).device
+            empty = shard.new_empty(0)
+            self._device = (empty if self._gather is None else for_collectives(empty, self._gather.group)).device
             kept_on = torch.device("cpu") if self._config.offload else self._device
             self._agreed[name] = shard.detach().to(kept_on, torch.float32, copy=True).view(-1)
             self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
@@ -163,7 +167,9 @@ class OuterStep:
             self._optimizer.warm_up(changes)
 
     @torch.no_grad()
-    def send(self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None) -> None:
+    def send(
+        self, shards: Mapping[str, Tensor], placements: Mapping[str, Hashable] | None = None, weight: float = 1.0
+    ) -> None:
         """Average the changes of ``shards`` over nodes, and make the outer step. :meth:`receive` follows.
 
         Collective among the ranks with this local index, unless these hold nothing of the parameters.
@@ -173,6 +179,7 @@ class OuterStep:
                 steps. They may change again as soon as this returns.
             placements: How another parallelism has placed each parameter of the fragment, by name, in an order that is
                 always the same; by default ``shards`` are all of them, placed alike.
+            weight: How much this node's changes count, where the average node's count 1.
 
         Raises:
             ValueError: If ``shards`` have other shapes than :meth:`start` was given, before any communication.
@@ -183,6 +190,7 @@ class OuterStep:
         if not held:
             self._optimizer.skip_step()
             return
+        assert self._gather is not None
         numels = {name: agreed.numel() for name, agreed in held.items()}
         chunks = NodeChunks(numels, placements or dict.fromkeys(shards), self._nodes, self._block)
         layout = chunks.layout
@@ -193,6 +201,8 @@ class OuterStep:
             torch.sub(
                 held[name].view(-1)[places].to(part.device, values.dtype).float(), values.to(part.device), out=part
             )
+        if weight != 1:
+            change.mul_(weight)
         with self.stream.after_current(self._device):
             # A model may go while an exchange is on its way.
             for kept in (*(self._agreed[name] for name in held), *self._optimizer.kept_of(held)):

@@ -12,6 +12,7 @@ from typing import Literal
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 
+from .elastic import Elastic
 from .error_feedback import LoCo, check_loco
 from .exchange_schedule import Segments, check_schedule, due_in, is_count, segments_of
 from .outer_momentum import TARGET_GAIN
@@ -62,12 +63,13 @@ class LocalSteps:
         moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
             fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
             forward waits for them, in spite of an overlap.
+        elastic: Lets nodes be lost, and come back or join, while the others train on; each is a job of its own.
 
     Raises:
         ValueError: If a number is out of range, the schedule is not in order, the codec does not suit changes or lacks
             the error feedback that it needs, Nesterov's momentum is 0, ``outer_lr`` leaves no room for a momentum that
-            is ``"auto"``, or error feedback has no codec to correct.
-        TypeError: If a flag, the codec or error feedback has the wrong type.
+            is ``"auto"``, error feedback has no codec to correct, or elastic nodes are given what they can't do.
+        TypeError: If a flag, the codec, error feedback or ``elastic`` has the wrong type.
     """
 
     every: int | Segments = 64
@@ -83,6 +85,7 @@ class LocalSteps:
     start: int = 0
     stop: int | None = None
     moments_every: int | None = None
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         check_schedule(self.every, self.start, self.stop)
@@ -108,6 +111,7 @@ class LocalSteps:
         if self.nesterov and self.outer_momentum == 0:
             raise ValueError("nesterov=True needs momentum, but outer_momentum is 0: pass nesterov=False")
         self._check_codec()
+        self._check_elastic()
 
     def _check_momentum(self) -> None:
         if self.outer_momentum == "auto":
@@ -135,6 +139,28 @@ class LocalSteps:
             )
         if self.error_feedback is not None and self.codec is None:
             raise ValueError("error_feedback corrects the error of the codec, but codec=None has no error")
+
+    def _check_elastic(self) -> None:
+        if self.elastic is None:
+            return
+        if not isinstance(self.elastic, Elastic):
+            raise TypeError(f"elastic must be Elastic(...) or None, got {self.elastic!r}")
+        refused = {
+            "start": self.start,
+            "stop": self.stop is not None,
+            "moments_every": self.moments_every,
+            "outer_momentum": self.outer_momentum == "auto",
+        }
+        if given := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(
+                f"elastic nodes do not support {given[0]}={getattr(self, given[0])!r}, for which all nodes would have "
+                "to be there: leave it out"
+            )
+        if self.overlap:
+            raise ValueError(
+                f"overlap={self.overlap} leaves an exchange under way while nodes train on, which elastic nodes could "
+                "not repeat without one that was lost: pass overlap=0"
+            )
 
     @property
     def segments(self) -> Segments:
@@ -182,8 +208,9 @@ class LocalSteps:
         stopped = f", synchronous again from step {self.stop} on" if self.stop is not None else ""
         which = "each exchange" if self.moments_every == 1 else f"1 of {self.moments_every} exchanges"
         moments = "" if self.moments_every is None else f", moments in {which} as {MOMENT_CODEC}"
+        members = f", among {self.elastic}" if self.elastic else ""
         outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
-        return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}"
+        return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}{members}"
 
 
 def _is_number(value: object) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from fsdp_zpp.codecs.names import codec_from_name, name_of_codec
 
+from .elastic import Elastic
 from .error_feedback import LoCo
 from .local_steps import LocalSteps
 
@@ -33,7 +34,7 @@ _KEYS = ("preset", "levels", *_CODECS, "error_feedback", "local_steps", "gpus_pe
 
 S = TypeVar("S")
 T = TypeVar("T")
-C = TypeVar("C", LoCo, LocalSteps)
+C = TypeVar("C", LoCo, LocalSteps, Elastic)
 
 
 def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object]) -> tuple[str | None, dict[str, Any]]:
@@ -88,16 +89,17 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         mapping["local_steps"]["error_feedback"] = feedback
         if isinstance(local_steps.every, tuple):
             mapping["local_steps"]["every"] = [list(pair) for pair in local_steps.every]
+        mapping["local_steps"]["elastic"] = _fields_of(local_steps.elastic, "local_steps.elastic")
     mapping["overrides"] = {pattern: strategy.to_dict() for pattern, strategy in mapping["overrides"]}
     return mapping
 
 
-def _fields_of(value: LoCo | LocalSteps | None, key: str, codec: str) -> dict[str, Any] | None:
+def _fields_of(value: LoCo | LocalSteps | Elastic | None, key: str, codec: str | None = None) -> dict[str, Any] | None:
     """Return the arguments of ``value`` by name, with that named ``codec`` as text."""
     if value is None:
         return None
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if fields[codec] is not None:
+    if codec is not None and fields[codec] is not None:
         fields[codec] = _at(f"{key}.{codec}", name_of_codec, fields[codec])
     return fields
 
@@ -116,7 +118,19 @@ def _local_steps(value: object) -> LocalSteps | None:
         arguments["error_feedback"] = _error_feedback("local_steps.error_feedback", arguments["error_feedback"])
     if isinstance(every := arguments.get("every"), list):
         arguments["every"] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in every)
+    if "elastic" in arguments:
+        arguments["elastic"] = _elastic(arguments["elastic"])
     return _at("local_steps", lambda given: LocalSteps(**given), arguments)
+
+
+def _elastic(value: object) -> Elastic | None:
+    """Read None or a mapping of Elastic's arguments."""
+    if value is True:
+        raise TypeError("local_steps.elastic: must be false or a mapping with max_nodes, got True")
+    arguments = _arguments_of(Elastic, "local_steps.elastic", value)
+    if not isinstance(arguments, dict):
+        return arguments
+    return _at("local_steps.elastic", lambda given: Elastic(**given), arguments)
 
 
 def _error_feedback(key: str, value: object) -> LoCo | None:
@@ -125,7 +139,7 @@ def _error_feedback(key: str, value: object) -> LoCo | None:
     return _at(key, lambda given: LoCo(**given), arguments) if isinstance(arguments, dict) else arguments
 
 
-def _arguments_of(kind: type[C], key: str, value: object, codec: str) -> dict[str, Any] | C | None:
+def _arguments_of(kind: type[C], key: str, value: object, codec: str | None = None) -> dict[str, Any] | C | None:
     """Return the arguments of ``kind`` in a mapping, the one named ``codec`` read; anything else as it is, or None."""
     if value is None or value is False or isinstance(value, kind):
         return value or None
@@ -135,7 +149,7 @@ def _arguments_of(kind: type[C], key: str, value: object, codec: str) -> dict[st
         raise TypeError(f"{key}: must be true, false or a mapping of {kind.__name__}'s arguments, got {value!r}")
     _check_known(f"{key}.", value, [field.name for field in dataclasses.fields(kind)])
     arguments = dict(value)
-    if codec in arguments:
+    if codec is not None and codec in arguments:
         arguments[codec] = _at(f"{key}.{codec}", codec_from_name, arguments[codec])
     return arguments
 

@@ -13,6 +13,7 @@ from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
 
 from .deepspeed.arguments import strategy_arguments
+from .elastic import Elastic
 from .error_feedback import LoCo, check_error_feedback
 from .levels import check_levels
 from .local_steps import LocalSteps
@@ -216,15 +217,18 @@ class Strategy:
         return cls(**StrategyArguments(levels="III") | arguments)
 
     @classmethod
-    def diloco(cls, every: int | None = None, **arguments: Unpack[StrategyArguments]) -> Strategy:
+    def diloco(
+        cls, every: int | None = None, elastic: Elastic | None = None, **arguments: Unpack[StrategyArguments]
+    ) -> Strategy:
         """Make DiLoCo (arXiv 2311.08105), streamed unit by unit (arXiv 2501.18512) in 4 bits.
 
         Args:
             every: Steps between two exchanges of a unit; 64 by default.
-            **arguments: Other arguments of a strategy, ``local_steps`` in place of ``every`` among them.
+            elastic: Lets nodes be lost and join while the others train on.
+            **arguments: Other arguments of a strategy, ``local_steps`` in place of the two above among them.
 
         Raises:
-            TypeError: If both ``every`` and ``local_steps`` are given.
+            TypeError: If ``local_steps`` is given and ``every`` or ``elastic``, too.
             ValueError: If ``local_steps`` is None, which is another preset.
         """
         if arguments.get("local_steps", True) is None:
@@ -234,7 +238,9 @@ class Strategy:
             )
         if every is not None and "local_steps" in arguments:
             raise TypeError("every and local_steps both say how often nodes exchange weights: pass one of them")
-        local_steps = LocalSteps() if every is None else LocalSteps(every)
+        if elastic is not None and "local_steps" in arguments:
+            raise TypeError("elastic is an argument of LocalSteps, too: pass LocalSteps(elastic=...) alone")
+        local_steps = LocalSteps(elastic=elastic) if every is None else LocalSteps(every, elastic=elastic)
         preset: StrategyArguments = {"levels": "III", "local_steps": local_steps}
         return cls(**preset | arguments)
 

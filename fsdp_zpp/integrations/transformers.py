@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.hugging_face.peft_saving import as_plain, peft_model_in
+from fsdp_zpp.runtime.api import members
 
 from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state
@@ -171,6 +172,17 @@ class ShardingTrainer(Trainer):
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         self._writes.announce()  # callbacks may have written since the last step began
         return super().evaluation_loop(*arguments, **options)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        """Make a micro-batch's forward and backward; with elastic nodes, take over the step of those that it joins."""
+        loss: Tensor = super().training_step(*arguments, **options)
+        if self.strategy.local_steps is not None and self.strategy.local_steps.elastic is not None:
+            step = members(self.model).step
+            scheduler: Any = self.lr_scheduler
+            for _ in range(self.state.global_step, step):
+                scheduler.step()
+            self.state.global_step = max(self.state.global_step, step)
+        return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         sharding.reshard(self.model)  # after an evaluation

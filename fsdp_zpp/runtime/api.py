@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.kinds import Kind, Level
 
+from .elastic_training import ElasticTraining, Membership
 from .local_training import LocalTraining
 from .model_ranks import ranks_of
 from .unit import COMMUNICATORS, Communicator, StrategyUnit, named_units
@@ -131,6 +132,70 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
         for training in _local_trainings(model):
             stack.enter_context(training.showing_agreed())
         yield
+
+
+def members(model: nn.Module) -> Membership:
+    """Return this node's place among those that train together, and the steps that they have made.
+
+    A node that joins takes over the step of the others, in its second forward; its own loop has to go on from there.
+    Does not communicate.
+
+    Args:
+        model: A model wrapped with ``Strategy.diloco(elastic=...)``, or a part of one that includes its outermost unit.
+
+    Raises:
+        ValueError: If its strategy has no elastic nodes.
+        RuntimeError: If the model has not run a forward yet.
+
+    Examples:
+        >>> step = 0
+        >>> while step < 10_000:
+        ...     train_one_step(model, optimizer, lr=schedule(step))
+        ...     step = members(model).step
+    """
+    return _elastic_training(model).membership
+
+
+def count_tokens(model: nn.Module, tokens: int) -> None:
+    """Count tokens that this node has trained, by which its changes are weighted in exchanges instead of by steps.
+
+    Call it in every step, before the next forward, on all nodes or on none, and with the same number on all ranks of a
+    node: the tokens of all of them. Does not communicate.
+
+    Args:
+        model: As of :func:`members`.
+        tokens: How many this node has trained since the last call.
+
+    Raises:
+        ValueError: If its strategy has no elastic nodes, or ``tokens`` is not a number of tokens.
+        RuntimeError: If the model has not run a forward yet.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        raise ValueError(f"tokens must be an int of 0 or more, got {tokens!r}")
+    _elastic_training(model).count_tokens(tokens)
+
+
+def end_training(model: nn.Module) -> None:
+    """Declare that elastic nodes have made all steps: none may join any more, and those that wait raise.
+
+    Without it, a node that comes back after the others are done would train from the beginning. Call it after
+    :func:`exchange_weights`, on every rank of a node; on several nodes it does no more than on one.
+
+    Args:
+        model: As of :func:`members`.
+
+    Raises:
+        ValueError: If its strategy has no elastic nodes on any rank; every rank raises.
+        RuntimeError: If the model has not run a forward yet, or the store can't be reached.
+    """
+    agree(ranks_of(model), lambda: _elastic_training(model)).end()
+
+
+def _elastic_training(model: nn.Module) -> ElasticTraining:
+    for training in _local_trainings(model):
+        if isinstance(training, ElasticTraining):
+            return training
+    raise ValueError(f"the local steps of this {type(model).__name__} have no elastic=Elastic(...)")
 
 
 def _local_trainings(model: nn.Module) -> list[LocalTraining]:

@@ -52,6 +52,9 @@ class Progress:
         arrives: The step after which the exchange under way is received; None if there is none.
         apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
         sent: Exchanges made so far, the one under way included.
+        committed: Exchanges that elastic nodes have committed to, which tells how much a node knows.
+        round: The round in which they have committed to the last of these.
+        settled: The step after which elastic nodes have exchanged everything; None if there is none.
     """
 
     made: int = 0
@@ -59,6 +62,9 @@ class Progress:
     arrives: int | None = None
     apart: bool = False
     sent: int = 0
+    committed: int = 0
+    round: int = 0
+    settled: int | None = None
 
 
 class Fragment:
@@ -181,10 +187,10 @@ class Fragment:
         self.outer.start(self._exchanged(names))
         self.progress.arrives, self._sent, self._changed = None, [], set()
 
-    def send(self, arrives: int) -> None:
-        """Send what was trained, to be received after the step ``arrives``."""
+    def send(self, arrives: int, weight: float = 1.0) -> None:
+        """Send what was trained, to be received after the step ``arrives``; for ``weight`` see :class:`OuterStep`."""
         shards = self._exchanged(self._changed)
-        self.outer.send(shards, self._placements())
+        self.outer.send(shards, self._placements(), weight)
         self._sent, self._changed = [*shards], set()
         self.progress.arrives = arrives
         self.progress.sent += 1

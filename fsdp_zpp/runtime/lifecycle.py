@@ -16,6 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import Optimizer
 
 from .local_training import LocalTraining
+from .made_optimizers import note_optimizer
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
@@ -222,6 +223,7 @@ def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> N
     """Mark the parameters of the group that was just added to an optimizer, which is its last."""
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)
+    note_optimizer(optimizer)
     watch_modes(optimizer)
 
 

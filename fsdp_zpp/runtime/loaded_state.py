@@ -90,7 +90,6 @@ class LoadedState:
 
     def _nodes_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
         """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
-        assert mesh.inter is not None
         fragments = [(each, self.saved_with[unit]) for unit in units if (each := _fragment_of(unit)) is not None]
         agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in fragments)
         own = {
@@ -98,7 +97,8 @@ class LoadedState:
             for index, (fragment, names) in enumerate(fragments)
             for name, same in fragment.same_as_loaded(names).items()
         }
-        by_node = from_each_rank(own, mesh.inter)  # of what was trained there, which may differ
+        # Of what was trained there, which may differ. An elastic node is alone, and has saved by itself.
+        by_node = [own] if mesh.inter is None else from_each_rank(own, mesh.inter)
         return agreed or all(
             _cover(numel, [span for node in by_node for span in node.get(parameter, (0, []))[1]])
             for parameter, (numel, _) in own.items()

@@ -129,6 +129,10 @@ class LocalTraining:
         if not self._steps_are_announced():
             self.step_ended()
         self._prepare()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Make the exchanges of all steps that were made, and enter the phase of the next one."""
         progress = self._all[0].progress
         if progress.apart and self._config.is_synchronous(progress.made):
             self._rejoin()

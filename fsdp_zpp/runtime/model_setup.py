@@ -15,6 +15,8 @@ from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
+from .elastic_fragment import ElasticFragment
+from .elastic_training import ElasticTraining
 from .lifecycle import LifecycleHooks
 from .local_training import LocalTraining
 from .mistakes import MistakeWatch
@@ -104,7 +106,14 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
     )
     moments = OptimizerMoments(model, fragments, ranks)
-    training = LocalTraining(model, [*fragments], reductions, ranks, steps_are_announced, outer, moments)
+    how = reductions, ranks, steps_are_announced, outer, moments
+    elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
+    if elastic:
+        training: LocalTraining = ElasticTraining(
+            model, elastic, *how, lambda: [p for unit in units for p in unit.sharded.parameters()]
+        )
+    else:
+        training = LocalTraining(model, [*fragments], *how)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # FSDP sets up its model in a forward, of which hooks have been run, or for a state dict that is to be loaded.
     if all(unit.loaded_state is None for unit in fragments.values()):

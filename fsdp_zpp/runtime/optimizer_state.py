@@ -48,7 +48,7 @@ class OptimizerState:
                 f"{len(parameters)}"
             )
         # On the fragment, from which it is saved again, by an object like this one, if no forward comes before.
-        self._fragment.pending[id(self._optimizer)] = (state["state"], self._restore)
+        self._fragment.pending[id(self._optimizer)] = (state["state"], self.restore)
 
     def reset(self) -> None:
         """Drop the loaded state; that of torch's own checkpoint stands."""
@@ -59,7 +59,8 @@ class OptimizerState:
             yield from group["params"]
 
     @torch.no_grad()
-    def _restore(self, saved_states: list[ParameterState]) -> None:
+    def restore(self, saved_states: list[ParameterState]) -> None:
+        """Continue with states by parameter, in the optimizer's order, at once."""
         states = iter(saved_states)
         for group in self._optimizer.param_groups:
             # torch counts the steps of these where it computes, and those of others on the CPU.

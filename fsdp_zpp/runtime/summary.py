@@ -86,7 +86,8 @@ def summarize(
     local_steps = strategy.local_steps
     exchanges: list[tuple[str, str | None]] = []
     if local_steps is not None:
-        why_not = "one node: nothing to exchange" if topology.nodes == 1 else None
+        alone = topology.nodes == 1 and local_steps.elastic is None
+        why_not = "one node: nothing to exchange" if alone else None
         exchanges = [(f"local steps, weights exchanged between nodes {local_steps}", why_not)]
     if local_steps is None or topology.nodes == 1:
         reduction = _reduction(*codecs, topology)

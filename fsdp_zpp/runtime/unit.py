@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
@@ -19,6 +20,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
+from .elastic_fragment import ElasticFragment, active_local_steps
 from .fragment import Fragment
 from .full_shard import FullShardUnit
 from .sharded import Sharded
@@ -156,8 +158,7 @@ class StrategyUnit:
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
         self.ranks = ranks
-        # On one node there is nothing to exchange.
-        local_steps = None if ranks.inter is None else strategy.local_steps
+        local_steps = active_local_steps(strategy.local_steps, ranks)
         self.resolved = strategy.resolve(ranks.topology)
         self.scopes = self.resolved.scopes
         self.traffic = Traffic()
@@ -229,13 +230,13 @@ class StrategyUnit:
     def _make_fragment(self, local_steps: LocalSteps) -> Fragment:
         # Under N all ranks of a node hold the same weights, so each of them exchanges a part.
         replicas = self.ranks.own_node() if self.scopes.optimizer == "N" and self.ranks.intra is not None else None
-        outer = OuterStep(local_steps, self.ranks, self.traffic)
         self.share = None if replicas is None else NodeShare(replicas, self.traffic)
         # Looked up anew, since an adapter sets what it has sharded after this.
         shards, placements = lambda: self.sharded.named_shards(), lambda: self.sharded.placements()
-        return Fragment(
-            local_steps, outer, self.share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
-        )
+        how = self.share, shards, placements, lambda: self.sharded.trained_names(), self.invalidate
+        if local_steps.elastic is not None:
+            return ElasticFragment(local_steps, ElasticOuterStep(local_steps, self.ranks, self.traffic), *how)
+        return Fragment(local_steps, OuterStep(local_steps, self.ranks, self.traffic), *how)
 
     @property
     def mesh(self) -> ProcessMesh:

@@ -32,6 +32,7 @@ from fsdp_zpp import (
 
 NOT_COLLECTIVE = {
     *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Monitor", "Strategy", "TopK"),
+    *("Elastic", "count_tokens", "end_training", "members"),
     *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "monitor", "plan", "quantized_reduce_hook"),
     "traffic",
 }
