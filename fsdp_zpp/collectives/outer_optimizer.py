@@ -93,10 +93,9 @@ class OuterOptimizer:
         self._momentum[name] = torch.zeros(numel, dtype=torch.float32, device=kept_on)
         self.products = self.products.to(device)
 
-    def kept_of(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield all that a step with some parameters writes to and keeps."""
-        yield self.products
-        yield from (self._momentum[name] for name in names)
+    def momentum_of(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Yield the momentum of some parameters."""
+        return (self._momentum[name] for name in names)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
         """Return what is to be added to the weights.
