@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from harness.pool import Pool, too_few_gpus
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Triton's interpreter runs the kernels where there is no GPU. It must be chosen before they are defined, which is when
-# the first test module is imported, of whatever folder.
+# Triton's interpreter runs the kernels where there is no GPU. It must be chosen before Triton is imported, whose own
+# functions are defined then, and so before fsdp_zpp is.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+from harness.pool import Pool, too_few_gpus
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from weakref import WeakKeyDictionary, ref
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp_zpp.config.topology import Topology
 
 from ._torch_group_names import named_by, next_number
+from .rank_names import name_alike
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,17 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
         _destroy_orphans()
         with named_by(next_number(group)):
             _twins[group] = _made_by_members(group, [list(range(dist.get_world_size(group)))])
+        name_alike(_twins[group], group)
         _remember(group, _twins[group])
     return _twins[group]
+
+
+def with_own_group(mesh: ProcessMesh) -> ProcessMesh:
+    """Return a mesh whose group waits for no hop: where that is the hop between nodes, of one rank each, its twin.
+
+    Collective at the first call for a group.
+    """
+    return replace(mesh, group=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 
 
 def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:

@@ -71,9 +71,11 @@ class OuterOptimizer:
         self._momentum = {}
         self.products = torch.zeros(2, dtype=torch.float32)
         self._correlation = 1.0  # until it is known: "auto" then chooses the least momentum
-        self._coefficient = self._fitting()
+        self._last = self._coefficient
 
-    def _fitting(self) -> float:
+    @property
+    def _coefficient(self) -> float:
+        """Return the momentum mu of the next step."""
         config = self._config
         if config.outer_momentum != "auto":
             return config.outer_momentum
@@ -103,16 +105,17 @@ class OuterOptimizer:
             layout: Where this rank's chunks of parameters lie in it.
         """
         config, device = self._config, gradient.device
+        self._last = coefficient = self._coefficient
         parts = {piece: self._momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
         # The momentum of a single parameter is updated in place.
         momentum = next(iter(parts.values())).view(-1) if len(parts) == 1 else layout.join(parts, 1, gradient)
         for product, other in zip(self.products, (momentum, gradient), strict=True):
             _set_to_product(product, gradient, other)
-        momentum.mul_(self._coefficient).add_(gradient)
+        momentum.mul_(coefficient).add_(gradient)
         for piece, new in layout.split(momentum).items():
             if (kept := self._momentum[piece.name]).data_ptr() != new.data_ptr():
                 kept.copy_(new[0])
-        step = gradient.add_(momentum, alpha=self._coefficient) if config.nesterov else momentum
+        step = gradient.add_(momentum, alpha=coefficient) if config.nesterov else momentum
         return step.mul(-config.outer_lr)
 
     def warm_up(self, changes: Mapping[str, Tensor]) -> None:
@@ -122,13 +125,14 @@ class OuterOptimizer:
             changes: Changes of this rank's chunks, fp32, flat, by FQN; what pads a chunk may be left out.
         """
         self.products.zero_()
+        self._last = coefficient = self._coefficient
         for name, change in changes.items():
             momentum = self._momentum[name]
             for product, other in zip(self.products, (momentum[: change.numel()], change), strict=True):
                 own = torch.zeros((), dtype=torch.float32, device=change.device)
                 _set_to_product(own, change, other)
                 product.add_(own.to(product.device))
-            momentum.mul_(self._coefficient)[: change.numel()].add_(change)
+            momentum.mul_(coefficient)[: change.numel()].add_(change)
 
     def skip_step(self) -> None:
         """Note a step in which this rank has no values."""
@@ -143,7 +147,7 @@ class OuterOptimizer:
         Returns:
             None if nothing has changed, or not by a finite amount.
         """
-        config, (along, norm), coefficient = self._config, products, self._coefficient
+        config, (along, norm), coefficient = self._config, products, self._last
         figures = None
         if isfinite(along) and isfinite(norm) and norm > 0:
             gain = aligned_gain(config.outer_lr, coefficient, along / norm, nesterov=config.nesterov)
@@ -151,7 +155,6 @@ class OuterOptimizer:
             correlation = correlation_of_changes(coefficient, along / norm) if along else None
             figures = OuterFigures(norm, coefficient, gain, correlation)
             self._correlation = self._correlation if correlation is None else correlation
-        self._coefficient = self._fitting()
         return figures
 
     # ---- in checkpoints
@@ -160,7 +163,7 @@ class OuterOptimizer:
         """Return copies on the CPU: the momentum by parameter, and the figures from which the next one is chosen."""
         momentum = {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}
         products = self.products.to("cpu", copy=True)
-        return momentum, {"products": products, "coefficient": self._coefficient, "correlation": self._correlation}
+        return momentum, {"products": products, "coefficient": self._last, "correlation": self._correlation}
 
     def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
         """Continue with what :meth:`state_dict` returned, for parameters that were started; old states lack ``fit``."""
@@ -168,7 +171,7 @@ class OuterOptimizer:
             self._momentum[name].copy_(value)
         if fit is not None:
             self.products.copy_(fit["products"])
-            self._coefficient, self._correlation = fit["coefficient"], fit["correlation"]
+            self._last, self._correlation = fit["coefficient"], fit["correlation"]
 
 
 def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:

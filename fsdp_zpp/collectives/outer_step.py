@@ -205,7 +205,8 @@ class OuterStep:
             change.mul_(weight)
         with self.stream.after_current(self._device):
             # A model may go while an exchange is on its way.
-            for kept in (*(self._agreed[name] for name in held), *self._optimizer.momentum_of(held)):
+            agreed = (self._agreed[name] for name in held)
+            for kept in (*agreed, *self._optimizer.momentum_of(held), self._optimizer.products):
                 keep_until_read(kept)
             # In one expression, so that what is used up is freed.
             payload = self._encoded(

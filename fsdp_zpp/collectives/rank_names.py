@@ -25,6 +25,12 @@ def name_by_axes(group: dist.ProcessGroup, names: Sequence[str], ranks: Tensor) 
     _axes[group] = tuple(names), ranks
 
 
+def name_alike(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Have errors name the ranks of ``group`` as those of ``other``, which are the same."""
+    if other in _axes:
+        _axes[group] = _axes[other]
+
+
 def named_ranks(ranks: Collection[int], group: dist.ProcessGroup | None = None) -> str:
     """Return ``rank 3``, ``ranks 0-3, 6`` or, where the mesh of ``group`` has several axes, ``rank 3 (dp 1, tp 1)``.
 

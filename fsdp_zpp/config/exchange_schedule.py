@@ -40,15 +40,14 @@ def check_schedule(every: object, start: int, stop: int | None) -> None:
     """Raise unless these are arguments of :class:`LocalSteps`.
 
     Raises:
-        ValueError: If a number is out of range, or a part of the schedule would never be used.
-        TypeError: If ``every`` is neither an int nor a tuple.
+        ValueError: If ``every`` is no schedule, a number is out of range, or a part of the schedule would never come.
     """
     _check_every(every)
-    if not _is_count(start, 0):
+    if not is_count(start, 0):
         raise ValueError(f"start must be an int of 0 or more synchronous steps at the beginning, got {start!r}")
     if stop is None:
         return
-    if not _is_count(stop, 1) or stop <= start:
+    if not is_count(stop, 1) or stop <= start:
         raise ValueError(
             f"stop must be None or an int above start={start}, the step from which on steps are synchronous again; got "
             f"{stop!r}"
@@ -59,14 +58,14 @@ def check_schedule(every: object, start: int, stop: int | None) -> None:
 
 def _check_every(every: object) -> None:
     if not isinstance(every, tuple):
-        if not _is_count(every, 1):
+        if not is_count(every, 1):
             raise ValueError(
                 f"every must be an int of 1 or more optimizer steps, or a tuple of pairs (from_step, every) such as "
                 f"((0, 8), (1000, 32)); got {every!r}"
             )
         return
     pairs = [each for each in every if isinstance(each, tuple) and len(each) == 2]
-    if not every or len(pairs) < len(every) or not all(_is_count(a, 0) and _is_count(n, 1) for a, n in pairs):
+    if not every or len(pairs) < len(every) or not all(is_count(a, 0) and is_count(n, 1) for a, n in pairs):
         raise ValueError(
             f"every must be an int, or a tuple of pairs (from_step, every), ints of 0 or more and of 1 or more; got "
             f"{every!r}"
@@ -78,5 +77,6 @@ def _check_every(every: object) -> None:
         )
 
 
-def _is_count(value: object, least: int) -> bool:
+def is_count(value: object, least: int) -> bool:
+    """Return whether ``value`` is an int of ``least`` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -14,7 +14,7 @@ from fsdp_zpp.codecs.blockwise import Int4, Int8
 
 from .elastic import Elastic
 from .error_feedback import LoCo, check_loco
-from .exchange_schedule import Segments, check_schedule, due_in, segments_of
+from .exchange_schedule import Segments, check_schedule, due_in, is_count, segments_of
 from .outer_momentum import TARGET_GAIN
 
 _INT4 = Int4(128)
@@ -60,6 +60,7 @@ class LocalSteps:
         start: Number of synchronous steps at the beginning.
         stop: The number of steps after which all steps are synchronous again; None never stops local steps. Before the
             first of them, all fragments are exchanged, and the moments of optimizers are averaged over nodes in fp32.
+            What ``TopK`` leaves out of that exchange is lost.
         moments_every: Nodes also average their optimizers' moments, in every ``moments_every``-th exchange of a
             fragment, as int8; None leaves each node its own. DES-LOC (arXiv 2505.22549) takes 3 with Adam. The next
             forward waits for them, in spite of an overlap.
@@ -93,14 +94,14 @@ class LocalSteps:
             raise ValueError(f"outer_lr must be a number above 0, got {self.outer_lr!r}")
         self._check_momentum()
         least = min(every for _, every in self.segments)
-        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < least:
+        if not is_count(self.overlap, 0) or self.overlap >= least:
             raise ValueError(
                 f"overlap must be an int of 0 or more optimizer steps and below every={least}, so that an "
                 f"exchange arrives before the next; got {self.overlap!r}"
             )
         if not _is_number(self.mix) or not 0 <= self.mix <= 1:
             raise ValueError(f"mix must be in [0, 1], got {self.mix!r}")
-        if self.moments_every is not None and not _is_count(self.moments_every):
+        if self.moments_every is not None and not is_count(self.moments_every, 1):
             raise ValueError(
                 "moments_every must be an int of 1 or more exchanges, or None, which leaves moments alone; got "
                 f"{self.moments_every!r}"
@@ -211,10 +212,6 @@ class LocalSteps:
         members = f", among {self.elastic}" if self.elastic else ""
         outer = f"outer lr {self.outer_lr}, {momentum}{arrives}{mixed}{moments}"
         return f"every {every} steps{changes} as {sent}, {outer}{started}{stopped}{members}"
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

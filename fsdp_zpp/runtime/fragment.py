@@ -298,6 +298,8 @@ class Fragment:
         self._write(state["weights"])
         if state["exchanges"] is not None:
             self.outer.load_state_dict(state["exchanges"], self._exchanged(state["exchanges"]["agreed"].keys()))
+        else:
+            self.outer.reset()
         self._changed, self._sent = set(state["changed"]), list(state["sent"])
         for value, restore in self.pending.values():
             restore(value)

@@ -75,7 +75,7 @@ class LocalTraining:
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
-        self._awaits_step = self._shows_agreed = False
+        self._awaits_step = self._shows_agreed = self._has_checked_moments = False
         steps = [fragment.progress.made for fragment in fragments]
         check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": steps})
         stream = SideStream()
@@ -190,6 +190,7 @@ class LocalTraining:
         due = self._config.due(step, len(self._trained))
         if due:
             self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
+            self._check_moments()
             self._agree_on_exchange([self._trained[index] for index in due])
             self._average_moments([self._trained[index] for index in due])
         for index in due:
@@ -224,6 +225,12 @@ class LocalTraining:
         due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
         if due and due[0].progress.made:
             self.moments.average(due)
+
+    def _check_moments(self) -> None:
+        """Raise in the first exchange what an average of moments at the stop would. Collective."""
+        if self._config.stop is not None and not self._has_checked_moments:
+            self.moments.check(self._trained)
+            self._has_checked_moments = True
 
     def average_moments_exactly(self) -> None:
         """Average the moments of all fragments now, in fp32, after which all nodes hold the same. Collective.

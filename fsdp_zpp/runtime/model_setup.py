@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
+from fsdp_zpp.collectives.mesh import with_own_group
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -83,8 +84,9 @@ def repeated_if_failed(root: nn.Module, set_up: Callable[[nn.Module], None]) -> 
 
 def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> LocalTraining | None:
     """Let nodes exchange the fragments of a model before forwards; return None if it has none. Collective."""
-    trained = [unit for unit in units if unit.sharded.is_trained()]
-    configurations = dict.fromkeys(unit.strategy.local_steps for unit in trained)
+    # What is frozen now may be trained later.
+    concerned = [unit for unit in units if unit.fragment is not None or unit.sharded.is_trained()]
+    configurations = dict.fromkeys(unit.strategy.local_steps for unit in concerned)
     if len(configurations) > 1:
         arguments = " and ".join(f"local_steps={each!r}" for each in configurations)
         raise ValueError(
@@ -99,7 +101,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
     reductions = [unit.reductions for unit in fragments.values()]
-    ranks = next(iter(fragments.values())).ranks
+    ranks = with_own_group(next(iter(fragments.values())).ranks)
     outer = OuterWatch(
         model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
     )

@@ -141,6 +141,17 @@ class OptimizerMoments:
         if isinstance(optimizer, Optimizer):
             self._optimizers.add(optimizer)
 
+    def check(self, fragments: Sequence[Fragment]) -> None:
+        """Raise on every rank if any has a state that nodes can't average, or knows no optimizer. Collective.
+
+        Args:
+            fragments: As in :meth:`average`.
+
+        Raises:
+            ValueError: If so.
+        """
+        agree(self._ranks.group, lambda: self._described([self._units[fragment] for fragment in fragments]))
+
     @torch.no_grad()
     def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
         """Let all nodes continue from the mean of their moments, the same bit for bit. Collective.

@@ -25,6 +25,7 @@ from fsdp_zpp.collectives.devices import collective_device
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.ordered_sum import ordered_sum
 from fsdp_zpp.collectives.outer_optimizer import OuterFigures
+from fsdp_zpp.config.outer_momentum import TARGET_GAIN
 
 from .fragment import Fragment
 
@@ -101,8 +102,9 @@ class OuterWatch:
         self._has_warned = True
         if speaks:
             remedy = f"outer_lr={config.outer_lr}"
-            if config.outer_momentum != "auto":
-                remedy = f"outer_momentum={config.outer_momentum} or {remedy}, or pass outer_momentum='auto'"
+            if config.outer_momentum not in ("auto", 0):
+                remedy = f"outer_momentum={config.outer_momentum} or {remedy}"
+                remedy += ", or pass outer_momentum='auto'" * (config.outer_lr < TARGET_GAIN)  # which else is refused
             logger.warning(
                 "%s: outer steps overshoot: in %d exchanges in a row they were more than %g times the nodes' mean "
                 "change, or successive changes pointed against each other (now %.2f times, correlation %.2f); lower %s",

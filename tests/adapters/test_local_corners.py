@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from harness.messages import attempt
 from harness.pool import Pool
 from harness.training import differing_tensors, load, save, train
 from harness.wiretap import sent_in
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp import CodecState, LocalSteps, Strategy, agreed_weights, exchange_weights
@@ -209,3 +212,47 @@ def test_agreed_weights_are_evaluated_without_an_exchange(pool: Callable[[int], 
         assert distance == 0
         assert sent == 0
         assert "leave agreed_weights() first" in error
+
+
+def parts_apart(adapter: Adapter, trains_both: bool) -> tuple[str, str, int]:
+    """In a worker: the error of a block and the rest around it that have other local steps; the block may be frozen."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[0].requires_grad_(trains_both)
+    net[0] = adapter.wrap(net[0], strategy_of(every=2))
+    model = adapter.wrap(net, strategy_of(every=3))
+    return attempt((lambda: model(torch.ones(2, 8, device=models.device())), ValueError, ""))
+
+
+@over_pairs(adapter=ADAPTERS, trains_both=[True, False])
+def test_parts_with_other_local_steps_are_refused_frozen_ones_too(
+    pool: Callable[[int], Pool], adapter: Adapter, trains_both: bool
+) -> None:
+    for kind, message, _ in pool(4).run(parts_apart, adapter, trains_both):
+        assert kind == "ValueError", message
+        assert "its parts were given local_steps=LocalSteps(every=" in message
+
+
+def groups_used(adapter: Adapter) -> tuple[set[str], set[str]]:
+    """In a worker: the groups of exchanges between nodes of one rank each, and those in which ranks agree on them."""
+    strategy = Strategy("NNN", local_steps=LocalSteps(2, overlap=1), gpus_per_node=1)
+    model, used = adapter.make(Case(), strategy), defaultdict[str, set[str]](set)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    train(adapter, model, Case(steps=2, clip=None), optimizer=optimizer)
+
+    def note(name: str, original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        used[name].add(given["group"].group_name)
+        return original(*args, **given)
+
+    with ExitStack() as stack:
+        for name in ("all_to_all_single", "all_reduce"):
+            stack.enter_context(patch.object(dist, name, partial(note, name, getattr(dist, name))))
+        train(adapter, model, Case(steps=4, clip=None), optimizer=optimizer, first_step=2)
+    return used["all_to_all_single"], used["all_reduce"]
+
+
+@over_adapters
+def test_ranks_agree_beside_an_exchange_on_its_way(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for exchanges, agreements in pool(2).run(groups_used, adapter):
+        assert exchanges
+        assert agreements
+        assert not exchanges & agreements

@@ -102,6 +102,30 @@ def test_a_training_goes_on_in_another_schedule(
         assert tuple(n > 0 for n in found) == differ
 
 
+def resumed_without_a_stop(adapter: Adapter, levels: str, path: str) -> float:
+    """In a worker: how far a model that has trained before is from a new one, once both have loaded and gone on."""
+    case, configs = Case(steps=4), (LocalSteps(2, stop=2), LocalSteps(2))
+    stopped, *others = (
+        adapter.make(case, Strategy(levels, gpus_per_node=2, local_steps=configs[at > 0])) for at in range(3)
+    )
+    optimizers = [models.make_optimizer("sgd", model.parameters()) for model in (stopped, *others)]
+    for model, optimizer in zip((stopped, others[0]), optimizers, strict=False):
+        train(adapter, model, case, optimizer=optimizer)
+    save(stopped, optimizers[0], CodecState(stopped, optimizers[0]), path)
+    for model, optimizer in zip(others, optimizers[1:], strict=True):
+        load(model, optimizer, CodecState(model, optimizer), path)
+        train(adapter, model, case, optimizer=optimizer, first_step=4)
+        exchange_weights(model)
+    return models.distance(*map(adapter.full_weights, others))
+
+
+@over_pairs(adapter=ADAPTERS, levels=["III", "NNN"])
+def test_a_stopped_training_takes_nothing_over_from_the_model_that_loads_it(
+    pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, levels: str
+) -> None:
+    assert pool(4).run(resumed_without_a_stop, adapter, levels, str(tmp_path / "checkpoint")) == [0] * 4
+
+
 class WithoutPhases:
     """Codec state as it was saved before there were phases."""
 

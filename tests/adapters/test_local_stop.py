@@ -153,8 +153,8 @@ def test_after_the_stop_no_outer_state_is_kept(pool: Callable[[int], Pool], adap
 
 
 def stopped_without_an_optimizer_of_torchs(adapter: Adapter) -> tuple[str, str]:
-    """In a worker: the error of an optimizer whose moments are not known."""
-    model = adapter.make(Case(), strategy_of("III", 2, every=2, stop=2))
+    """In a worker: the error of an optimizer whose moments are not known, long before the stop."""
+    model = adapter.make(Case(), strategy_of("III", 2, every=2, stop=1000))
     run = partial(train, adapter, model, Case(steps=4, clip=None), optimizer=models.PlainSgd(model))
     return attempt((run, ValueError, ""))[:2]
 

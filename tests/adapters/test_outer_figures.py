@@ -88,7 +88,12 @@ OVERSHOOTING = {
     "large lr": (
         LocalSteps(1, outer_lr=1.9, outer_momentum=0.0, nesterov=False),
         BOWL,
-        "(now 1.90 times, correlation -1.00); lower outer_momentum=0.0 or outer_lr=1.9",
+        "(now 1.90 times, correlation -1.00); lower outer_lr=1.9",
+    ),
+    "large lr, too large for auto": (
+        LocalSteps(1, outer_lr=1.5, outer_momentum=0.5),
+        SLOPE,
+        "; lower outer_momentum=0.5 or outer_lr=1.5",
     ),
 }
 QUIET = {
@@ -121,6 +126,7 @@ def test_large_outer_steps_are_warned_of_once(pool: Callable[[int], Pool], adapt
     (warning,) = (text for level, text in first if level == "WARNING")
     assert "outer steps overshoot: in 5 exchanges in a row" in warning
     assert remedy in warning
+    assert ("'auto'" in warning) == ("'auto'" in remedy)
     assert others == [[]] * 3
 
 

@@ -87,9 +87,24 @@ def test_what_is_not_finite_leaves_the_momentum(products: tuple[float, float]) -
     optimizer.step(torch.ones(37), layout)
     optimizer.fit((0.2, 1.0))
     optimizer.step(torch.ones(37), layout)
-    before = optimizer.state_dict()[1]["coefficient"]
+    before = optimizer.state_dict()[1]["correlation"]
+    assert before < 1  # as it is at first
     assert optimizer.fit(products) is None
-    assert optimizer.state_dict()[1]["coefficient"] == before
+    assert optimizer.state_dict()[1]["correlation"] == before
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_a_resumed_training_takes_the_momentum_that_it_is_given(warms_up: bool) -> None:
+    layout, given = LAYOUTS["one parameter"], CONFIGS["given"]
+    saved = started(LocalSteps(outer_momentum=0.5), layout)
+    saved.step(torch.ones(37), layout)
+    resumed = started(given, layout)
+    resumed.load_state_dict(*saved.state_dict())
+    if warms_up:
+        resumed.warm_up({"a": torch.ones(37)})
+    else:
+        resumed.step(torch.ones(37), layout)
+    assert torch.equal(resumed.state_dict()[0]["a"], torch.full((37,), 1.8))
 
 
 def test_a_rank_without_values_adds_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -282,3 +283,24 @@ def test_copies_do_not_depend_on_what_else_is_exchanged(pool: Callable[[int], Po
         rounds = [names, ["copy"], names, ["copy"]]
         copies = pool(4).run(beside_another_axis, config, rounds)
         assert all(torch.equal(copy, alone[0]) for copy in (*alone, *copies))
+
+
+def kept_until_read() -> set[str]:
+    """In a worker: what is kept of a model until an exchange is over, even if the model goes."""
+    step = OuterStep(LocalSteps(), process_mesh(dist.group.WORLD, 1), Traffic())
+    shards = named(initial(0))
+    step.start(shards)
+    kept: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with patch("fsdp_zpp.collectives.outer_step.keep_until_read", note):
+        step.exchange(shards)
+    state = {"products": step.products} | step.agreed
+    return {name for name, tensor in state.items() if tensor.data_ptr() in kept}
+
+
+def test_all_that_an_exchange_writes_to_outlives_the_model(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(kept_until_read) == [{"products", *named(SHAPES)}] * 2  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from harness.strategies import FOURTEEN
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_zpp import NF4, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy, TopK
 
@@ -42,6 +42,7 @@ LOCAL_STEPS = st.builds(
     offload=st.booleans(),
     start=st.integers(0, 50),
     stop=st.none() | st.integers(51, 99),
+    moments_every=st.none() | st.integers(1, 9),
 )
 
 
@@ -72,6 +73,7 @@ def test_diloco_without_local_steps_is_not_silently_mics(off: object) -> None:
         Strategy.diloco(local_steps=None)
 
 
+@settings(deadline=None)
 @given(legal_strategies())
 def test_every_strategy_comes_back_from_files(strategy: Strategy) -> None:
     mapping = strategy.to_dict()
