@@ -53,6 +53,8 @@ class Rendezvous:
             keep_alive_interval=config.heartbeat,  # type: ignore[arg-type]  # an int by its annotation only
             keep_alive_max_attempt=HEARTBEATS,
         )
+        # Before each exchange, nodes ask whether their round is still the last one: not whether it was, a second ago.
+        self._handler._state_holder._cache_duration = 0
         # torch would start a store on the first node of a round, and have others read its address, which only nodes
         # that are new write: those that join later would wait for it. Nobody here uses it.
         self._handler._shared_tcp_store_server = store

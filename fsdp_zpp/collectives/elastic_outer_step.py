@@ -58,6 +58,7 @@ class ElasticOuterStep(OuterStep):
         names = sorted(name for name, numel in numels.items() if numel)
         if not names:
             return {name: torch.zeros(0, dtype=torch.float32) for name in numels}
+        self._settle()
         whole = torch.zeros(sum(numels[name] for name in names), dtype=torch.float32)
         parts = dict(zip(names, whole.split([numels[name] for name in names]), strict=True))
         for name, part in parts.items() if owned else ():

@@ -3,14 +3,7 @@
     store                   a TCPStore that outlives all nodes
     rendezvous              torch.distributed.elastic's, one participant a node: its first rank
     round                   the nodes that have met: a gloo group for each local index, until one of them is lost
-    decision                in the store, once for each exchange: commit or retry
-
-[Note: Decisions]
-A member may be lost at any moment of an exchange, after which some of the others have all of it and some have not. So
-what they have received is tentative until the store says otherwise: a node that has it counts itself there, and the
-last one writes that all of them commit. Who fails, or has waited for too long, writes that all of them try again,
-without whoever is lost. The store takes only the first decision, and everybody obeys what it has taken. A node that was
-stopped meanwhile, and wakes up, finds the decision there, and then that the others have met without it.
+    decision                in the store, once for each exchange: commit or retry; see [Note: Decisions] in decisions.py
 
 Within a node, all ranks follow the first.
 """
@@ -35,6 +28,7 @@ from fsdp_zpp.config.topology import Topology
 from ._torch_group_of_store import group_of_store
 from ._torch_rendezvous import Rendezvous, Round
 from .agreement import from_first_rank, on_any_rank
+from .decisions import Decisions
 from .mesh import ProcessMesh
 
 logger = logging.getLogger("fsdp_zpp")
@@ -68,8 +62,8 @@ class Members:
         self._rendezvous: Rendezvous | None = None  # of the node's first rank
         self._round: Round | None = None
         self._store: dist.Store | None = None
-        self._decisions: dist.Store | None = None
-        self._exchanges = self._failures = 0
+        self._decisions: Decisions | None = None
+        self._failures = 0
         self._groups: list[dist.ProcessGroup] = []
         # torch keeps a group until it is destroyed explicitly.
         weakref.finalize(self, _destroy, self._groups).atexit = False
@@ -117,12 +111,13 @@ class Members:
     def _connect(self, round_: Round) -> None:
         if self._store is None:
             self._store = self._client()
-        prefix = f"fsdp_zpp.{self._config.run_id}.{round_.number}"
-        self._decisions = dist.PrefixStore(prefix, self._store)
-        self._exchanges, self._round = 0, round_
-        name = f"{prefix}.{self._node.rank}"
+        run_id, self._round = self._config.run_id, round_
+        name = f"fsdp_zpp.{run_id}.{round_.number}.{self._node.rank}"
         group = group_of_store(dist.PrefixStore(name, self._store), name, round_.node, round_.nodes, self._timeout)
         self._groups.append(group)
+        self._decisions = Decisions(self._store, run_id, round_.number, round_.nodes, self._timeout)
+        if self._leads and round_.node == 0:
+            self._decisions.close_earlier_rounds()
         self.mesh = ProcessMesh(Topology(round_.nodes, 1), round_.node, None, group, group)
 
     def disconnect(self, reason: str = "") -> None:
@@ -219,7 +214,7 @@ class Members:
         return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True) if needed and not is_source else None
 
     def commit(self, failure: str = "") -> bool:
-        """Return whether all members commit to what they have exchanged; see [Note: Decisions].
+        """Return whether all members commit to what they have exchanged; see [Note: Decisions] in decisions.py.
 
         Args:
             failure: What has failed on this rank, if anything has.
@@ -227,9 +222,8 @@ class Members:
         assert self.mesh is not None
         assert self._decisions is not None
         failed = on_any_rank(bool(failure), self._node.group)
-        decisions, nodes, key = self._decisions, self.mesh.topology.nodes, str(self._exchanges)
-        self._exchanges += 1
-        committed = self._on_first_rank(lambda: decide(decisions, key, nodes, self._timeout, failed=failed))
+        decisions = self._decisions
+        committed = self._on_first_rank(lambda: decisions.decide(failed=failed))
         if committed:
             self._failures = 0
         else:
@@ -267,23 +261,3 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
     while groups:
         with suppress(ValueError):  # of a job that has destroyed all of its groups
             dist.destroy_process_group(groups.pop())
-
-
-def decide(store: dist.Store, key: str, members: int, timeout: timedelta, *, failed: bool) -> bool:
-    """Return whether all members commit; every member calls it, and all of them get the same answer.
-
-    Args:
-        store: Where members decide.
-        key: Names what they decide.
-        members: How many they are.
-        timeout: The longest that this one waits for the others.
-        failed: Whether this one can't commit.
-    """
-    decision = f"{key}/decision"
-    if failed:
-        store.compare_set(decision, "", "retry")
-    elif store.add(f"{key}/done", 1) == members:
-        store.compare_set(decision, "", "commit")
-    with suppress(RuntimeError):  # if nobody decides in time, this one does
-        store.wait([decision], timeout)
-    return store.compare_set(decision, "", "retry") == b"commit"

@@ -38,6 +38,7 @@ class BeforeExchange(NamedTuple):
     exchanges: Snapshot
     changed: set[str]
     sent: list[str]
+    exchanges_sent: int
 
 
 class ElasticFragment(Fragment):
@@ -52,13 +53,14 @@ class ElasticFragment(Fragment):
 
     def snapshot(self) -> BeforeExchange:
         """Return what :meth:`send` would change now."""
-        return BeforeExchange(self.outer.snapshot(self._changed), set(self._changed), list(self._sent))
+        kept = self.outer.snapshot(self._changed)
+        return BeforeExchange(kept, set(self._changed), list(self._sent), self.progress.sent)
 
     def rollback(self, before: BeforeExchange) -> None:
         """Take back what was sent since ``before``."""
         self.outer.rollback(before.exchanges)
         self._changed, self._sent, self.progress.arrives = before.changed, before.sent, None
-        self.progress.sent -= 1
+        self.progress.sent = before.exchanges_sent  # it may have failed before it was counted
 
     def numels(self) -> dict[str, int]:
         """Return how many values this rank exchanges of each parameter that has agreed weights."""

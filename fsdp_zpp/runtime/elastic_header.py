@@ -6,9 +6,10 @@ one, which has none. So where nodes meet, those with the most exchanges, and of 
 all others take over from the first of them: the agreed weights, the states of optimizers, and the step. What they had
 trained is not used: they have changed nothing since the agreed weights, and count nothing in the next exchange.
 
-Nodes whose signs of life are late may be taken for lost while they train on. Before each exchange they ask whether
-their round is still the last one. Should others meet right after that, both may commit to an exchange once more. Then
-their weights differ, though they count as many exchanges; so the round of the last exchange is compared, too.
+Nodes whose signs of life are late may be taken for lost while they train on. If all nodes of a round are, by nodes that
+wait to join, these begin from what they hold: a fork. The round that they meet for closes the one before, so that both
+never commit side by side ([Note: One round at a time] in decisions.py). But they may come to count as many exchanges as
+had been made, with other weights; so the round of the last exchange is compared, too.
 """
 
 from __future__ import annotations

@@ -277,18 +277,25 @@ class ElasticTraining(LocalTraining):
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another node. Collective over the node."""
+        """Continue from the state of another node. Collective over the node.
+
+        Raises:
+            ValueError: If its optimizers are others than this node's, before anything is taken over.
+        """
         optimizers = optimizers_of(self._parameters())
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(
                 f"{self._model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
                 f"{len(optimizers)}: make them before the second forward"
             )
+        states = [OptimizerState(each, self._all[0]) for each in optimizers]
+        for own, saved in zip(states, state["optimizers"], strict=False):
+            own.check(saved)
         for fragment, agreed in zip(self._fragments, state["agreed"], strict=True):
             fragment.take_over(agreed)
             vars(fragment.progress).update(state["progress"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
-            OptimizerState(optimizer, self._all[0]).restore(saved)
+        for own, saved in zip(states, state["optimizers"], strict=False):
+            own.restore(saved)
         self._trained = [fragment for fragment in self._all if fragment.was_trained]
         self._awaits_step = False
         self._until_exchange = [self._tokens if self._counts_tokens else self._steps] * len(self._all)

@@ -1,4 +1,7 @@
-"""Optimizers of this process, from their construction on, by the parameters that they were given."""
+"""Optimizers of this process, from their construction on, by the parameters that they were given.
+
+A node that joins takes over states before its own optimizers have stepped. Those that have are in known_optimizers.py.
+"""
 
 from __future__ import annotations
 

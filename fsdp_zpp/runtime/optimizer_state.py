@@ -41,14 +41,21 @@ class OptimizerState:
         Raises:
             ValueError: If it was saved for another number of parameters.
         """
-        parameters = list(self._parameters())
-        if len(parameters) != len(state["state"]):
-            raise ValueError(
-                f"the saved optimizer state has {len(state['state'])} parameters, but this optimizer has "
-                f"{len(parameters)}"
-            )
+        self.check(state["state"])
         # On the fragment, from which it is saved again, by an object like this one, if no forward comes before.
         self._fragment.pending[id(self._optimizer)] = (state["state"], self.restore)
+
+    def check(self, saved_states: list[ParameterState]) -> None:
+        """Raise unless there is one state for each parameter.
+
+        Raises:
+            ValueError: If they are of another number of parameters.
+        """
+        parameters = len(list(self._parameters()))
+        if parameters != len(saved_states):
+            raise ValueError(
+                f"the saved optimizer state has {len(saved_states)} parameters, but this optimizer has {parameters}"
+            )
 
     def reset(self) -> None:
         """Drop the loaded state; that of torch's own checkpoint stands."""

@@ -180,7 +180,8 @@ class Outcome:
         held_out: The loss in the end, of each node that has made the last exchange.
         weights: The hashes of their weights.
         downtime: The longest time between two steps of a node that was neither killed nor stopped, in seconds.
-        disagreements: Steps after which agreed weights differed between nodes.
+        disagreements: Exchanges after which agreed weights differed between nodes that had made them together.
+        forks: Exchanges that nodes have made apart, all of which had been taken for lost by others.
         fewest: The fewest nodes that trained together, once all had met.
         returned: Lives, but for the first, in which a node has trained with others.
         left: Process groups and threads, in the end, between nodes or beyond the main thread.
@@ -190,6 +191,7 @@ class Outcome:
     weights: set[str]
     downtime: float
     disagreements: list[int]
+    forks: list[int]
     fewest: int
     returned: int
     left: list[str]
@@ -199,20 +201,22 @@ def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
     """What has become of a run in which nothing happened to the nodes ``spared``."""
     lines = [[node.read(life) for life in range(len(node.lives))] for node in nodes]
     last = [line for lives in lines for line in lives[-1]] if lines else []
-    agreed: dict[tuple[int, int], set[str]] = {}
+    agreed: dict[tuple[int, int], dict[int, set[str]]] = {}
     for node in nodes:
         for life, ranks in enumerate(node.lives):
             for rank in range(len(ranks)):
                 for line in node.read(life, rank):
                     if "agreed" in line:
-                        agreed.setdefault((line["step"], rank), set()).add(line["agreed"])
+                        rounds = agreed.setdefault((line["exchange"], rank), {})
+                        rounds.setdefault(line["round"], set()).add(line["agreed"])
     together = [[line["nodes"] for line in lines[number][0] if "step" in line] for number in spared]
     ends = [line for line in last if "groups" in line]
     return Outcome(
         [line["held_out"] for line in last if "held_out" in line],
         {line["weights"] for line in last if "weights" in line},
         max(longest_gap(node) for node in nodes if node.number in spared),
-        sorted({step for (step, _), hashes in agreed.items() if len(hashes) > 1}),
+        sorted({at for (at, _), rounds in agreed.items() if any(len(hashes) > 1 for hashes in rounds.values())}),
+        sorted({at for (at, _), rounds in agreed.items() if len(rounds) > 1}),
         min(min(each[each.index(max(each)) :]) for each in together),
         sum(any("step" in line for line in life) for lives in lines for life in lives[1:]),
         [name for line in ends for name in line["groups"]]

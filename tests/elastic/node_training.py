@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import llama, models
+from harness import models
 from harness.adapter import Adapter, Case
 from harness.fsdp2 import Fsdp2
 from torch import Tensor
@@ -54,6 +54,7 @@ class Training:
         pace: Seconds that a step takes at least.
         local_steps: How nodes exchange; ``elastic`` is filled in.
         members: The most nodes.
+        fewest: The fewest nodes that train.
         first: Nodes that begin together.
         counts_tokens: Whether changes are weighted by tokens.
         waits: How long nodes wait for each other.
@@ -66,6 +67,7 @@ class Training:
     pace: float = 0.0
     local_steps: LocalSteps = field(default_factory=lambda: LocalSteps(8, codec=Int4(32)))
     members: int = 4
+    fewest: int = 1
     first: int = 4
     counts_tokens: bool = False
     waits: tuple[tuple[str, float], ...] = PATIENT
@@ -73,7 +75,7 @@ class Training:
 
     def strategy(self, endpoint: str) -> Strategy:
         """The strategy of all nodes."""
-        elastic = Elastic(self.members, endpoint=endpoint, **dict(self.waits))
+        elastic = Elastic(self.members, self.fewest, endpoint=endpoint, **dict(self.waits))
         return Strategy(self.levels, local_steps=replace(self.local_steps, elastic=elastic))
 
 
@@ -101,11 +103,12 @@ def groups_between_nodes() -> list[str]:
     return [name for name in dist.distributed_c10d._world.pg_names.values() if name.startswith("fsdp_zpp.")]
 
 
-def agreed_here(model: Any) -> str:
-    """A hash of the agreed weights that this rank holds."""
+def agreed_here(model: Any) -> dict[str, Any]:
+    """A hash of the agreed weights that this rank holds, and which exchange they are from."""
     fragments = [unit.fragment for unit in named_units(model) if unit.fragment is not None]
     named = [(f"{at} {name}", each) for at, part in enumerate(fragments) for name, each in part.outer.agreed.items()]
-    return digest(dict(named))[:12]
+    progress = fragments[0].progress
+    return {"agreed": digest(dict(named))[:12], "exchange": progress.committed, "round": progress.round}
 
 
 @torch.no_grad()
@@ -132,7 +135,7 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
         if training.counts_tokens:
             count_tokens(model, tokens.numel() * gpus)
         _, nodes, step = members(model)
-        log(step=step, nodes=nodes, loss=loss.item(), agreed=agreed_here(model))
+        log(step=step, nodes=nodes, loss=loss.item(), **agreed_here(model))
         time.sleep(max(training.pace - (time.monotonic() - started), 0))  # a pace, as that of a larger model
     exchange_weights(model)
     weights = digest(adapter.full_weights(model))
@@ -145,6 +148,7 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
 
 def train_with_trainer(training: Training, node: int, endpoint: str, log: Any) -> None:
     """Train by transformers' Trainer, whose steps and learning rates are written down."""
+    from harness import llama
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from fsdp_zpp.integrations.transformers import use_strategy
@@ -152,7 +156,7 @@ def train_with_trainer(training: Training, node: int, endpoint: str, log: Any) -
     class Log(TrainerCallback):
         def on_step_end(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
             model, rate = others["model"], others["lr_scheduler"].get_last_lr()[0]
-            log(step=state.global_step, nodes=members(model).nodes, rate=rate, agreed=agreed_here(model))
+            log(step=state.global_step, nodes=members(model).nodes, rate=rate, **agreed_here(model))
             time.sleep(training.pace)
 
     rows = [{"input_ids": each, "labels": each} for each in batch(node, 0).cpu().repeat(8 * training.steps, 1)]
@@ -163,7 +167,7 @@ def train_with_trainer(training: Training, node: int, endpoint: str, log: Any) -
     trainer.add_callback(Log())
     trainer.train()
     exchange_weights(trainer.model)
-    log(held_out=0.0, weights=agreed_here(trainer.model), made=members(trainer.model).step)
+    log(held_out=0.0, weights=agreed_here(trainer.model)["agreed"], made=members(trainer.model).step)
     end_training(trainer.model)
 
 

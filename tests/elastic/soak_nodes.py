@@ -60,6 +60,7 @@ def soak(kind: str, training: Training, gpus: int, kills: int, seed: int, undist
             len(of.weights) == 1 and len(of.held_out) == training.members for of in found
         ),
         "agreed after every exchange": sum(not of.disagreements for of in found),
+        "made exchanges apart": sum(bool(of.forks) for of in found),
         "left something behind": sum(bool(of.left) for of in found),
         "nodes that returned": sum(of.returned for of in found),
         "downtime, median and most, in seconds": [round(each, 1) for each in (statistics.median(down), max(down))],
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.1, help="seconds that a step takes at least")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--fewest", type=int, default=1, help="the fewest nodes that train")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of a node")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -84,6 +86,7 @@ def main() -> None:
         pace=given.pace,
         local_steps=LocalSteps(given.every, codec=Int4(32)),
         members=given.nodes,
+        fewest=given.fewest,
         first=given.nodes,
         waits=QUICK,
     )
@@ -93,7 +96,8 @@ def main() -> None:
     summaries = [soak(kind, training, given.gpus, given.kills, given.seed, loss) for kind in given.kinds]
     print(json.dumps(summaries, indent=1))
     whole = all(each["ended with all nodes equal"] == each["runs"] for each in summaries)
-    if not whole or any(each["left something behind"] for each in summaries):
+    agreed = all(each["agreed after every exchange"] == each["runs"] for each in summaries)
+    if not (whole and agreed) or any(each["left something behind"] for each in summaries):
         sys.exit(1)
 
 

@@ -27,32 +27,39 @@ def check(of: Outcome, nodes: int, fewest: int, returned: int) -> None:
     assert of.disagreements == []
     assert len(of.held_out) == nodes
     assert len(of.weights) == 1
-    assert max(of.held_out) < 2.2  # from 4.1, the logarithm of the vocabulary
+    assert max(of.held_out) < 3.2  # from 4.1, the logarithm of the vocabulary
     assert of.fewest <= fewest
     assert of.returned == returned
     assert of.left == []
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_returns(tmp_path: Path) -> None:
-    training = Training(adapter=Fsdp1(), counts_tokens=True)
-    nodes = Jobs(training, 1, tmp_path).run(Event("kill", 1, 20, 0.0))
-    check(outcome(nodes, {0, 2, 3}), 4, 4, 1)
+    training = Training(adapter=Fsdp1(), counts_tokens=True, fewest=3)
+    of = outcome(Jobs(training, 1, tmp_path).run(Event("kill", 1, 20, 0.0)), {0, 2, 3})
+    check(of, 4, 4, 1)
+    assert of.forks == []  # any three of four nodes have one in common with any other three that was not killed
 
 
+@pytest.mark.slow
 def test_a_node_that_is_stopped_finds_that_the_others_have_gone_on(tmp_path: Path) -> None:
     training = Training(
+        steps=40,
         members=3,
+        fewest=2,
         first=3,
         waits=(*PATIENT[1:], ("timeout", 6.0)),
         local_steps=LocalSteps(8, codec=Int8(32), error_feedback=LoCo()),
     )
-    nodes = Jobs(training, 1, tmp_path).run(Event("stop", 0, 20, until=40))
-    check(outcome(nodes, {1, 2}), 3, 2, 0)
+    of = outcome(Jobs(training, 1, tmp_path).run(Event("stop", 0, 12, until=30)), {1, 2})
+    check(of, 3, 2, 0)
+    assert of.forks == []
 
 
 def test_a_rank_that_is_killed_restarts_its_node_alone(tmp_path: Path) -> None:
-    training = Training(levels="NNN", members=2, first=2, local_steps=LocalSteps(5, codec=Int4(32), spread=False))
-    nodes = Jobs(training, 2, tmp_path).run(Event("kill rank", 1, 20))
+    local_steps = LocalSteps(5, codec=Int4(32), spread=False)
+    training = Training(levels="NNN", steps=40, members=2, first=2, local_steps=local_steps)
+    nodes = Jobs(training, 2, tmp_path).run(Event("kill rank", 1, 12))
     check(outcome(nodes, {0}), 2, 2, 1)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fsdp_zpp import Elastic, Int4, LoCo
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives.decisions import Decisions
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.members import decide
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.collectives.weights_of_nodes import relative_weights
 from fsdp_zpp.config.local_steps import LocalSteps
@@ -39,15 +39,23 @@ def port() -> int:
 STORES: list[dist.TCPStore] = []
 
 
-def decisions(port: int, members: Sequence[tuple[bool, timedelta]], one_by_one: bool = False) -> list[bool]:
-    """What members get, each with whether it has failed and how long it waits; each over a connection of its own."""
+def client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
-    def of(member: tuple[bool, timedelta]) -> bool:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        return decide(store, "0", len(members), member[1], failed=member[0])
+
+def member(port: int, members: int = 1, timeout: timedelta = LONG, round_number: int = 0) -> Decisions:
+    """Return the decisions of a member, over a connection of its own."""
+    return Decisions(client(port), "run", round_number, members, timeout)
+
+
+def decisions(port: int, members: Sequence[tuple[bool, timedelta]], one_by_one: bool = False) -> list[bool]:
+    """What members get, each with whether it has failed and how long it waits."""
+
+    def of(each: tuple[bool, timedelta]) -> bool:
+        return member(port, len(members), each[1]).decide(failed=each[0])
 
     if one_by_one:
-        return [of(member) for member in members]
+        return [of(each) for each in members]
     with ThreadPoolExecutor(len(members)) as threads:
         return list(threads.map(of, members))
 
@@ -66,10 +74,46 @@ def test_a_member_that_comes_too_late_obeys_those_that_have_given_up(port: int) 
 
 
 def test_a_member_that_was_stopped_commits_when_it_asks_again(port: int) -> None:
-    first, second = (dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(2))
-    assert first.add("0/done", 1) == 1  # and is stopped
-    assert decide(second, "0", 2, LONG, failed=False)
-    assert first.compare_set("0/decision", "", "retry") == b"commit"
+    stopped = dist.PrefixStore("fsdp_zpp.run", client(port))
+    assert stopped.add("0/0/done", 1) == 1  # and is stopped
+    assert member(port, 2).decide(failed=False)
+    assert stopped.compare_set("0/0/decision", "", "retry") == b"commit"
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_round_that_begins_closes_those_before(port: int, counted: bool) -> None:
+    first, second, third = (member(port, round_number=number) for number in (0, 2, 3))
+    first.close_earlier_rounds()
+    assert [first.decide(failed=False) for _ in range(3)] == [True] * 3
+    if not counted:  # a member was stopped before it has counted these
+        client(port).delete_key("fsdp_zpp.run/0/committed")
+    second.close_earlier_rounds()
+    assert second.decide(failed=False)
+    assert not first.decide(failed=False)  # all of its members were taken for lost, and train on
+    third.close_earlier_rounds()
+    second.close_earlier_rounds()  # too late
+    assert [third.decide(failed=False), second.decide(failed=False), third.decide(failed=False)] == [True, False, True]
+
+
+def test_rounds_never_commit_side_by_side(port: int) -> None:
+    order = client(port)  # counts what rounds have done, in the order in which they did it
+
+    def commits(number: int) -> list[tuple[int, int]]:
+        own, store, found = member(port, round_number=number), client(port), []
+        own.close_earlier_rounds()
+        for _ in range(100):
+            before = store.add("order", 1)
+            if not own.decide(failed=False):
+                break
+            found.append((before, store.add("order", 1)))
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        rounds = list(threads.map(commits, range(3)))
+    assert order.add("order", 0) > 0
+    assert len(rounds[-1]) == 100  # nobody closes the last round
+    for earlier, later in itertools.combinations([each for each in rounds if each], 2):
+        assert earlier[-1][0] < later[0][1]  # its last commit has begun before the later one's first was over
 
 
 @pytest.mark.parametrize("trained", [*itertools.product([0, 1, 5, 2**40], repeat=3)])
