@@ -15,5 +15,10 @@ NEEDED = (
         "_shared_tcp_store_server _bootstrap_store_info _state_holder _this_node _stop_heartbeats",
         "the rendezvous of elastic nodes",
     ),
+    Needed(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder",
+        "_cache_duration",
+        "a state of the rendezvous that is never a second old",
+    ),
 )
 check_needed("collectives", NEEDED)

@@ -30,6 +30,8 @@ class StepReductions:
         is_synchronous: Whether steps reduce over all ranks now.
         mesh: The ranks over which steps reduce now.
         current: The reduction over these ranks; None if there is only one rank, or torch reduces.
+        all: The reductions of all phases.
+        have_two_hops: Whether any of them makes two hops.
     """
 
     def __init__(
@@ -43,21 +45,13 @@ class StepReductions:
             node = ranks.own_node()
             self._by_phase[False] = node, _reduction(node, resolved.within_node(), traffic)
         self.mesh, self.current = self._by_phase[self.is_synchronous]
-
-    @property
-    def all(self) -> list[GradientReduce]:
-        """Return the reductions of all phases."""
-        return [reduction for _, reduction in self._by_phase.values() if reduction is not None]
-
-    @property
-    def have_two_hops(self) -> bool:
-        """Return whether any reduction makes two hops."""
-        return any(reduction.has_two_hops for reduction in self.all)
+        self.all = [reduction for _, reduction in self._by_phase.values() if reduction is not None]
+        self.have_two_hops = any(reduction.has_two_hops for reduction in self.all)
 
     def leave_to_torch(self) -> None:
         """Leave all reductions to torch."""
         self._by_phase = {phase: (mesh, None) for phase, (mesh, _) in self._by_phase.items()}
-        self.current = None
+        self.current, self.all, self.have_two_hops = None, [], False
 
     def set_synchronous(self, synchronous: bool) -> None:
         """Let steps reduce over all ranks, or inside this node, from now on; drop the errors of the other reduction."""

@@ -11,14 +11,14 @@ from harness.launch import launch
 from harness.pool import device_type
 
 MOST = {
-    "fsdp1 wrapping of a block": (80, 50),
-    "fsdp1 gather": (68, 24),
-    "fsdp1 gather that prefetches": (84, 29),
-    "fsdp1 gradient": (73, 29),
-    "fsdp2 wrapping of a block": (66, 45),
-    "fsdp2 gather": (50, 22),
-    "fsdp2 gather that prefetches": (60, 26),
-    "fsdp2 gradient": (65, 30),
+    "fsdp1 wrapping of a block": (84, 51),
+    "fsdp1 gather": (70, 24),
+    "fsdp1 gather that prefetches": (86, 29),
+    "fsdp1 gradient": (75, 29),
+    "fsdp2 wrapping of a block": (67, 46),
+    "fsdp2 gather": (52, 22),
+    "fsdp2 gather that prefetches": (62, 26),
+    "fsdp2 gradient": (67, 30),
 }
 """Calls and changes of files, by walk."""
 

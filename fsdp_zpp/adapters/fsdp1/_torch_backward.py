@@ -77,7 +77,7 @@ class BackwardWatch:
         gathered = [handle for handle in self._handles if handle.gradients.took_part]
         if not gathered:
             return used_elsewhere
-        asked = [(handle, handle.gradients.mesh, [handle.gradients.is_used]) for handle in gathered]
+        asked = [(handle, handle.gradients.unit.reductions.mesh, [handle.gradients.is_used]) for handle in gathered]
         for handle, used_by_any in agree_on_use(asked):
             if handle.gradients.is_used:
                 continue
@@ -155,8 +155,8 @@ def reduce_in_every_backward() -> None:
         hook(state, handle, *args)  # FSDP leaves the gradient unsharded
         if not gradients.reduces_early or handle.flat_param.grad is None:
             return
-        assert gradients.reduction is not None
-        if not gradients.reduction.communicates_early:
+        assert gradients.unit.reductions.current is not None
+        if not gradients.unit.reductions.current.communicates_early:
             gradients.reduce_micro_batch()
             return
         for due in gradients.order.finished(gradients):

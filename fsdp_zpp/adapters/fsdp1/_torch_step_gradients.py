@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.collectives.flat_layout import FlatLayout
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -55,20 +53,10 @@ class StepGradients:
     is_unreduced: bool = False
 
     @property
-    def reduction(self) -> GradientReduce | None:
-        """Return what reduces the gradient in this step; None leaves it to torch."""
-        return self.unit.reduce
-
-    @property
-    def mesh(self) -> ProcessMesh:
-        """Return the ranks over which it is reduced in this step."""
-        return self.unit.mesh
-
-    @property
     def reduces_early(self) -> bool:
         """Tell whether micro-batches before the last one reduce, as far as the gradient scope says."""
         # Without shards, FSDP accumulates in the unsharded gradient, which is what the optimizer will see.
-        return self.handle.uses_sharded_strategy and self.reduction is not None
+        return self.handle.uses_sharded_strategy and self.unit.reductions.current is not None
 
     @property
     def is_of_micro_batch(self) -> bool:
@@ -79,7 +67,11 @@ class StepGradients:
     @property
     def takes_part(self) -> bool:
         """Tell whether the unit is of this micro-batch, and has hops to make before the last one."""
-        return self.reduction is not None and self.reduction.communicates_early and self.is_of_micro_batch
+        return (
+            self.unit.reductions.current is not None
+            and self.unit.reductions.current.communicates_early
+            and self.is_of_micro_batch
+        )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -93,7 +85,7 @@ class StepGradients:
 
     def reduce_micro_batch(self) -> None:
         """Reduce the gradient that FSDP has left unsharded, or zeros if there is none, as far as its scope says."""
-        assert self.reduction is not None
+        assert self.unit.reductions.current is not None
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()
         unsharded, flat_param.grad = flat_param.grad, None
@@ -113,7 +105,7 @@ class StepGradients:
                 no_dispatch_record_stream(unsharded.data, stream)
                 gradient = unsharded.data.to(self._dtype)
             gradient, _ = runtime._get_reduce_scatter_tensors(instance, gradient)
-            self.reduction.accumulate(gradient, self._layout_in(gradient)).finish()
+            self.unit.reductions.current.accumulate(gradient, self._layout_in(gradient)).finish()
 
     def _keep_reduced_gradient(self) -> None:
         """Let FSDP add to the gradient of an earlier backward of the step, as before each backward of the unit.
@@ -136,11 +128,11 @@ class StepGradients:
         FSDP calls this as a communication hook. For a unit that it does not shard it passes no ``out``: the mean then
         replaces ``gradient``.
         """
-        if self.reduction is None:
+        if self.unit.reductions.current is None:
             assert out is None, "one rank is not sharded over"
             return  # a node of one rank that trains on its own
         out_or_gradient = gradient if out is None else out
-        self.reduction.start(gradient, out_or_gradient, 1.0, self._layout_in(gradient)).finish()
+        self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, self._layout_in(gradient)).finish()
         if out is None:
             # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
             # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
@@ -149,7 +141,7 @@ class StepGradients:
 
     def _layout_in(self, gradient: Tensor) -> FlatLayout:
         # Only errors are to know which parameters are frozen.
-        knows_frozen = self.reduction is not None and self.reduction.errors is not None
+        knows_frozen = self.unit.reductions.current is not None and self.unit.reductions.current.errors is not None
         return (self.layout.trained if knows_frozen else self.layout.whole)(gradient.shape[0])
 
     def reduce_accumulated(self, used_elsewhere: bool) -> None:
@@ -158,11 +150,11 @@ class StepGradients:
         Args:
             used_elsewhere: Whether other ranks have used it in the step, and this one has not.
         """
-        if self.reduction is None:
+        if self.unit.reductions.current is None:
             return
         instance, handle = self.instance, self.handle
         is_unreduced, self.is_unreduced = self.is_unreduced and handle.flat_param.grad is not None, False
-        has_accumulated = self.reduction.accumulated.sums is not None or used_elsewhere
+        has_accumulated = self.unit.reductions.current.accumulated.sums is not None or used_elsewhere
         if not is_unreduced and not has_accumulated:
             return
         self._enter_post_backward()
@@ -191,9 +183,9 @@ class StepGradients:
 
     def drop_unused(self) -> None:
         """Drop the gradient of a unit that micro-batches have gathered but no rank has used in the step."""
-        if self.reduction is None:
+        if self.unit.reductions.current is None:
             return
-        self.reduction.accumulated.drop()
+        self.unit.reductions.current.accumulated.drop()
         handle, flat_param = self.handle, self.handle.flat_param
         # A gradient of an earlier backward of the step stays; FSDP would drop it, for want of another one.
         has_gradient = hasattr(flat_param, "_saved_grad_shard")

@@ -125,7 +125,7 @@ def _drop_unused(gradients: list[StepGradients]) -> None:
     Args:
         gradients: The gradients that ranks have reduced in earlier micro-batches, too.
     """
-    asked = [(each.use, each.mesh, used) for each in gradients if (used := each.use.in_step())]
+    asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in agree_on_use(asked):
         use.drop_unused(used_by_any)
 

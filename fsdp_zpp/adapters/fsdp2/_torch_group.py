@@ -219,7 +219,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.gradients.post_backward(*unused)
 
     def _set_separate_reduce_scatter_group(self, enable: bool, *groups: object) -> None:
-        if enable and self.gradients.reduction is not None:
+        if enable and self.gradients.unit.reductions.current is not None:
             raise NotImplementedError(
                 f"set_separate_reduce_scatter_group(True) applies to torch's own reduction, but a Strategy reduces the "
                 f"gradients of {self.name} over process groups of its own; remove the call"

@@ -12,8 +12,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.collectives.flat_layout import FlatLayout
-from fsdp_zpp.collectives.gradient_reduce import GradientReduce
-from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -50,7 +48,7 @@ class StepGradients:
     order: ReductionOrder[StepGradients]
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
-        self._group, self._weights, self._unit = group, weights, unit
+        self._group, self._weights, self.unit = group, weights, unit
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
         self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
         if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
@@ -63,27 +61,23 @@ class StepGradients:
         self._reduced = False
 
     @property
-    def reduction(self) -> GradientReduce | None:
-        """Return what reduces the gradients in this step; None where torch does."""
-        return self._unit.reduce
-
-    @property
-    def mesh(self) -> ProcessMesh:
-        """Return the ranks over which they are reduced in this step."""
-        return self._unit.mesh
-
-    @property
     def is_last_micro_batch(self) -> bool:
         """Tell whether a backward completes the gradients of its step, as FSDPModule's setters say."""
         # torch has no all-reduce without replicas of its own, so set_requires_all_reduce governs deferred hops.
         return self._group.reduce_grads and (
-            self._group.all_reduce_grads or self.reduction is None or not self.reduction.defers_hops
+            self._group.all_reduce_grads
+            or self.unit.reductions.current is None
+            or not self.unit.reductions.current.defers_hops
         )
 
     @property
     def takes_part(self) -> bool:
         """Tell whether ranks have gathered the group for this micro-batch, and it has hops to make before the last."""
-        early = self.reduction is not None and self.reduction.communicates_early and not self.is_last_micro_batch
+        early = (
+            self.unit.reductions.current is not None
+            and self.unit.reductions.current.communicates_early
+            and not self.is_last_micro_batch
+        )
         return early and (self._weights.was_gathered or self._group.is_unsharded) and bool(self._reduced_params())
 
     def post_backward(self, *unused: object) -> None:
@@ -98,7 +92,7 @@ class StepGradients:
             return
         self._reduced = True
         self._weights.was_gathered |= group.is_unsharded  # before it is resharded
-        if self.reduction is None or self.is_last_micro_batch:
+        if self.unit.reductions.current is None or self.is_last_micro_batch:
             self._reduce_step(*unused)
             return
         # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
@@ -108,7 +102,7 @@ class StepGradients:
             _post_backward(group, *unused)
         finally:
             group.reduce_grads = reduce_grads
-        if not self.reduction.communicates_early:
+        if not self.unit.reductions.current.communicates_early:
             self.reduce_micro_batch()
             return
         for gradients in self.order.finished(self):
@@ -130,13 +124,13 @@ class StepGradients:
     @torch.no_grad()
     def reduce_micro_batch(self) -> None:
         """Reduce the gradients that torch has kept, and zeros for missing ones, as far as the gradient scope says."""
-        assert self.reduction is not None
+        assert self.unit.reductions.current is not None
         self._drop_prefetch()
         group, params = self._group, self._reduced_params()
         gradients = [take_gradient(param) for param in params]
         any_used = self.use.note(params, gradients)
         self.use.took_part |= self._weights.was_gathered and bool(params)
-        if not params or not (any_used or self.reduction.communicates_early):
+        if not params or not (any_used or self.unit.reductions.current.communicates_early):
             return
         flat = flatten_gradients(group, params, gradients)
         # Under scope G the inter-node hop completes the sum. It runs in the stream of torch's all-reduce, so that the
@@ -144,12 +138,12 @@ class StepGradients:
         intra, inter = group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream
         if isinstance(self.comm, StrategyAllReduce):
             intra = inter  # where the last micro-batch adds its sums to the accumulated ones
-        elif not self.reduction.has_two_hops:
+        elif not self.unit.reductions.current.has_two_hops:
             inter = intra
         intra.wait_stream(group.device_handle.current_stream())
         with group.device_handle.stream(intra):
             # It was allocated in the backward's stream.
-            pending = self.reduction.accumulate(keep_until_read(flat), self._layout_of(params))
+            pending = self.unit.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
         if inter is not intra:
             inter.wait_stream(intra)
         with group.device_handle.stream(inter):
@@ -172,9 +166,9 @@ class StepGradients:
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
         any_gradient, fills = bool(reduced), False
-        if self.reduction is not None:
+        if self.unit.reductions.current is not None:
             # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
-            fills = use.took_part or (any_gradient and self.reduction.errors is not None)
+            fills = use.took_part or (any_gradient and self.unit.reductions.current.errors is not None)
         if fills:
             use.fill_missing(params)
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
@@ -206,9 +200,9 @@ class StepGradients:
             for param in unsharded
             if param.sharded_param.requires_grad or param._unsharded_param.requires_grad or has_gradient(param)
         ]
-        if self.reduction is None or len(reduced) == len(unsharded):
+        if self.unit.reductions.current is None or len(reduced) == len(unsharded):
             return reduced
-        accumulated, others = self.reduction.accumulated.names, set(reduced)
+        accumulated, others = self.unit.reductions.current.accumulated.names, set(reduced)
         return [param for param in unsharded if param in others or param._param_fqn in accumulated]
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
@@ -230,7 +224,7 @@ class StepGradients:
         # Ranks that use what is kept need not gather it, so it is of every micro-batch on all ranks, used or not.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
-            self.use = ParameterUse(self._group, self._unit)
+            self.use = ParameterUse(self._group, self.unit)
 
     def drop(self) -> None:
         """Drop the gradients that torch has kept, and forget which parameters have them. Not to be called in a
@@ -245,8 +239,8 @@ class StepGradients:
 
     def reset(self) -> None:
         """Drop the gradients of a step's micro-batches, since an exception has ended it."""
-        if self.reduction is not None:
-            self.reduction.accumulated.drop()
+        if self.unit.reductions.current is not None:
+            self.unit.reductions.current.accumulated.drop()
         self.drop()  # torch itself drops unsharded ones from 2.15 on only
         self.end_backward(synchronized=True)
 

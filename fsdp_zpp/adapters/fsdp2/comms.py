@@ -75,7 +75,7 @@ class StrategyReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Reduce ``input_tensor`` into ``output_tensor`` by ``op``."""
-        reduce, world = self.unit.reduce, self.unit.mesh.topology.world
+        reduce, world = self.unit.reductions.current, self.unit.reductions.mesh.topology.world
         assert reduce is not None, "one rank is not sharded over"
         # torch asks for the average, unless there is a risk of overflow or a divide factor was set.
         factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
@@ -117,7 +117,7 @@ class StrategyAllReduce:
 
     def __call__(self, gradient: Tensor) -> None:
         """Reduce ``gradient`` in place."""
-        reduce = self.unit.reduce
+        reduce = self.unit.reductions.current
         if reduce is None:  # a node of one rank that trains on its own
             return
         factor = 1.0
@@ -125,7 +125,7 @@ class StrategyAllReduce:
             # The sum over all ranks is to be divided by it, once; torch has done that, and with nothing to scatter
             # does it once more where it divides around sums.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
-            factor = self.unit.mesh.topology.world * (divide_factor if around_sum else 1.0)
+            factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
         reduce.start(gradient, gradient, factor, self.layout, divisor).finish()
         # As in StrategyReduceScatter.finish: torch frees it in the stream of the reduce-scatter.
