@@ -75,8 +75,10 @@ def local_steps(name: str) -> LocalSteps:
     first, later, codec, feedback, changes = parts.groups()
     numbers = [int(number) for number in later.split("-")[1:]]
     every = ((0, int(first)), *zip(numbers[::2], numbers[1::2], strict=True)) if numbers else int(first)
-    # SparseLoCo has errors in place of an outer momentum.
-    options: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0} if codec == "topk" else {}
+    # SparseLoCo has errors in place of an outer momentum; others have DiLoCo's, unless the name says otherwise.
+    options: dict[str, Any] = {"outer_momentum": 0.9}
+    if codec == "topk":
+        options = {"outer_lr": 1.0, "outer_momentum": 0.0}
     for change in changes.split(":")[1:]:
         word = change.rstrip("0123456789.")
         if change == "at-once":

@@ -2,8 +2,9 @@
 
 A name is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all fragments in the same step),
 ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto``, ``startSTEPS`` or
-``momentsEXCHANGES``; LocalSteps' defaults hold for the rest. ``local8-1024-32`` exchanges every 8 steps, and from step
-1024 on every 32. ``topk+loco`` has the outer step and the errors of SparseLoCo (arXiv 2508.15706).
+``momentsEXCHANGES``. What a name leaves out is LocalSteps' default, except for the momentum, which is DiLoCo's 0.9.
+``local8-1024-32`` exchanges every 8 steps, and from step 1024 on every 32. ``topk+loco`` has the outer step and the
+errors of SparseLoCo (arXiv 2508.15706).
 """
 
 from __future__ import annotations

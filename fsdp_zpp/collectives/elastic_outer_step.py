@@ -9,6 +9,7 @@ node owned is lost with it, and starts from zero, as the errors of error feedbac
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,20 @@ from fsdp_zpp.config.local_steps import LocalSteps
 from .hops import Traffic
 from .mesh import ProcessMesh
 from .node_chunks import chunk_numel
+from .outer_optimizer import OuterFit
 from .outer_step import OuterStep, OuterStepState
 
-Snapshot = dict[str, tuple[Tensor, Tensor]]
-"""Agreed weights and momentum of parameters, by name, on the CPU."""
+
+class Snapshot(NamedTuple):
+    """What an exchange changes, apart from errors.
+
+    Attributes:
+        weights: Agreed weights and momentum of parameters, by name, on the CPU.
+        fit: Figures from which the next momentum is chosen.
+    """
+
+    weights: dict[str, tuple[Tensor, Tensor]]
+    fit: OuterFit
 
 
 class OwnedState(OuterStepState):
@@ -86,6 +97,7 @@ class ElasticOuterStep(OuterStep):
             self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
             (kept,) = self._optimizer.momentum_of([name])
             kept.copy_(chunk)
+        self._optimizer.clear_products()  # a lost node's part would be missing from their sum
 
     def disconnect(self) -> None:
         """Let go of the other nodes, whose sockets close when nothing refers to them: they are waiting for that."""
@@ -94,31 +106,43 @@ class ElasticOuterStep(OuterStep):
         self._set_nodes(self._alone)
         self._node, self._nodes = owner
 
-    def take_over(self, agreed: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> None:
+    @property
+    def last_fit(self) -> OuterFit:
+        """Return the figures from which the next momentum is chosen."""
+        self._settle()
+        return self._optimizer.last_fit
+
+    def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit, shards: Mapping[str, Tensor]) -> None:
         """Take over the agreed weights of other nodes; :meth:`connect` comes next.
 
         Args:
             agreed: The weights.
+            fit: Another node's :attr:`last_fit`.
             shards: What this rank holds of at least these parameters, of which only sizes and device matter.
         """
         self.reset()
         self.start({name: shards[name] for name in agreed})
         for name, weights in agreed.items():
             self._agreed[name].copy_(weights)
+        self._optimizer.last_fit = fit
 
     def snapshot(self, names: Collection[str]) -> Snapshot:
         """Return what an exchange of some parameters changes, apart from errors."""
         self._settle()
-        kept = {name: (self._agreed[name], *self._optimizer.momentum_of([name])) for name in names}
-        return {name: (agreed.to("cpu", copy=True), own.to("cpu", copy=True)) for name, (agreed, own) in kept.items()}
+        weights = {}
+        for name in names:
+            (momentum,) = self._optimizer.momentum_of([name])
+            weights[name] = self._agreed[name].to("cpu", copy=True), momentum.to("cpu", copy=True)
+        return Snapshot(weights, self._optimizer.last_fit)
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Take back an exchange; errors start from zero with the :meth:`connect` that comes next."""
         self._settle()
-        for name, (agreed, momentum) in snapshot.items():
+        for name, (agreed, momentum) in snapshot.weights.items():
             self._agreed[name].copy_(agreed)
             (kept,) = self._optimizer.momentum_of([name])
             kept.copy_(momentum)
+        self._optimizer.last_fit = snapshot.fit
 
     def state_dict(self) -> OwnedState:
         """Return the agreed weights, this rank's momentum, its owner and its errors, on the CPU."""

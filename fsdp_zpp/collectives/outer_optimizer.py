@@ -134,8 +134,8 @@ class OuterOptimizer:
                 product.add_(own.to(product.device))
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
-    def skip_step(self) -> None:
-        """Note a step in which this rank has no values."""
+    def clear_products(self) -> None:
+        """Note that this rank has no part of the last step's products."""
         self.products.zero_()
 
     def fit(self, products: tuple[float, float]) -> OuterFigures | None:
@@ -161,17 +161,25 @@ class OuterOptimizer:
 
     def state_dict(self) -> tuple[dict[str, Tensor], OuterFit]:
         """Return copies on the CPU: the momentum by parameter, and the figures from which the next one is chosen."""
-        momentum = {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}
+        return {name: value.to("cpu", copy=True) for name, value in self._momentum.items()}, self.last_fit
+
+    @property
+    def last_fit(self) -> OuterFit:
+        """Return a copy, on the CPU, of the figures from which the next momentum is chosen."""
         products = self.products.to("cpu", copy=True)
-        return momentum, {"products": products, "coefficient": self._last, "correlation": self._correlation}
+        return {"products": products, "coefficient": self._last, "correlation": self._correlation}
+
+    @last_fit.setter
+    def last_fit(self, fit: OuterFit) -> None:
+        self.products.copy_(fit["products"])
+        self._last, self._correlation = fit["coefficient"], fit["correlation"]
 
     def load_state_dict(self, momentum: Mapping[str, Tensor], fit: OuterFit | None) -> None:
         """Continue with what :meth:`state_dict` returned, for parameters that were started; old states lack ``fit``."""
         for name, value in momentum.items():
             self._momentum[name].copy_(value)
         if fit is not None:
-            self.products.copy_(fit["products"])
-            self._last, self._correlation = fit["coefficient"], fit["correlation"]
+            self.last_fit = fit
 
 
 def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:

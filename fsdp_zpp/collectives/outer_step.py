@@ -188,7 +188,7 @@ class OuterStep:
             name: agreed for name, (agreed, shard) in zip(shards, self._beside(shards), strict=True) if shard.numel()
         }
         if not held:
-            self._optimizer.skip_step()
+            self._optimizer.clear_products()
             return
         assert self._gather is not None
         numels = {name: agreed.numel() for name, agreed in held.items()}

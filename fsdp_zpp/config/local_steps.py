@@ -42,9 +42,9 @@ class LocalSteps:
             ``((0, 8), (1000, 32))``: every 8 steps, and after the first 1000 steps of the training, synchronous ones
             included, every 32. The first pair begins at 0.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its momentum, in [0, 1). ``"auto"`` chooses it for each exchange of a fragment: the largest one
-            up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation of the last
-            changes. See [Note: Automatic momentum] in outer_momentum.py.
+        outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment:
+            the largest one up to 0.9 with which the outer step is at most 1.4 times the mean change, by the correlation
+            of the last changes. See [Note: Automatic momentum] in outer_momentum.py.
         nesterov: Whether the momentum is Nesterov's.
         codec: Encodes the changes, and the update on the way back; None sends fp32. ``TopK()`` sends the largest
             changes alone and needs error feedback.
@@ -75,7 +75,7 @@ class LocalSteps:
 
     every: int | Segments = 64
     outer_lr: float = 0.7
-    outer_momentum: float | Literal["auto"] = 0.9
+    outer_momentum: float | Literal["auto"] = "auto"
     nesterov: bool = True
     codec: Codec | None = _INT4
     error_feedback: LoCo | None = None
@@ -150,7 +150,6 @@ class LocalSteps:
             "start": self.start,
             "stop": self.stop is not None,
             "moments_every": self.moments_every,
-            "outer_momentum": self.outer_momentum == "auto",
         }
         if given := [name for name, is_given in refused.items() if is_given]:
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep, Snapshot
 from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.outer_optimizer import OuterFit
 from fsdp_zpp.config.local_steps import LocalSteps
 
 from .fragment import Fragment
@@ -66,9 +67,9 @@ class ElasticFragment(Fragment):
         """Return how many values this rank exchanges of each parameter that has agreed weights."""
         return {name: agreed.numel() for name, agreed in self.outer.agreed.items()}
 
-    def take_over(self, agreed: Mapping[str, Tensor]) -> None:
-        """Continue from weights that other nodes have agreed on. Collective over the node."""
-        self.outer.take_over(agreed, self._exchanged(agreed.keys()))
+    def take_over(self, agreed: Mapping[str, Tensor], fit: OuterFit) -> None:
+        """Continue from weights that other nodes have agreed on, with their fit. Collective over the node."""
+        self.outer.take_over(agreed, fit, self._exchanged(agreed.keys()))
         self._changed, self._sent, self.progress.arrives = set(), [], None
         self.outer.receive(self._exchanged(agreed.keys()))
         self._after_write(agreed.keys())

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .outer_watch import Products
+
 
 @dataclass(frozen=True)
 class Request:
@@ -48,6 +50,7 @@ class Header:
         changed: For each parameter, by fragment, whether it was trained since its last exchange.
         trained: For each fragment, how much was trained since its last exchange: steps, or tokens.
         counts_tokens: Whether these are tokens.
+        products: For each fragment, this node's part of what the next outer step is fitted to.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Header:
     changed: tuple[tuple[bool, ...], ...]
     trained: tuple[int, ...]
     counts_tokens: bool
+    products: tuple[Products, ...]
 
     @property
     def knows(self) -> tuple[int, int, int]:

@@ -20,11 +20,12 @@ from fsdp_zpp.collectives.agreement import agree_on_use, from_each_rank
 from fsdp_zpp.collectives.fingerprint import checksums
 from fsdp_zpp.collectives.members import Members
 from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.collectives.outer_optimizer import OuterFigures
 from fsdp_zpp.collectives.weights_of_nodes import relative_weights
 
 from .elastic_fragment import ElasticFragment
 from .elastic_header import Header, Request, check_alike, current_nodes
-from .fragment import Progress
+from .fragment import Fragment, Progress
 from .local_training import LocalTraining
 from .made_optimizers import optimizers_of
 from .moments import OptimizerMoments
@@ -197,6 +198,7 @@ class ElasticTraining(LocalTraining):
             changed,
             tuple(total - before for before in self._until_exchange),
             self._counts_tokens,
+            tuple(self.outer.products(self._all).values()),
         )
 
     def _share_changes(self, headers: Sequence[Header]) -> None:
@@ -213,6 +215,12 @@ class ElasticTraining(LocalTraining):
         self._share_changes(headers)
         due = [self._fragments[at] for at in request.fragments]
         before = [fragment.snapshot() for fragment in due]
+        # All members add the same numbers in the same order, so their momenta are the same, bit for bit.
+        parts = [zip(*(header.products[at] for header in headers), strict=True) for at in request.fragments]
+        sums = [(sum(along), sum(norm)) for along, norm in parts]
+        figures: dict[Fragment, OuterFigures | None] = {
+            fragment: fragment.outer.fit(of) for fragment, of in zip(due, sums, strict=True)
+        }
         failure, node = "", self.membership.node
         try:
             for fragment, weight in zip(due, weights, strict=True):
@@ -223,6 +231,7 @@ class ElasticTraining(LocalTraining):
             for fragment, snapshot in zip(due, before, strict=True):
                 fragment.rollback(snapshot)
             return False
+        self.outer.note(figures, self._trained)
         for fragment in due:
             fragment.receive(1.0 if request.settles else self._config.mix)
         self._count(request)
@@ -273,6 +282,7 @@ class ElasticTraining(LocalTraining):
         return {
             "progress": asdict(self._progress),
             "agreed": [{name: each.cpu() for name, each in fragment.outer.agreed.items()} for fragment in self._all],
+            "fits": [fragment.outer.last_fit for fragment in self._fragments],
             "optimizers": [each.state_dict()["state"] for each in optimizers],
         }
 
@@ -291,8 +301,8 @@ class ElasticTraining(LocalTraining):
         states = [OptimizerState(each, self._all[0]) for each in optimizers]
         for own, saved in zip(states, state["optimizers"], strict=False):
             own.check(saved)
-        for fragment, agreed in zip(self._fragments, state["agreed"], strict=True):
-            fragment.take_over(agreed)
+        for fragment, agreed, fit in zip(self._fragments, state["agreed"], state["fits"], strict=True):
+            fragment.take_over(agreed, fit)
             vars(fragment.progress).update(state["progress"])
         for own, saved in zip(states, state["optimizers"], strict=False):
             own.restore(saved)

@@ -16,7 +16,7 @@ chance; five in a row are not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from fsdp_zpp.config.outer_momentum import TARGET_GAIN
 from .fragment import Fragment
 
 logger = logging.getLogger("fsdp_zpp")
+
+Products = tuple[float, float]
+"""<m, g> and <g, g> of an outer step; see the top of outer_momentum.py."""
 
 MOST_GAIN = 2.0
 """Aligned gain above which an outer step overshoots."""
@@ -68,17 +71,30 @@ class OuterWatch:
             due: The fragments, at least one.
             trained: All fragments that are exchanged.
         """
-        assert self._ranks.group is not None  # of several nodes
-        groups = (self._ranks.group, *self._other_axes())
-        device = collective_device(self._ranks.group)
-        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in due]), groups)
-        for fragment, along, norm in zip(due, sums[::2], sums[1::2], strict=True):
-            figures = fragment.outer.fit((along, norm))
-            self._round[fragment] = figures
-            if figures is not None:
-                self.last[fragment] = figures
+        self.note({fragment: fragment.outer.fit(of) for fragment, of in self.products(due).items()}, trained)
+
+    def products(self, fragments: Sequence[Fragment]) -> dict[Fragment, Products]:
+        """Return what fragments' next outer steps are fitted to, summed over the ranks. Collective.
+
+        Args:
+            fragments: At least one.
+        """
+        groups = self._groups
+        device = collective_device(groups[0]) if groups else torch.device("cpu")
+        sums = ordered_sum(torch.cat([fragment.outer.products.to(device) for fragment in fragments]), groups)
+        return dict(zip(fragments, zip(sums[::2], sums[1::2], strict=True), strict=True))
+
+    def note(self, figures: Mapping[Fragment, OuterFigures | None], trained: Iterable[Fragment]) -> None:
+        """Keep figures of fragments' last outer steps, and warn if a round of ``trained`` fragments ends with them."""
+        self._round |= figures
+        self.last |= {fragment: each for fragment, each in figures.items() if each is not None}
         if self._round.keys() >= set(trained):
-            self._end_round(speaks=all(dist.get_rank(group) == 0 for group in groups))
+            self._end_round(speaks=all(dist.get_rank(group) == 0 for group in self._groups))
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of all ranks, one for each axis; none for a rank alone."""
+        return [group for group in (self._ranks.group, *self._other_axes()) if group is not None]
 
     def _end_round(self, *, speaks: bool) -> None:
         figures = mean_of(each for each in self._round.values() if each is not None)

@@ -40,10 +40,10 @@ TRAINED: dict[str, list[Sequence[str]]] = {
 }
 """The parameters that are trained in each step."""
 SCHEDULES = {
-    "each step": LocalSteps(1, codec=None),
-    "every 2": LocalSteps(2, codec=None, spread=False),
-    "on the way": LocalSteps(3, codec=None, spread=False, overlap=1),
-    "mixed": LocalSteps(4, codec=None, spread=False, overlap=2, mix=0.5),
+    "each step": LocalSteps(1, codec=None, outer_momentum=0.9),
+    "every 2": LocalSteps(2, codec=None, outer_momentum=0.9, spread=False),
+    "on the way": LocalSteps(3, codec=None, outer_momentum=0.9, spread=False, overlap=1),
+    "mixed": LocalSteps(4, codec=None, outer_momentum=0.9, spread=False, overlap=2, mix=0.5),
 }
 
 

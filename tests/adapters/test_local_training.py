@@ -23,18 +23,22 @@ MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": Fals
 SPARSE = LoCo(beta=0, decay=0.95, reset_every=0)
 ROUNDING = 2e-5
 SCHEDULES = {
-    "one after the other": LocalSteps(3, codec=None),
-    "all at once": LocalSteps(3, codec=None, spread=False, nesterov=False),
-    "overlapped": LocalSteps(4, codec=None, overlap=2, mix=0.5),
-    "overlapped, all at once": LocalSteps(2, codec=None, overlap=1, spread=False),
-    "kept on the CPU": LocalSteps(3, codec=None, overlap=1, offload=True),
-    "kept apart": LocalSteps(3, codec=None, mix=0),
+    "one after the other": LocalSteps(3, codec=None, outer_momentum=0.9),
+    "all at once": LocalSteps(3, codec=None, outer_momentum=0.9, spread=False, nesterov=False),
+    "overlapped": LocalSteps(4, codec=None, outer_momentum=0.9, overlap=2, mix=0.5),
+    "overlapped, all at once": LocalSteps(2, codec=None, outer_momentum=0.9, overlap=1, spread=False),
+    "kept on the CPU": LocalSteps(3, codec=None, outer_momentum=0.9, overlap=1, offload=True),
+    "kept apart": LocalSteps(3, codec=None, outer_momentum=0.9, mix=0),
     "momentum that fits": LocalSteps(2, codec=None, outer_momentum="auto", outer_lr=0.6),
     "momentum that fits, overlapped": LocalSteps(2, codec=None, outer_momentum="auto", overlap=1, nesterov=False),
-    "after a start": LocalSteps(2, codec=None, start=5),
-    "after a start, all at once": LocalSteps(3, codec=None, start=6, spread=False, nesterov=False, offload=True),
-    "ever rarer": LocalSteps(((0, 2), (3, 4)), codec=None, overlap=1),
-    "ever rarer after a start": LocalSteps(((0, 1), (2, 2), (5, 3)), codec=None, start=4, spread=False),
+    "after a start": LocalSteps(2, codec=None, outer_momentum=0.9, start=5),
+    "after a start, all at once": LocalSteps(
+        3, codec=None, outer_momentum=0.9, start=6, spread=False, nesterov=False, offload=True
+    ),
+    "ever rarer": LocalSteps(((0, 2), (3, 4)), codec=None, outer_momentum=0.9, overlap=1),
+    "ever rarer after a start": LocalSteps(
+        ((0, 1), (2, 2), (5, 3)), codec=None, outer_momentum=0.9, start=4, spread=False
+    ),
 }
 
 

@@ -84,7 +84,11 @@ class Valley(nn.Module):
 SLOPE, BOWL = (1.0, 0.0), (0.0, 1.0)
 """Where changes are all alike, and where a step of a node is the last one that it needs."""
 OVERSHOOTING = {
-    "defaults": (LocalSteps(1), SLOPE, "outer_momentum=0.9 or outer_lr=0.7, or pass outer_momentum='auto'"),
+    "DiLoCo's": (
+        LocalSteps(1, outer_momentum=0.9),
+        SLOPE,
+        "outer_momentum=0.9 or outer_lr=0.7, or pass outer_momentum='auto'",
+    ),
     "large lr": (
         LocalSteps(1, outer_lr=1.9, outer_momentum=0.0, nesterov=False),
         BOWL,

@@ -17,19 +17,24 @@ configurations = load("loss", "configurations")
 local_gaps = load("loss", "local_gaps")
 
 
+def diloco(**options: Any) -> LocalSteps:
+    """Local steps with DiLoCo's momentum."""
+    return LocalSteps(outer_momentum=0.9, **options)
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("local32:none", LocalSteps(every=32, codec=None)),
-        ("local128:int8", LocalSteps(every=128, codec=Int8(128))),
-        ("local8:int4", LocalSteps(every=8, codec=Int4(128))),
-        ("local32:int4+loco", LocalSteps(every=32, codec=Int4(128), error_feedback=LoCo(beta=0.8))),
-        ("local32:int4:at-once", LocalSteps(every=32, codec=Int4(128), spread=False)),
-        ("local32:int4:overlap1:mix0.5", LocalSteps(every=32, codec=Int4(128), overlap=1, mix=0.5)),
+        ("local32:none", diloco(every=32, codec=None)),
+        ("local128:int8", diloco(every=128, codec=Int8(128))),
+        ("local8:int4", diloco(every=8, codec=Int4(128))),
+        ("local32:int4+loco", diloco(every=32, codec=Int4(128), error_feedback=LoCo(beta=0.8))),
+        ("local32:int4:at-once", diloco(every=32, codec=Int4(128), spread=False)),
+        ("local32:int4:overlap1:mix0.5", diloco(every=32, codec=Int4(128), overlap=1, mix=0.5)),
         ("local32:int4:outer0.5:momentum0.8", LocalSteps(every=32, codec=Int4(128), outer_lr=0.5, outer_momentum=0.8)),
         ("local32:none:momentum-auto", LocalSteps(every=32, codec=None, outer_momentum="auto")),
-        ("local8-1024-32:int4:start256", LocalSteps(every=((0, 8), (1024, 32)), codec=Int4(128), start=256)),
-        ("local32:int4:moments3", LocalSteps(every=32, codec=Int4(128), moments_every=3)),
+        ("local8-1024-32:int4:start256", diloco(every=((0, 8), (1024, 32)), codec=Int4(128), start=256)),
+        ("local32:int4:moments3", diloco(every=32, codec=Int4(128), moments_every=3)),
         (
             "local32:topk+loco",
             LocalSteps(

@@ -112,5 +112,5 @@ def test_a_rank_without_values_adds_nothing() -> None:
     optimizer = started(CONFIGS["given"], layout)
     optimizer.step(torch.ones(37), layout)
     assert optimizer.products.tolist() == [0, 37]
-    optimizer.skip_step()
+    optimizer.clear_products()
     assert optimizer.products.tolist() == [0, 0]

@@ -107,8 +107,8 @@ def distance(results: Weights, wanted: Weights) -> float:
 @pytest.mark.parametrize(
     "config",
     [
-        LocalSteps(codec=None),
-        LocalSteps(codec=None, nesterov=False),
+        LocalSteps(codec=None, outer_momentum=0.9),
+        LocalSteps(codec=None, outer_momentum=0.9, nesterov=False),
         LocalSteps(codec=None, outer_lr=1, outer_momentum=0, nesterov=False),
     ],
     ids=["Nesterov", "momentum", "mean"],

@@ -36,7 +36,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Except
 def test_local_steps_refuse_what_elastic_nodes_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"overlap=2 leaves an exchange under way .*: pass overlap=0"):
         LocalSteps(overlap=2, elastic=Elastic(2))
-    for name, value in {"start": 5, "stop": 9, "moments_every": 3, "outer_momentum": "auto"}.items():
+    for name, value in {"start": 5, "stop": 9, "moments_every": 3}.items():
         with pytest.raises(ValueError, match=f"elastic nodes do not support {name}={value!r}, .*: leave it out"):
             LocalSteps(elastic=Elastic(2), **{name: value})
     with pytest.raises(TypeError, match=r"elastic must be Elastic\(...\) or None, got 2"):

@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Except
 def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
     assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
-    assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum 0.9"
+    assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum auto"
     assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
     assert str(LocalSteps(outer_momentum="auto")).endswith("outer lr 0.7, Nesterov momentum auto")
     assert str(LocalSteps(mix=0)).endswith("mixed in at 0")

@@ -185,6 +185,7 @@ class Outcome:
         fewest: The fewest nodes that trained together, once all had met.
         returned: Lives, but for the first, in which a node has trained with others.
         left: Process groups and threads, in the end, between nodes or beyond the main thread.
+        correlations: What nodes know, in the end, of how changes of each fragment correlate.
     """
 
     held_out: list[float]
@@ -195,6 +196,7 @@ class Outcome:
     fewest: int
     returned: int
     left: list[str]
+    correlations: set[tuple[float, ...]]
 
 
 def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
@@ -221,6 +223,7 @@ def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
         sum(any("step" in line for line in life) for lives in lines for life in lives[1:]),
         [name for line in ends for name in line["groups"]]
         + [name for line in ends for name in line["threads"] if name != "MainThread"],
+        {tuple(line["correlations"]) for line in last if "correlations" in line},
     )
 
 

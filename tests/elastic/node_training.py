@@ -140,7 +140,9 @@ def train(training: Training, node: int, endpoint: str, log: Any) -> None:
         time.sleep(max(training.pace - (time.monotonic() - started), 0))  # a pace, as that of a larger model
     exchange_weights(model)
     weights = digest(adapter.full_weights(model))
-    log(held_out=held_out_loss(model), weights=weights, nodes=members(model).nodes)
+    fits = [unit.fragment.outer.last_fit for unit in named_units(model) if unit.fragment is not None]
+    known = [each["correlation"] for each in fits]
+    log(held_out=held_out_loss(model), weights=weights, nodes=members(model).nodes, correlations=known)
     end_training(model)
     del model, optimizer, loss
     gc.collect()

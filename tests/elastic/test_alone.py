@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(pool: Callable[[int], Pool], ada
             assert part in text
 
 
-HEADER = Header("a net", 3, 24, 2, None, False, Request(24, (0,)), ((True,),), (8,), False)
+HEADER = Header("a net", 3, 24, 2, None, False, Request(24, (0,)), ((True,),), (8,), False, ((0.5, 1.0),))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ def check(of: Outcome, nodes: int, fewest: int, returned: int) -> None:
     assert of.fewest <= fewest
     assert of.returned == returned
     assert of.left == []
+    (correlations,) = of.correlations
+    assert any(each < 1 for each in correlations)  # all are 1 until one is known
 
 
 @pytest.mark.slow

@@ -207,8 +207,12 @@ def differences_after_rollback() -> list[str]:
         outer.send(change(100 * round_ + dist.get_rank()))
         twin.send(change(100 * round_ + dist.get_rank()))
         snapshot = outer.snapshot(SHAPES)
+        outer.fit((0.25, 1.0))
+        assert outer.last_fit["correlation"] < twin.last_fit["correlation"]
         outer.send(change(7))
         outer.rollback(snapshot)
+        fits = [{**each.last_fit, "products": each.last_fit["products"].tolist()} for each in (outer, twin)]
+        found += ["fit"] * (fits[0] != fits[1])
         for each in (outer, twin):  # errors start from zero with it
             each.connect(mesh, each.momentum_among(mesh, numels, owned=True))
         for kind in ("agreed", "momentum"):
