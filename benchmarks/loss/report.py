@@ -29,6 +29,7 @@ DRAWN_VARIANTS = (
     "int4+loco:outer0.7:momentum0.5",
     "int4+loco:momentum-auto",
     "int4+loco:momentum-auto:start256",
+    "int4+loco:momentum-auto:start512",
     "int4+loco:momentum-auto:start768",
 )
 """Variants in the figure of local steps."""

@@ -139,6 +139,11 @@ STEP_TIME = {
         (MEDIAN, PEAK, BETWEEN_NODES),
         below="link",
     ),
+    "exchanges": Comparison(
+        {"NVLink": "1.35B-2x1-exchanges-fast", "sockets": "1.35B-2x1-exchanges"},
+        (MEDIAN, PEAK, BETWEEN_NODES),
+        below="link",
+    ),
     "shared": one("1.35B-2x2-shared-four-micro-batches", *USUAL),
     "loco-fast": one("1.35B-2x1-fast-loco", STEP, PAIRED),
     "loco": one("1.35B-2x2-loco", STEP, PEAK),
