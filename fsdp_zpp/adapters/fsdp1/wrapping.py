@@ -29,7 +29,7 @@ from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_replaced, _torch_step_gradients
+from . import _torch, _torch_adoption, _torch_backward, _torch_offload, _torch_replaced, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
 from .validation import (
     check_arguments,
@@ -246,6 +246,11 @@ PATCHES = (
         "_runtime_utils._post_backward_hook",
         "micro-batches that are not the last reduce as far as the gradient scope says",
         _torch_backward.reduce_in_every_backward,
+    ),
+    Patch(
+        "_runtime_utils._post_reduce_grad_callback",
+        "optimizers in the backward step on offloaded parameters while the backward goes on",
+        _torch_offload.step_on_arrival,
     ),
     Patch(
         "_runtime_utils._get_reduce_scatter_tensors",
