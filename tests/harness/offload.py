@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -30,8 +31,17 @@ def offloading(adapter: Adapter) -> Adapter:
     if isinstance(adapter, Fsdp1):
         return replace(adapter, arguments=(*adapter.arguments, ("cpu_offload", CPUOffload(offload_params=True))))
     assert isinstance(adapter, Fsdp2)
-    policy = CPUOffloadPolicy(pin_memory=device_type() != "cpu")
-    return replace(adapter, arguments=(*adapter.arguments, ("offload_policy", policy)))
+    return replace(adapter, arguments=(*adapter.arguments, ("offload_policy", offload_policy())))
+
+
+def offload_policy() -> CPUOffloadPolicy:
+    """Return the policy of FSDP2, which pins memory if there is a GPU."""
+    return CPUOffloadPolicy(pin_memory=device_type() != "cpu")
+
+
+@dataclass
+class _Unpinned(CPUOffloadPolicy):
+    pin_memory: bool = False
 
 
 _prepare = FlatParamHandle.prepare_gradient_for_backward
@@ -46,7 +56,7 @@ def _prepare_gradient_for_backward(self: FlatParamHandle) -> None:
 
 @contextmanager
 def without_pinning() -> Iterator[None]:
-    """Return a context in which FSDP1 offloads on a CPU."""
+    """Return a context in which FSDP1 offloads on a CPU, and who names no policy of FSDP2 gets one that can."""
     with ExitStack() as stack:
         if device_type() == "cpu":
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda self, *unused: self))
@@ -55,6 +65,7 @@ def without_pinning() -> Iterator[None]:
             stack.enter_context(
                 mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", _prepare_gradient_for_backward)
             )
+            stack.enter_context(mock.patch.object(fsdp, "CPUOffloadPolicy", _Unpinned))
             # Private, since the check is just what stands in the way.
             stack.enter_context(mock.patch.object(validation, "_check_offload"))
         yield

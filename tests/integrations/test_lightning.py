@@ -118,6 +118,22 @@ def test_resumes_bit_for_bit(
         assert own.warnings == []
 
 
+@over_ways
+def test_offloaded_parameters_train_and_resume_as_others(
+    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way
+) -> None:
+    # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
+    clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
+    run = Run(way, STATEFUL, steps=4, micro_batches=2, clip=clip, offload=True, save_to=tmp_path)
+    kept = outcomes(replace(run, offload=False, save_to=None))
+    whole = outcomes(run)
+    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "step=2.ckpt"))
+    for own, other, resumed in zip(whole, kept, rest, strict=True):
+        assert own.losses == pytest.approx(other.losses, rel=0 if device_type() == "cpu" else 1e-3)
+        assert resumed.losses == own.losses[4:]
+        assert resumed.warnings == []
+
+
 @pytest.mark.parametrize("way", [TRAINER_FSDP1, FABRIC_FSDP2], ids=str)
 def test_starts_over_with_a_warning_without_codec_state(
     outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way
