@@ -73,13 +73,21 @@ GPUS: Mapping[str, Gpu] = {
     "b200": Gpu(180, 2250, "nvlink5", "pcie5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
     "h100": Gpu(80, 989, "nvlink4", "pcie5", _HOPPER),
     "h100-pcie": Gpu(80, 756, "pcie5", "pcie5", _HOPPER),
-    "h200": Gpu(140, 989, "nvlink4", "pcie5", "NVIDIA H200 Tensor Core GPU data sheet (2024): half of the figure with sparsity"),
-    "l4": Gpu(24, 121, "pcie4", "pcie4", "NVIDIA L4 Tensor Core GPU data sheet (2023): half of the figure with sparsity"),
+    "h200": Gpu(
+        140, 989, "nvlink4", "pcie5", "NVIDIA H200 Tensor Core GPU data sheet (2024): half of the figure with sparsity"
+    ),
+    "l4": Gpu(
+        24, 121, "pcie4", "pcie4", "NVIDIA L4 Tensor Core GPU data sheet (2023): half of the figure with sparsity"
+    ),
     "l40s": Gpu(48, 362.05, "pcie4", "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
     "rtx3090": Gpu(24, 71, "pcie4", "pcie4", _GA102),
     "rtx4090": Gpu(24, 165.2, "pcie4", "pcie4", _ADA),
     "rtx5090": Gpu(
-        32, 209.5, "pcie5", "pcie5", "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity"
+        32,
+        209.5,
+        "pcie5",
+        "pcie5",
+        "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity",
     ),
 }
 

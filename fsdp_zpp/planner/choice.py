@@ -137,7 +137,9 @@ def _nothing_fits(estimates: Sequence[Estimate], budget: MemoryBudget, gpus_per_
             f"{smallest.name}, takes {gpus_per_node * smallest.memory.host / GIB:.1f} GiB there."
         )
     smallest = min(estimates, key=lambda estimate: estimate.memory.total)
-    return f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes {smallest.gib:.1f} GiB."
+    return (
+        f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes {smallest.gib:.1f} GiB."
+    )
 
 
 def _hider(choice: Estimate) -> str:

@@ -123,7 +123,9 @@ class Hardware:
         if not asked:
             named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
             if named:
-                raise ValueError(f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it")
+                raise ValueError(
+                    f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it"
+                )
             return None
         if host_gbps is None and self.gpu is not None:
             host_gbps = OF_HOST_LINK * link_named(gpu_named(self.gpu).host).gbps

@@ -73,7 +73,7 @@ def _figures(estimate: Estimate, plan: Plan) -> dict[str, Any]:
     offloads = plan.budget.offload is not None
 
     def fields_of(value: Memory | StepTime) -> dict[str, Any]:
-        left_out = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
+        left_out: tuple[str, ...] = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
         if not offloads:
             left_out += ("host",) if isinstance(value, Memory) else _OF_OFFLOAD
         return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}

@@ -54,10 +54,17 @@ def test_offloaded_parameters_train_as_others(
     assert pool(4).run(distance_from_kept, adapter, case, strategy) == [0.0] * 4
 
 
+PARTS = {
+    "frozen": (Case(clip=None, frozen=True), STRATEGIES["deltas"]),
+    "tied": (Case(clip=None, model=(("tied", True),)), STRATEGIES["deltas"]),
+    "quantized": (Case(clip=None, frozen=True), Strategy("IGG", frozen=Int8(64), gradients=Int4(64), **TWO)),
+}
+
+
 @over_adapters
-@pytest.mark.parametrize("case", [Case(clip=None, frozen=True), Case(clip=None, model=(("tied", True),))], ids=repr)
-def test_parts_may_be_frozen_or_tied(pool: Callable[[int], Pool], adapter: Adapter, case: Case) -> None:
-    assert pool(4).run(distance_from_kept, adapter, case, STRATEGIES["deltas"]) == [0.0] * 4
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_may_be_frozen_quantized_or_tied(pool: Callable[[int], Pool], adapter: Adapter, part: str) -> None:
+    assert pool(4).run(distance_from_kept, adapter, *PARTS[part]) == [0.0] * 4
 
 
 def resumed(adapter: Adapter, strategy: Strategy, path: str) -> None:

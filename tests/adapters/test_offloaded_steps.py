@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from harness import models
@@ -26,7 +26,7 @@ STRATEGIES["errors"] = Strategy("IGG", weights=Int8(64), gradients=Int4(64), err
 class Counting(torch.optim.SGD):
     """An optimizer that notes its steps."""
 
-    notes: list[str] = []
+    notes: ClassVar[list[str]] = []
 
     def step(self, closure: Any = None) -> Any:
         self.notes.append("step")

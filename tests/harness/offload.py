@@ -61,7 +61,7 @@ def without_pinning() -> Iterator[None]:
         if device_type() == "cpu":
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda self, *unused: self))
             # At the end of a backward FSDP1 waits for gradients to arrive, and streams of a CPU can't be waited for.
-            stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True))
+            stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", create=True))
             stack.enter_context(
                 mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", _prepare_gradient_for_backward)
             )

@@ -160,9 +160,7 @@ class Module(LightningModule):
             self.trainer.model.clip_grad_norm_(self.run.clip)
 
 
-def shard_net(
-    net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None, offload: bool = False
-) -> nn.Module:
+def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None, offload: bool = False) -> nn.Module:
     """Shard each block and the rest by ``fully_shard``."""
     return shard(net, net.blocks, strategy, mesh, offload)  # type: ignore[arg-type]
 

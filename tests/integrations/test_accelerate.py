@@ -54,7 +54,7 @@ def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool]) -
 
 
 def trained_offloaded(strategy: Strategy) -> tuple[list[float], str]:
-    """In a worker: the losses of a training whose parameters are on the CPU, and where the optimizer keeps its state."""
+    """In a worker: the losses of a training whose parameters are on the CPU, and where optimizer state is."""
     with accelerators() as accelerator, without_pinning():
         training = prepared(for_fsdp(accelerator, strategy, plugin(cpu_offload=True)))
         losses = training.train()

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from harness.covering import over_each
 from harness.launch import launch
 from harness.messages import assert_refused, attempt
 from harness.pool import Pool, device_type, outnumber_gpus
@@ -118,10 +119,11 @@ def test_resumes_bit_for_bit(
         assert own.warnings == []
 
 
-@over_ways
+@over_each(framework=["trainer", "fabric"], fsdp=["fsdp1", "fsdp2"])
 def test_offloaded_parameters_train_and_resume_as_others(
-    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, way: Way
+    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, framework: str, fsdp: str
 ) -> None:
+    way = Way(framework, fsdp)
     # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
     clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
     run = Run(way, STATEFUL, steps=4, micro_batches=2, clip=clip, offload=True, save_to=tmp_path)

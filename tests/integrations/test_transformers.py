@@ -71,7 +71,7 @@ OFFLOAD: dict[str, Any] = {"fsdp": True, "fsdp_config": {"cpu_offload": True, "s
 
 
 def trained_offloaded(folder: str, strategy: Strategy) -> tuple[list[float], list[float], str]:
-    """In a worker: the losses of a training whose parameters are on the CPU, and where the optimizer keeps its state."""
+    """In a worker: the losses of a training whose parameters are on the CPU, and where optimizer state is."""
     with new_job(), without_pinning():
         trainer = use_strategy(make_trainer(folder, llama.make_base(), **OFFLOAD), strategy)
         trainer.train()
@@ -81,9 +81,7 @@ def trained_offloaded(folder: str, strategy: Strategy) -> tuple[list[float], lis
 
 
 @pytest.mark.parametrize("strategy", [STATEFUL, LOCAL], ids=["stateful", "local steps"])
-def test_offloaded_parameters_train_as_others(
-    pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy
-) -> None:
+def test_offloaded_parameters_train_as_others(pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy) -> None:
     *offloaded, device = pool(4).run(trained_offloaded, str(tmp_path), strategy)[0]
     *kept, _ = pool(4).run(trained, str(tmp_path), strategy, {})[0]
     assert device == "cpu"
