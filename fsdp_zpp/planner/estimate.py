@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -32,7 +32,7 @@ class PartEstimate:
     topology: Topology
     volume: Volume
     memory: Memory
-    host_work: HostWork = HostWork()
+    host_work: HostWork = field(default_factory=HostWork)
 
 
 @dataclass(frozen=True)

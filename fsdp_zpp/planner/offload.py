@@ -6,8 +6,8 @@ scopes I or N over a finer one once a step, since what is gathered again then co
 never if the unit is frozen. A shard's gradient is copied back once a step, in the same dtype (torch's
 ``foreach_reduce`` and ``_offload_grad``). Bytes divide by the bandwidth of one GPU's link to its host.
 
-The optimizer. Its step is bound by memory: it reads parameters, gradients and state, and writes parameters and state.
-With s bytes stored for a parameter and o bytes of state that is 3 s + 2 o, 28 for Adam in fp32. The GPUs of a node share
+The optimizer. Its step is bound by memory: it reads parameters, gradients and state, and writes the first and the last.
+With s bytes stored for a parameter and o bytes of state that is 3 s + 2 o, 28 for Adam in fp32. GPUs of a node share
 its CPUs, whose bandwidth counts for all of them together. The optimizer has to be a fused or vectorized one
 (``torch.optim.AdamW(..., fused=True)``): one that makes a pass for each operation moves a multiple.
 """

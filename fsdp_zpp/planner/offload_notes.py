@@ -16,13 +16,16 @@ def notes_on_offload(budget: MemoryBudget) -> list[str]:
     offload = budget.offload
     if offload is None:
         return []
-    return [
+    what = (
         "Parameters, their gradients and optimizer state are offloaded: pass offload_policy=CPUOffloadPolicy() to "
         "fully_shard, or cpu_offload=CPUOffload(offload_params=True) to FullyShardedDataParallel. A quantized base, "
-        "secondary shards, accumulated gradients and errors stay on the GPU.",
+        "secondary shards, accumulated gradients and errors stay on the GPU."
+    )
+    speed = (
         f"A GPU is taken to copy {offload.gbps:,.4g} Gbit/s from and to the host, and the CPUs of a node to move "
-        f"{offload.optimizer_gbs:,.4g} GB/s in a fused optimizer's step, which comes after the backward.",
-    ]
+        f"{offload.optimizer_gbs:,.4g} GB/s in a fused optimizer's step, which comes after the backward."
+    )
+    return [what, speed]
 
 
 def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:
@@ -36,8 +39,9 @@ def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:
         return []
     # Exact mathematics first: local steps are never the answer to a lack of memory.
     smallest = min(fitting, key=lambda each: (each.strategy.local_steps is not None, each.memory.total))
-    return [
+    hint = (
         f"With CPU offload (cpu_offload=True, --cpu-offload), {len(fitting)} of {len(offloaded)} would fit: "
         f"{smallest.name} takes {smallest.gib:.1f} GiB a GPU, and {smallest.memory.host / GIB:.1f} GiB of its host for "
         "each."
-    ]
+    )
+    return [hint]

@@ -1,4 +1,4 @@
-"""Offloaded parameters train as those that are not, whatever is kept from step to step, and their checkpoints resume."""
+"""Offloaded parameters train as others, whatever is kept from step to step, and their checkpoints resume."""
 
 from __future__ import annotations
 
