@@ -22,10 +22,14 @@ computes."""
 
 
 class ArrivingGradients:
-    """The steps that wait for their gradients, in the order of the backward."""
+    """The steps that wait for their gradients, in the order of the backward.
+
+    Attributes:
+        waiting: The events after the copies of units' gradients, and their steps.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[torch.Event | torch.cuda.Event | None, Callable[[], None]]] = deque()
+        self.waiting: deque[tuple[torch.Event | torch.cuda.Event | None, Callable[[], None]]] = deque()
 
     def step_on_arrival(self, event: torch.Event | torch.cuda.Event | None, step: Callable[[], None]) -> None:
         """Have a unit's optimizers step when its gradients have arrived, and let those step that are due.
@@ -34,21 +38,21 @@ class ArrivingGradients:
             event: Recorded after the copy of the gradients; None if they are there already.
             step: Makes the step.
         """
-        self._waiting.append((event, step))
-        while len(self._waiting) > UNITS_BEHIND:
+        self.waiting.append((event, step))
+        while len(self.waiting) > UNITS_BEHIND:
             self._step()
 
     def step_all(self) -> None:
         """Let all optimizers step that wait, at the end of a backward."""
-        while self._waiting:
+        while self.waiting:
             self._step()
 
     def drop(self) -> None:
         """Forget steps that an exception has kept from being made."""
-        self._waiting.clear()
+        self.waiting.clear()
 
     def _step(self) -> None:
-        event, step = self._waiting.popleft()
+        event, step = self.waiting.popleft()
         if event is not None:
             event.synchronize()
         step()

@@ -14,6 +14,7 @@ from fsdp_zpp.collectives.reduction_order import ReductionOrder
 
 from ._torch import FlatParamHandle, HandleTrainingState, runtime_utils as runtime
 from ._torch_handle import StrategyHandle
+from ._torch_offload import step_on_arrival
 from ._torch_step_gradients import StepGradients
 
 _WATCH = "_fsdp_zpp_backward_watch"
@@ -39,6 +40,8 @@ class BackwardWatch:
         self.arriving = ArrivingGradients()
         for handle in self._handles:
             handle.gradients.order, handle.gradients.arriving = self._order, self.arriving
+        if any(handle._offload_params for handle in self._handles):
+            step_on_arrival()  # only now, or the backward of each unit would take one call more
 
     def reduce_in_two_streams(self) -> None:
         """Give every other unit a second stream to reduce in; see the top of two_hop_reduce.py."""
@@ -126,7 +129,8 @@ def hear_of_backwards() -> None:
             original(state, module)
             return
         watch.reduce_rest(state)
-        watch.arriving.step_all()
+        if watch.arriving.waiting:
+            watch.arriving.step_all()
         original(state, module)
         watch.end(state._sync_gradients)
 

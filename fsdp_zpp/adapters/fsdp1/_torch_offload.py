@@ -17,8 +17,13 @@ from ._torch_handle import StrategyHandle
 
 
 def step_on_arrival() -> None:
-    """Let optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived."""
+    """Let optimizers in the backward step on offloaded parameters of strategies when their gradients have arrived.
+
+    It replaces torch's function once, however often it is called.
+    """
     original = runtime._post_reduce_grad_callback
+    if hasattr(original, "__wrapped__"):
+        return
 
     @functools.wraps(original)
     def post_reduce_grad_callback(

@@ -29,7 +29,7 @@ from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_offload, _torch_replaced, _torch_step_gradients
+from . import _torch, _torch_adoption, _torch_backward, _torch_replaced, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
 from .validation import (
     check_arguments,
@@ -248,11 +248,6 @@ PATCHES = (
         _torch_backward.reduce_in_every_backward,
     ),
     Patch(
-        "_runtime_utils._post_reduce_grad_callback",
-        "optimizers in the backward step on offloaded parameters while the backward goes on",
-        _torch_offload.step_on_arrival,
-    ),
-    Patch(
         "_runtime_utils._get_reduce_scatter_tensors",
         "torch makes a view for every rank to find the size of a shard",
         _torch_step_gradients.shard_gradients_in_constant_time,
@@ -290,7 +285,8 @@ PATCHES = (
 )
 """All that is replaced in torch; it changes nothing for models of torch's own strategies.
 
-Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`.
+Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`, and the first
+model that is offloaded has _torch_offload.py replace ``_runtime_utils._post_reduce_grad_callback``.
 """
 
 

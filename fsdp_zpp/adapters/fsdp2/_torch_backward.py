@@ -72,7 +72,8 @@ class WatchedState(FSDPState):
         # unsharded after the backward is dropped.
         self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
-        self.watch.arriving.step_all()
+        if self.watch.arriving.waiting:
+            self.watch.arriving.step_all()
         self._end_backward(last, synchronized)
 
     def finalize_backward(self, **arguments: object) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -26,17 +25,16 @@ def stepping_on_arrival(group: FSDPParamGroup, arriving: ArrivingGradients, left
     """Return a context in which torch reduces gradients of ``group``, whose hooks then run when these have arrived.
 
     Args:
-        group: The group.
+        group: The group, whose parameters are offloaded.
         arriving: Where its steps wait.
         left_out: Parameters, by id, whose hooks are postponed for another reason.
     """
     hooked: list[tuple[FSDPParam, Hooks, object]] = []
-    if isinstance(group.offload_policy, CPUOffloadPolicy):
-        for param in group.fsdp_params:
-            hooks: Hooks | None = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
-            if hooks and id(param) not in left_out:
-                hooked.append((param, hooks, _state_of_gradient(param)))
-                set_hooks(param, None)
+    for param in group.fsdp_params:
+        hooks: Hooks | None = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+        if hooks and id(param) not in left_out:
+            hooked.append((param, hooks, _state_of_gradient(param)))
+            set_hooks(param, None)
     if not hooked:
         yield
         return

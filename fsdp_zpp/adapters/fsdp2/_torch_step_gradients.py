@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -53,6 +54,7 @@ class StepGradients:
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.unit = group, weights, unit
+        self._is_offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
         self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
         if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
@@ -185,8 +187,10 @@ class StepGradients:
         # Where torch reduces what is not used, all ranks do, whatever this one has.
         if use.took_part or any_gradient or (params and takes_unused):
             self.order.synchronized.append(self)
-        arriving = stepping_on_arrival(self._group, self.arriving, use.unused)
-        with use.postponing_hooks() if use.unused else nullcontext(), arriving:
+        with (
+            use.postponing_hooks() if use.unused else nullcontext(),
+            stepping_on_arrival(self._group, self.arriving, use.unused) if self._is_offloaded else nullcontext(),
+        ):
             _post_backward(self._group, *unused)
 
     def _reduced_params(self) -> list[FSDPParam]:
