@@ -26,9 +26,11 @@ def collective_device(group: dist.ProcessGroup, device: torch.device | None = No
 
 
 def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``tensor`` on a device from which collectives of ``group`` take it."""
-    kind = accelerator()
-    return tensor if kind is None or "gloo" in dist.get_backend(group) else tensor.to(kind)
+    """Return ``tensor`` on a device from which collectives of ``group`` take it: the accelerator if they do."""
+    kind, backend = accelerator(), dist.get_backend(group)
+    # With CPU offload a group may have several backends, "cpu:gloo,cuda:nccl".
+    takes_accelerators = "gloo" not in backend or "ccl" in backend
+    return tensor.to(kind) if kind is not None and takes_accelerators else tensor
 
 
 def takes_cpu_tensors_only(group: dist.ProcessGroup) -> bool:

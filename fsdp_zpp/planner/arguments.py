@@ -12,7 +12,7 @@ from .argument_types import codec, codec_or_auto, dtype, feedback
 from .bandwidth import DEFAULT_MIB
 from .catalog import GPUS, LINKS, NETWORKS
 from .config import MemoryBudget, whole
-from .hardware import LAUNCH_MS, UTILIZATION
+from .hardware import LAUNCH_MS, OF_HOST_LINK, OPTIMIZER_GBS, UTILIZATION
 from .model_size import DEFAULT_UNITS
 
 _CODEC_HELP = "none, int8, int4, or with a block, int8:256; for --weights also int4delta, for --frozen nf4"
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the planner's options."""
     _add_model(parser.add_argument_group("model"))
     _add_cluster(parser.add_argument_group("cluster"))
+    _add_offload(parser.add_argument_group("CPU offload"))
     _add_axes(parser.add_argument_group("other parallelisms"))
     _add_step(parser.add_argument_group("step"))
     _add_codecs(parser.add_argument_group("codecs and dtypes"))
@@ -77,6 +78,35 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GIB",
         help="memory of a GPU in GiB, the number in its name, e.g. 80 (default: that of --gpu, or no limit)",
+    )
+
+
+def _add_offload(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="offload parameters, gradients and optimizer state to the host's memory, as FSDP does",
+    )
+    add(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="GiB of a node's host that the training may take (default: no limit)",
+    )
+    add(
+        "--host-gbps",
+        type=float,
+        metavar="X",
+        help="Gbit/s at which one GPU copies from the host's memory, or to it (default: "
+        f"{OF_HOST_LINK:g} of the peak of the link that --gpu has to its host; --measure finds it on GPUs)",
+    )
+    add(
+        "--optimizer-gbs",
+        type=float,
+        metavar="X",
+        help="GB/s at which all CPUs of a node read and write memory in the optimizer's step (default: "
+        f"{OPTIMIZER_GBS:g})",
     )
 
 

@@ -20,18 +20,20 @@ class Gpu:
         memory: GiB of memory, which vendors write as GB.
         tflops: Dense TFLOP/s in bf16 with fp32 accumulation, at its peak.
         link: Name of the link to other GPUs of a usual machine.
+        host: Name of the link to the host's memory.
         source: Where the figures are from.
     """
 
     memory: float
     tflops: float
     link: str
+    host: str
     source: str
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the GPUs of a machine.
+    """A link between the GPUs of a machine, or of a GPU to the host's memory.
 
     Attributes:
         gbps: Gbit/s that one GPU sends, at the link's peak, in one direction.
@@ -63,21 +65,29 @@ _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix: FP32 accumu
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix: FP32 accumulation, without sparsity"
 
 GPUS: Mapping[str, Gpu] = {
-    "a10": Gpu(24, 125, "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
-    "a100": Gpu(80, 312, "nvlink3", _AMPERE),
-    "a100-40gb": Gpu(40, 312, "nvlink3", _AMPERE),
-    "a100-pcie": Gpu(80, 312, "pcie4", _AMPERE),
-    "a6000": Gpu(48, 154.8, "pcie4", _GA102),
-    "b200": Gpu(180, 2250, "nvlink5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
-    "h100": Gpu(80, 989, "nvlink4", _HOPPER),
-    "h100-pcie": Gpu(80, 756, "pcie5", _HOPPER),
-    "h200": Gpu(140, 989, "nvlink4", "NVIDIA H200 Tensor Core GPU data sheet (2024): half of the figure with sparsity"),
-    "l4": Gpu(24, 121, "pcie4", "NVIDIA L4 Tensor Core GPU data sheet (2023): half of the figure with sparsity"),
-    "l40s": Gpu(48, 362.05, "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
-    "rtx3090": Gpu(24, 71, "pcie4", _GA102),
-    "rtx4090": Gpu(24, 165.2, "pcie4", _ADA),
+    "a10": Gpu(24, 125, "pcie4", "pcie4", "NVIDIA A10 data sheet (2021): without sparsity"),
+    "a100": Gpu(80, 312, "nvlink3", "pcie4", _AMPERE),
+    "a100-40gb": Gpu(40, 312, "nvlink3", "pcie4", _AMPERE),
+    "a100-pcie": Gpu(80, 312, "pcie4", "pcie4", _AMPERE),
+    "a6000": Gpu(48, 154.8, "pcie4", "pcie4", _GA102),
+    "b200": Gpu(180, 2250, "nvlink5", "pcie5", "NVIDIA HGX B200 data sheet (2025): half of the figure with sparsity"),
+    "h100": Gpu(80, 989, "nvlink4", "pcie5", _HOPPER),
+    "h100-pcie": Gpu(80, 756, "pcie5", "pcie5", _HOPPER),
+    "h200": Gpu(
+        140, 989, "nvlink4", "pcie5", "NVIDIA H200 Tensor Core GPU data sheet (2024): half of the figure with sparsity"
+    ),
+    "l4": Gpu(
+        24, 121, "pcie4", "pcie4", "NVIDIA L4 Tensor Core GPU data sheet (2023): half of the figure with sparsity"
+    ),
+    "l40s": Gpu(48, 362.05, "pcie4", "pcie4", "NVIDIA L40S data sheet (2023): without sparsity"),
+    "rtx3090": Gpu(24, 71, "pcie4", "pcie4", _GA102),
+    "rtx4090": Gpu(24, 165.2, "pcie4", "pcie4", _ADA),
     "rtx5090": Gpu(
-        32, 209.5, "pcie5", "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity"
+        32,
+        209.5,
+        "pcie5",
+        "pcie5",
+        "NVIDIA RTX Blackwell GPU Architecture whitepaper: FP32 accumulation, without sparsity",
     ),
 }
 

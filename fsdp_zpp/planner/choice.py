@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.resolve import Scopes, resolve_scopes
 
-from .config import MemoryBudget
+from .config import GIB, Cluster, MemoryBudget
 from .estimate import Estimate
 from .table import seconds
 
@@ -107,14 +107,11 @@ def _least(estimates: list[Estimate], cost: Callable[[Estimate], float]) -> list
     return [estimate for estimate in estimates if cost(estimate) <= bound]
 
 
-def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget, slow_links: bool) -> str:
+def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: MemoryBudget, cluster: Cluster) -> str:
     """Say why ``choice`` is the choice, or why there is none."""
+    slow_links = cluster.slow_links
     if choice is None:
-        smallest = min(estimates, key=lambda estimate: estimate.memory.total)
-        return (
-            f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes "
-            f"{smallest.gib:.1f} GiB."
-        )
+        return _nothing_fits(estimates, budget, cluster.gpus_per_node)
     fitting = [estimate for estimate in estimates if estimate.fits]
     in_step, local = _by_mathematics(fitting)
     beside = _beside_full_shard(estimates, choice)
@@ -129,6 +126,20 @@ def reason(estimates: Sequence[Estimate], choice: Estimate | None, budget: Memor
         sentences = [f"{choice.name} takes {seconds(choice.time.total)} a step{beside}."]
         sentences.append(_on_ties(choice, alike, others, slow_links))
     return " ".join([*sentences, *_on_mathematics(choice, in_step, local)])
+
+
+def _nothing_fits(estimates: Sequence[Estimate], budget: MemoryBudget, gpus_per_node: int) -> str:
+    on_gpu = [estimate for estimate in estimates if budget.allows(estimate.memory.total)]
+    if on_gpu and budget.offload is not None and budget.offload.memory is not None:
+        smallest = min(on_gpu, key=lambda estimate: estimate.memory.host)
+        return (
+            f"Nothing fits in {budget.offload.memory:g} GiB of a node's host: of what fits on the GPU, the smallest, "
+            f"{smallest.name}, takes {gpus_per_node * smallest.memory.host / GIB:.1f} GiB there."
+        )
+    smallest = min(estimates, key=lambda estimate: estimate.memory.total)
+    return (
+        f"Nothing fits in {budget.gpu_memory:g} GiB a GPU: the smallest, {smallest.name}, takes {smallest.gib:.1f} GiB."
+    )
 
 
 def _hider(choice: Estimate) -> str:

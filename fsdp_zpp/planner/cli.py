@@ -15,6 +15,7 @@ from .arguments import add_arguments, local_steps
 from .bandwidth import links_are_slow, measure_bandwidth, world
 from .chart import draw_plan
 from .config import whole
+from .host_link import measure_host_link
 from .json_report import plan_to_json
 from .model_size import ModelSize, equal_units, pretrained_size
 from .plan import plan
@@ -25,7 +26,7 @@ NOTHING_FITS = 1
 _OPTIONS = (
     "gpu link net utilization micro_batches tokens tflops launch_ms gpu_memory activations reserve weights gradients "
     "intra_gradients error_feedback frozen compute reduce storage frozen_storage optimizer_bytes tp pp cp ep "
-    "experts_strategy presets"
+    "experts_strategy presets cpu_offload host_gbps host_memory optimizer_gbs"
 ).split()
 
 EXAMPLE = (
@@ -67,12 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> Plan:
     size = _size(arguments)
     cluster = {name: getattr(arguments, name) for name in ("nodes", "gpus_per_node", "inter_gbps", "intra_gbps")}
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
     if arguments.measure is not None:
-        cluster |= _measured(cluster, arguments.measure, arguments.link)
+        measures_host = arguments.cpu_offload and arguments.host_gbps is None and arguments.gpu is None
+        found = _measured(cluster, arguments.measure, arguments.link, measures_host)
+        options["host_gbps"] = found.pop("host_gbps", arguments.host_gbps)
+        cluster |= found
     missing = [f"--{name.replace('_', '-')}" for name in ("nodes", "gpus_per_node") if cluster[name] is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, or --measure under torchrun, which finds them")
-    options = {name: getattr(arguments, name) for name in _OPTIONS}
     return plan(size, **cluster, **options, local_steps=local_steps(arguments))
 
 
@@ -88,8 +92,11 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
     return size.with_trainable(trainable_count(arguments.trainable, size.params))
 
 
-def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, Any]:
-    """Measure the arguments of the cluster that were not given on the running job, and return them."""
+def _measured(given: dict[str, Any], mib: float, link: str | None, measures_host: bool) -> dict[str, Any]:
+    """Measure the arguments of the cluster that were not given on the running job, and return them.
+
+    Without GPUs there is no link to the host that could be measured.
+    """
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"
@@ -107,6 +114,8 @@ def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, 
         # A node size that is given stays, and so does what the name of a link says.
         if gpus is None and link is None:
             found["slow_links"] = links_are_slow(world(), bandwidth if "intra_gbps" in found else None)
+        if measures_host:
+            found["host_gbps"] = measure_host_link()
     finally:
         dist.destroy_process_group()
     return found

@@ -100,8 +100,38 @@ class StepConfig:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Host to which parameters, gradients and optimizer state are offloaded.
+
+    Args:
+        gbps: Gbit/s that one GPU copies from the host's memory, or to it, one direction at a time.
+        optimizer_gbs: GB/s (10**9 bytes) at which the CPUs of a node read and write memory in the optimizer's step, for
+            all GPUs of the node together.
+        memory: GiB of a node's host that its trainings may take, for all GPUs of the node; None sets no limit.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range.
+    """
+
+    gbps: float
+    optimizer_gbs: float
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("host_gbps", self.gbps)
+        positive("optimizer_gbs", self.optimizer_gbs)
+        if self.memory is not None:
+            positive("host_memory", self.memory)
+
+    def allows(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` bytes fit in a node's host memory."""
+        return self.memory is None or nbytes <= self.memory * GIB
+
+
+@dataclass(frozen=True)
 class MemoryBudget:
-    """Memory of one GPU, in GiB (2**30 bytes).
+    """Memory of one GPU, in GiB (2**30 bytes), and where the rest goes.
 
     GPUs are named after GB but have GiB: an A100-80GB holds 80 GiB, of which torch sees 79.2.
 
@@ -109,6 +139,7 @@ class MemoryBudget:
         gpu_memory: Memory of the GPU; None sets no limit.
         activations: Memory of the activations that the model keeps for backward.
         reserve: Memory that no tensor can use: the CUDA context, NCCL's buffers, the allocator's gaps.
+        offload: The host that shards, their gradients and optimizer state are on; None keeps them on the GPU.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -118,6 +149,7 @@ class MemoryBudget:
     gpu_memory: float | None = None
     activations: float = 2.0
     reserve: float = 2.0
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.gpu_memory is not None:
@@ -128,6 +160,10 @@ class MemoryBudget:
     def allows(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` bytes fit on the GPU."""
         return self.gpu_memory is None or nbytes <= self.gpu_memory * GIB
+
+    def host_allows(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` bytes fit in a node's host memory; nothing else is known to be there."""
+        return self.offload is None or self.offload.allows(nbytes)
 
 
 @dataclass(frozen=True)

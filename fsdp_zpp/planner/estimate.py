@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
@@ -10,6 +10,7 @@ from fsdp_zpp.config.topology import Topology
 from .candidates import Candidate
 from .config import GIB
 from .memory import Memory
+from .offload import HostWork
 from .paste import line_of, line_of_torch
 from .step_time import StepTime
 from .volume import Volume
@@ -24,12 +25,14 @@ class PartEstimate:
         topology: The layout of the ranks that it shards over.
         volume: Bytes that one GPU sends for these parameters in an optimizer step.
         memory: Bytes of them on one GPU.
+        host_work: With CPU offload, bytes of them that one GPU and its host move in an optimizer step.
     """
 
     strategy: Strategy
     topology: Topology
     volume: Volume
     memory: Memory
+    host_work: HostWork = field(default_factory=HostWork)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Estimate:
         inter_node_bytes: Bytes that all GPUs of a node together send to other nodes in an optimizer step.
         memory: Bytes on one GPU.
         time: Seconds of an optimizer step.
-        fits: Whether the memory suffices.
+        fits: Whether the memory suffices, that of the host, too.
         experts: What of ``volume`` and ``memory`` is for experts with ranks or a strategy of their own; None if there
             are no such experts.
         candidate: What the row is of.

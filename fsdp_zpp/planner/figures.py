@@ -15,6 +15,7 @@ from .exchange import exchange_memory, exchange_volume, fragment_count, moment_v
 from .memory import Memory, memory_beside, memory_of_units
 from .model_size import ModelSize, Units
 from .node_size import on_machines, splits_machine, strategy_topology
+from .offload import HostWork, host_work, with_offload
 from .parts import Part
 from .step_time import step_time, with_exchanges
 from .volume import Volume, step_volume
@@ -62,14 +63,17 @@ def _estimate(
     budget: MemoryBudget,
     precision: Precision,
 ) -> Estimate:
-    strategy = candidate.strategy
-    dense, *others = (_of_part(part, strategy, cluster, axes, work, precision) for part in parts)
+    strategy, offloads = candidate.strategy, budget.offload is not None
+    dense, *others = (_of_part(part, strategy, cluster, axes, work, precision, offloads) for part in parts)
     experts = next(iter(others), None)
-    volume, memory = dense.volume, dense.memory + memory_beside(budget)
+    volume, memory, on_host = dense.volume, dense.memory + memory_beside(budget), dense.host_work
     if experts is not None:
         volume, memory = volume + experts.volume, memory + experts.memory
+        on_host += experts.host_work
     resolved = strategy.resolve(dense.topology)
     time = step_time(volume, size, cluster, work, axes, resolved)
+    if budget.offload is not None:
+        time = with_offload(time, on_host, budget.offload, cluster.gpus_per_node)
     local_steps = strategy.local_steps
     if local_steps is not None:
         exchanged = size, resolved, local_steps, precision
@@ -79,7 +83,8 @@ def _estimate(
         added = exchange_memory(*exchanged)
         memory += added
         if local_steps.has_synchronous_steps:
-            in_step = _of_part(parts[0], replace(strategy, local_steps=None), cluster, axes, work, precision)
+            plain = replace(strategy, local_steps=None)
+            in_step = _of_part(parts[0], plain, cluster, axes, work, precision, offloads)
             # At the end there is no outer state any more, nor memory of an exchange in any synchronous step.
             outer = added.outer if local_steps.start else 0
             synchronous = in_step.memory + memory_beside(budget) + Memory(outer=outer)
@@ -91,14 +96,20 @@ def _estimate(
         inter_node_bytes=cluster.gpus_per_node * volume.inter,
         memory=memory,
         time=time,
-        fits=budget.allows(memory.total),
+        fits=budget.allows(memory.total) and budget.host_allows(cluster.gpus_per_node * memory.host),
         experts=experts,
         candidate=candidate,
     )
 
 
 def _of_part(
-    part: Part, strategy: Strategy, cluster: Cluster, axes: Axes, work: StepConfig, precision: Precision
+    part: Part,
+    strategy: Strategy,
+    cluster: Cluster,
+    axes: Axes,
+    work: StepConfig,
+    precision: Precision,
+    offloads: bool,
 ) -> PartEstimate:
     strategy = part.strategy or strategy
     topology = strategy_topology(strategy, part.topology, cluster)
@@ -106,18 +117,19 @@ def _of_part(
     in_step = resolved if strategy.local_steps is None else resolved.within_node()
     pipelined = axes.pp > 1
 
-    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory]:
+    def figures(units: Units, of: ResolvedStrategy) -> tuple[Volume, Memory, HostWork]:
         asked = units, of, work.micro_batches, precision, pipelined
-        return on_machines(step_volume(*asked), of.topology, part.topology), memory_of_units(*asked)
+        sent = on_machines(step_volume(*asked), of.topology, part.topology)
+        return sent, memory_of_units(*asked, offloads), host_work(*asked) if offloads else HostWork()
 
     if strategy.frozen is not None and splits_machine(strategy, cluster):
         # Said explicitly, a node size would hold for the base, too.
         trained, base = _without_frozen(part.units), _without_trainable(part.units)
         over_machine = strategy.resolve(part.topology)
-        (sent, kept), (sent_of_base, base_kept) = figures(trained, in_step), figures(base, over_machine)
-        return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept)
-    volume, memory = figures(part.units, in_step)
-    return PartEstimate(replace(strategy, gpus_per_node=topology.gpus_per_node), topology, volume, memory)
+        (sent, kept, moved), (sent_of_base, base_kept, _) = figures(trained, in_step), figures(base, over_machine)
+        return PartEstimate(strategy, topology, sent + sent_of_base, kept + base_kept, moved)
+    strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
+    return PartEstimate(strategy, topology, *figures(part.units, in_step))
 
 
 def _without_frozen(units: Units) -> Units:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .catalog import gpu_named, link_named, network_named
-from .config import Cluster, MemoryBudget, StepConfig, positive
+from .config import Cluster, MemoryBudget, Offload, StepConfig, positive
 
 UTILIZATION = 0.4
 """Share of its peak FLOP/s at which a GPU computes a layer of a transformer, unless ``utilization`` is given."""
@@ -21,6 +21,11 @@ SLOWEST_NVLINK = OF_A_LINK * link_named("nvlink-bridge").gbps
 LAUNCH_MS = 5.0
 """Milliseconds in which a CPU launches forward and backward of one unit in eager mode: of the 25 units of a Llama of
 1.35B under fully_shard, 141 to 205 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
+OF_HOST_LINK = 0.8
+"""Share of PCI Express's peak that copies from and to pinned memory reach, not measured here."""
+OPTIMIZER_GBS = 200.0
+"""GB/s at which the CPUs of a node read and write memory in the optimizer's step: half of the peak of two sockets with
+eight channels of DDR4-3200 each (AMD EPYC 7002 data sheet: 204.8 GB/s a socket), not measured here."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,43 @@ class Hardware:
             launch_ms = LAUNCH_MS if launch_ms is None else launch_ms
         return StepConfig(micro_batches, tokens, tflops, 0.0 if launch_ms is None else launch_ms)
 
-    def budget(self, gpu_memory: float | None, activations: float, reserve: float) -> MemoryBudget:
+    def budget(
+        self, gpu_memory: float | None, activations: float, reserve: float, offload: Offload | None = None
+    ) -> MemoryBudget:
         """Return the memory of a GPU; a number that is given overrides the GPU's."""
         if gpu_memory is None and self.gpu is not None:
             gpu_memory = gpu_named(self.gpu).memory
-        return MemoryBudget(gpu_memory, activations, reserve)
+        return MemoryBudget(gpu_memory, activations, reserve, offload)
+
+    def offload(
+        self, asked: bool, host_gbps: float | None, host_memory: float | None, optimizer_gbs: float | None
+    ) -> Offload | None:
+        """Return the host that parameters are offloaded to; numbers that are given override names.
+
+        Args:
+            asked: Whether they are to be offloaded.
+            host_gbps: Gbit/s of a GPU's copies from and to the host.
+            host_memory: GiB of a node's host.
+            optimizer_gbs: GB/s of a node's CPUs in the optimizer's step.
+
+        Raises:
+            TypeError: If ``asked`` is not a bool, or a number is none.
+            ValueError: If nothing tells ``host_gbps``, or a number is given though nothing is offloaded.
+        """
+        if not isinstance(asked, bool):
+            raise TypeError(f"cpu_offload must be True or False, got {asked!r}")
+        given = {"host_gbps": host_gbps, "host_memory": host_memory, "optimizer_gbs": optimizer_gbs}
+        if not asked:
+            named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+            if named:
+                raise ValueError(
+                    f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it"
+                )
+            return None
+        if host_gbps is None and self.gpu is not None:
+            host_gbps = OF_HOST_LINK * link_named(gpu_named(self.gpu).host).gbps
+        if host_gbps is None:
+            raise ValueError(
+                "host_gbps is missing: Gbit/s at which a GPU copies from the host's memory; name the gpu, or give it"
+            )
+        return Offload(host_gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, host_memory)

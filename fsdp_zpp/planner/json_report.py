@@ -28,17 +28,19 @@ def plan_to_json(plan: Plan) -> str:
         },
         "cluster": dataclasses.asdict(plan.cluster),
         "work": dataclasses.asdict(plan.work),
-        "budget_gib": dataclasses.asdict(plan.budget),
+        "budget_gib": {name: figure for name, figure in vars(plan.budget).items() if name != "offload"},
         "precision": dataclasses.asdict(plan.precision),
         "codecs": _codecs(plan),
         "paste": None if plan.choice is None else plan.choice.paste,
-        "strategies": {estimate.name: _figures(estimate, plan.has_axes) for estimate in plan.rows},
+        "strategies": {estimate.name: _figures(estimate, plan) for estimate in plan.rows},
     }
     if plan.has_axes:
         report["axes"] = dataclasses.asdict(plan.axes)
         report["estimated_activation_bytes_per_gpu"] = {
             axis: dataclasses.asdict(volume) for axis, volume in plan.activations
         }
+    if plan.budget.offload is not None:
+        report["offload"] = dataclasses.asdict(plan.budget.offload)
     if plan.local_steps is not None:
         # Codecs as text: asdict would leave of them no more than their blocks.
         report["local_steps"] = vars(plan.local_steps)
@@ -59,6 +61,7 @@ def _codecs(plan: Plan) -> dict[str, str | None]:
 
 
 _OF_LOCAL_STEPS = ("outer", "exchange", "wait")
+_OF_OFFLOAD = ("host", "optimizer")
 
 
 def _unit(unit: Unit, with_experts: bool) -> dict[str, Any]:
@@ -66,12 +69,16 @@ def _unit(unit: Unit, with_experts: bool) -> dict[str, Any]:
     return {name: figure for name, figure in figures.items() if with_experts or not name.startswith("expert_")}
 
 
-def _figures(estimate: Estimate, has_axes: bool) -> dict[str, Any]:
+def _figures(estimate: Estimate, plan: Plan) -> dict[str, Any]:
+    offloads = plan.budget.offload is not None
+
     def fields_of(value: Memory | StepTime) -> dict[str, Any]:
-        left_out = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
+        left_out: tuple[str, ...] = _OF_LOCAL_STEPS if estimate.strategy.local_steps is None else ()
+        if not offloads:
+            left_out += ("host",) if isinstance(value, Memory) else _OF_OFFLOAD
         return {name: figure for name, figure in dataclasses.asdict(value).items() if name not in left_out}
 
-    return (ranks_of(estimate) if has_axes else {}) | {
+    return (ranks_of(estimate) if plan.has_axes else {}) | {
         "torch": estimate.torch,
         "paste": estimate.paste,
         "levels": estimate.levels,

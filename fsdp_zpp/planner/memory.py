@@ -7,7 +7,7 @@ several micro-batches accumulate in fp32; and weights are kept as they are sent,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 from fsdp_zpp.config.error_feedback import error_nbytes
@@ -36,6 +36,8 @@ class Memory:
         working: The buffers of the units in flight. With local steps, those of an exchange, too.
         activations: As in :class:`MemoryBudget`.
         reserve: As in :class:`MemoryBudget`.
+        host: With CPU offload, what is in the host's memory for this GPU, which is not in ``total``: the shards, their
+            gradients and the optimizer state; those three parts are then 0, but for accumulated gradients.
     """
 
     parameters: int = 0
@@ -47,6 +49,7 @@ class Memory:
     working: int = 0
     activations: int = 0
     reserve: int = 0
+    host: int = 0
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -56,15 +59,16 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        """Return the sum of all parts that are on the GPU."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
 
 
 def memory_per_gpu(
     size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, budget: MemoryBudget
 ) -> Memory:
     """Return the memory that a training takes on each GPU."""
-    return memory_of_units(size, resolved, micro_batches, precision) + memory_beside(budget)
+    offloads = budget.offload is not None
+    return memory_of_units(size, resolved, micro_batches, precision, offloads=offloads) + memory_beside(budget)
 
 
 def memory_beside(budget: MemoryBudget) -> Memory:
@@ -73,28 +77,61 @@ def memory_beside(budget: MemoryBudget) -> Memory:
 
 
 def memory_of_units(
-    size: Units, resolved: ResolvedStrategy, micro_batches: int, precision: Precision, pipelined: bool = False
+    size: Units,
+    resolved: ResolvedStrategy,
+    micro_batches: int,
+    precision: Precision,
+    pipelined: bool = False,
+    offloads: bool = False,
 ) -> Memory:
-    """Return the memory that units take on each GPU; arguments are those of ``step_volume``."""
+    """Return the memory that units take on each GPU.
+
+    Args:
+        size: As in ``step_volume``.
+        resolved: As in ``step_volume``.
+        micro_batches: As in ``step_volume``.
+        precision: As in ``step_volume``.
+        pipelined: As in ``step_volume``.
+        offloads: Whether shards, their gradients and the optimizer state are in the host's memory.
+    """
     total = Memory(working=working_memory(size, resolved, precision, pipelined))
     for unit in size.units:
-        trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision)
+        trainable = _trainable_states(unit.trainable, resolved, micro_batches + pipelined, precision, offloads)
         total += (trainable + _frozen_states(unit.frozen, resolved, precision)) * unit.count
+    if offloads:
+        copies = Memory(working=_copied_shards(size, resolved, precision))
+        total = replace(total, shard=0, optimizer=0, host=total.host + total.shard + total.optimizer) + copies
     return total
 
 
-def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
+def _copied_shards(size: Units, strategy: ResolvedStrategy, precision: Precision) -> int:
+    """Return the bytes of offloaded shards on the GPU: of the two largest units, as one is gathered after the other."""
+    scope, topology = strategy.scopes.optimizer, strategy.topology
+
+    def shard(unit: Unit) -> int:
+        storage = (precision.frozen_storage or precision.storage).itemsize if strategy.frozen is None else 0
+        frozen = shard_numel(unit.frozen, scope, topology) * storage
+        return frozen + shard_numel(unit.trainable, scope, topology) * precision.storage.itemsize
+
+    return sum(sorted(chain.from_iterable([shard(unit)] * min(unit.count, 2) for unit in size.units))[-2:])
+
+
+def _trainable_states(
+    numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision, offloads: bool
+) -> Memory:
     scope, topology = strategy.scopes.optimizer, strategy.topology
     shard = shard_numel(numel, scope, topology)
     errors = error_nbytes(strategy.error_feedback, strategy.gradient_codecs, scope, topology, shard)
     accumulated = _accumulator_numel(numel, strategy) if micro_batches > 1 else 0
+    gradients = precision.accumulation.itemsize * accumulated
     return Memory(
         parameters=_kept(numel, strategy, precision),
         shard=shard * precision.storage.itemsize,
         optimizer=shard * precision.optimizer_bytes,
         # An accumulator is freed when the shard's gradient is made, so the larger of the two counts.
-        gradients=max(precision.accumulation.itemsize * accumulated, _FP32 * shard),
+        gradients=gradients if offloads else max(gradients, _FP32 * shard),
         errors=errors if numel else 0,
+        host=shard * precision.storage.itemsize if offloads else 0,
     )
 
 

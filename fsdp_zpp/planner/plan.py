@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from .levels import with_levels
 from .link_notes import notes_on_links
 from .model_size import ModelSize, equal_units
 from .notes import notes_on, notes_on_experts, notes_on_local_steps
+from .offload_notes import ANY_HOST, hint_at_offload, notes_on_offload
 from .parts import parts_of
 from .report import Plan
 
@@ -65,6 +67,10 @@ def plan(
     ep: int = 1,
     experts_strategy: Strategy | str | None = None,
     presets: bool | None = None,
+    cpu_offload: bool = False,
+    host_gbps: float | None = None,
+    host_memory: float | None = None,
+    optimizer_gbs: float | None = None,
 ) -> Plan:
     """Predict memory, traffic and step time of torch's strategies, presets and all 14 letters, and choose one.
 
@@ -116,6 +122,12 @@ def plan(
         presets: Whether presets are planned, with codecs of their own, beside letters with the codecs given here, and
             torch's strategies. None does if no codec of what is sent is given; then frozen weights are taken to be
             stored in ``compute``, as LoRA's are.
+        cpu_offload: Whether FSDP offloads parameters, gradients and optimizer state to the host's memory.
+        host_gbps: With ``cpu_offload``, Gbit/s at which a GPU copies from the host's memory, or to it. None takes 0.8
+            of the peak of the link that the ``gpu`` has to its host.
+        host_memory: With ``cpu_offload``, GiB of a node's host that the training may take; None sets no limit.
+        optimizer_gbs: With ``cpu_offload``, GB/s at which all CPUs of a node read and write memory in the optimizer's
+            step; None takes 200.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -151,7 +163,12 @@ def plan(
         cluster,
         axes,
         hardware.work(micro_batches, tokens, tflops, launch_ms),
-        hardware.budget(gpu_memory, activations, reserve),
+        hardware.budget(
+            gpu_memory,
+            activations,
+            reserve,
+            hardware.offload(cpu_offload, host_gbps, host_memory, optimizer_gbs),
+        ),
         Precision(compute, reduce, storage, frozen_storage, optimizer_bytes),
         codecs,
         _experts_strategy(experts_strategy, codecs, axes.expert_ranks(cluster).topology(cluster)),
@@ -201,6 +218,12 @@ def make_plan(
     estimates = tuple(estimate_of(candidate, parts, *asked) for candidate in letters)
     rows = (*(estimate_of(candidate, parts, *asked) for candidate in named), *estimates)
     choice = choose(rows, cluster.slow_links)
+    hints = notes_on_offload(budget)
+    if choice is None and budget.offload is None:
+        offloading = replace(budget, offload=ANY_HOST)
+        hints = hint_at_offload(
+            [estimate_of(each, parts, size, cluster, axes, work, offloading, precision) for each in (*named, *letters)]
+        )
     topologies = [part.topology for part in parts if part.strategy is None]
     notes = [*notes_on(size, cluster, work, budget, codecs, topologies), *notes_on_links(cluster, rows)]
     notes += [note for part in parts[1:] for note in notes_on_experts(size.routing, axes, part.topology)]
@@ -212,8 +235,8 @@ def make_plan(
         precision,
         estimates,
         choice,
-        reason(rows, choice, budget, cluster.slow_links),
-        (*notes, *notes_on_local_steps(cluster, codecs, local_steps)),
+        reason(rows, choice, budget, cluster),
+        (*notes, *notes_on_local_steps(cluster, codecs, local_steps), *hints),
         local_steps if cluster.nodes > 1 else None,
         axes,
         tuple(activation_volumes(size, parts, cluster, axes, work, precision).items()),

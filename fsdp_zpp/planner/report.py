@@ -88,7 +88,7 @@ KNOWN_AS = {
 }
 
 _HEADER = (
-    ("", "", "GiB a GPU:", "", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
+    ("", "", "GiB a GPU:", "", "", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
     (
         "",
         "known as",
@@ -100,6 +100,7 @@ _HEADER = (
         "errors",
         "working",
         "total",
+        "on host",
         "out of node",
         "in node, a GPU",
         "communication",
@@ -113,6 +114,14 @@ working: units that are gathered at a time, and a unit's gradient. total: with a
 out of node: sent by all GPUs of a node together. in node: sent by one GPU, to others of its node.
 communication: both, one after the other. step: the longest of communication, computation
 and the CPU's launches."""
+
+_OFFLOAD_LEGEND = """\
+weights: kept on the GPU beside the shards. on host: a GPU's shards, their gradients and the optimizer state, offloaded.
+working: units that are gathered at a time with copies of their shards, and a unit's gradient. total: with activations
+and reserve.
+out of node: sent by all GPUs of a node together. in node: sent by one GPU, to others of its node.
+communication: both and copies from and to the host, one after the other. step: the longest of communication,
+computation and the CPU's launches, and then the optimizer's step on the CPU."""
 
 _LOCAL_STEPS_LEGEND = """\
 outer: agreed weights and momentum of local steps. Bytes and times of exchanges are averaged over the steps, and
@@ -133,8 +142,8 @@ def format_plan(plan: Plan) -> str:
     lines = aligned(rows, names=2)
     rule = "-" * max(map(len, lines))
     first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
-    if first_out is not None and plan.budget.gpu_memory is not None:
-        lines.insert(len(_HEADER) + first_out, f"does not fit in {plan.budget.gpu_memory:g} GiB:")
+    if first_out is not None:
+        lines.insert(len(_HEADER) + first_out, f"does not fit in {_limits(plan.budget)}:")
     lines.insert(len(_HEADER), rule)
     more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
     verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
@@ -157,12 +166,22 @@ def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
 
 
 def _columns_of_zeros(plan: Plan) -> list[str]:
+    offloads = plan.budget.offload is not None
     in_use = {"errors": any(row.memory.errors for row in plan.rows), "outer": plan.local_steps is not None}
+    in_use |= {"on host": offloads, "shards": not offloads, "optimizer": not offloads}
     return [name for name, shown in in_use.items() if not shown]
 
 
+def _limits(budget: MemoryBudget) -> str:
+    limits = [] if budget.gpu_memory is None else [f"{budget.gpu_memory:g} GiB"]
+    if budget.offload is not None and budget.offload.memory is not None:
+        limits.append(f"{budget.offload.memory:g} GiB of a node's host")
+    return ", or in ".join(limits)
+
+
 def _legend(plan: Plan) -> list[str]:
-    return [_LEGEND] if plan.local_steps is None else [_LEGEND, _LOCAL_STEPS_LEGEND]
+    legends = [_LEGEND if plan.budget.offload is None else _OFFLOAD_LEGEND]
+    return legends if plan.local_steps is None else [*legends, _LOCAL_STEPS_LEGEND]
 
 
 def _title(plan: Plan) -> list[str]:
@@ -202,6 +221,7 @@ def _row(estimate: Estimate, chosen: bool) -> tuple[str, ...]:
         memory.errors,
         memory.working,
         memory.total,
+        memory.host,
     )
     return (
         ("-> " if chosen else "   ") + estimate.name,

@@ -15,6 +15,7 @@ from fsdp_zpp.config.topology import Topology
 
 from .bandwidth import links_are_slow, measure_bandwidth, world
 from .config import GIB, whole
+from .host_link import measure_host_link
 from .model_size import ModelSize, module_size
 from .plan import plan
 
@@ -47,7 +48,8 @@ def choose_strategy(
             the measurement if it does not say, unless ``gpus_per_node`` or hardware is named: a node size that is given
             stays.
         **options: The other options of ``plan``: codecs, ``micro_batches``, ``gpu``, ``tp``, ``activations``, ... Names
-            of hardware replace measurements. With experts on ranks of their own, the result is the strategy of the
+            of hardware replace measurements. With ``cpu_offload``, ``host_gbps`` is measured on GPUs unless it or
+            ``gpu`` is given. With experts on ranks of their own, the result is the strategy of the
             other parameters; ``plan`` has both.
 
     Raises:
@@ -64,6 +66,8 @@ def choose_strategy(
     # Each of these decides on a collective.
     facts |= {"measured inter_gbps": unknown_inter, "measured intra_gbps": unknown_intra}
     facts |= {"links asked of the machine": asks_machine, "memory of the GPU": gpu_memory is None}
+    unknown_host = bool(options.get("cpu_offload")) and options.get("host_gbps") is None and options.get("gpu") is None
+    facts["measured host_gbps"] = unknown_host
     check_agreement(group, "choose_strategy", facts)
     if group is not None:
         measured = measure_bandwidth(group, gpus_per_node) if unknown_inter or unknown_intra else None
@@ -75,6 +79,8 @@ def choose_strategy(
     on: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "slow_links": slow_links}
     on |= {"inter_gbps": inter_gbps, "intra_gbps": intra_gbps}
     on["gpu_memory"] = device_memory() if gpu_memory is None else gpu_memory
+    if unknown_host:
+        options["host_gbps"] = measure_host_link()
     agreed = agree(group, lambda: plan(size, **on, **options))
     if agreed.choice is None:
         raise ValueError(agreed.reason)

@@ -37,6 +37,9 @@ class StepTime:
             ``intra``.
         wait: The part of ``exchange`` for which training waits.
         launch: Time in which the CPU launches all units; 0 if ``launch_ms`` was neither given nor known of the GPU.
+        host: With CPU offload, time of the copies between the host's memory and the GPU.
+        optimizer: With CPU offload, time of the optimizer's step on the CPU, which nothing hides. Optimizers that step
+            in the backward hide a part of it.
     """
 
     inter: float
@@ -45,16 +48,22 @@ class StepTime:
     exchange: float = 0.0
     wait: float = 0.0
     launch: float = 0.0
+    host: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def communication(self) -> float:
-        """Return the time of all hops, their sum: they use different links, but each waits for the other's result."""
-        return self.inter + self.intra + self.exchange
+        """Return the time of all hops, their sum: they use different links, but each waits for the other's result.
+
+        Copies from and to the host are hops, too.
+        """
+        return self.host + self.inter + self.intra + self.exchange
 
     @property
     def total(self) -> float:
         """Return the step's time: communication except exchanges overlaps fully with the rest; waits are added."""
-        return max(self.inter + self.intra, self.computation, self.launch) + self.wait
+        hops = self.host + self.inter + self.intra
+        return max(hops, self.computation, self.launch) + self.optimizer + self.wait
 
 
 def step_time(

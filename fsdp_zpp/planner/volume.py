@@ -62,7 +62,7 @@ def step_volume(
         # FSDP does not gather a base with a codec of its own; its bytes are added at the end.
         for numel, trainable in ((unit.trainable, True), (unit.frozen if resolved.frozen is None else 0, False)):
             payload = shard_payload(numel, resolved, precision)
-            repeats = _gathers_in_step(unit, micro_batches, pipelined)
+            repeats = gathers_in_step(unit, micro_batches, pipelined)
             change = _change_payload(numel, resolved)
             one += _gathers(payload, change, trainable, resolved, repeats)
         one += _reductions(unit.trainable, resolved, micro_batches + pipelined, precision.reduce.itemsize)
@@ -72,7 +72,7 @@ def step_volume(
     return total
 
 
-def _gathers_in_step(unit: Unit, micro_batches: int, pipelined: bool) -> int:
+def gathers_in_step(unit: Unit, micro_batches: int, pipelined: bool) -> int:
     """Return how often a step needs weights of ``unit`` that are not gathered. Resharded ones, backward needs again."""
     if pipelined:
         return micro_batches + 1 if unit.reshard_after_forward else 1

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed.fsdp as torch_fsdp
 from harness import models
 from harness.launch import ROOT
 from harness.messages import collected
+from harness.offload import without_pinning
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -59,6 +61,7 @@ class Run:
         weights_only: Whether it is to hold nothing else.
         resume: Checkpoint to go on from.
         validate: Whether to evaluate after each step and after all of them.
+        offload: Whether parameters are offloaded to the CPU.
     """
 
     way: Way
@@ -71,6 +74,7 @@ class Run:
     weights_only: bool = False
     resume: Path | None = None
     validate: bool = False
+    offload: bool = False
 
     @property
     def is_stock_fsdp1(self) -> bool:
@@ -131,7 +135,7 @@ class Module(LightningModule):
     def configure_model(self) -> None:
         # Lightning calls this before each fit and each evaluation.
         if self.run.way.fsdp == "fsdp2" and not isinstance(self.net, torch_fsdp.FSDPModule):
-            shard_net(self.net, self.run.strategy, self.device_mesh["data_parallel"])
+            shard_net(self.net, self.run.strategy, self.device_mesh["data_parallel"], self.run.offload)
 
     def configure_optimizers(self) -> Any:
         return models.make_optimizer("adamw", self.parameters())
@@ -156,9 +160,9 @@ class Module(LightningModule):
             self.trainer.model.clip_grad_norm_(self.run.clip)
 
 
-def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None) -> nn.Module:
+def shard_net(net: nn.Module, strategy: Strategy | None, mesh: DeviceMesh | None, offload: bool = False) -> nn.Module:
     """Shard each block and the rest by ``fully_shard``."""
-    return shard(net, net.blocks, strategy, mesh)  # type: ignore[arg-type]
+    return shard(net, net.blocks, strategy, mesh, offload)  # type: ignore[arg-type]
 
 
 def note_traffic(run: Run, outcome: Outcome, model: nn.Module) -> None:
@@ -174,14 +178,15 @@ def make_own_strategy(run: Run) -> Any:
         run.strategy,
         full=run.full,
         layer=models.Block,
-        parallelize=lambda net, mesh: shard_net(net, run.strategy, mesh["data_parallel"]),
+        parallelize=lambda net, mesh: shard_net(net, run.strategy, mesh["data_parallel"], run.offload),
+        offload=run.offload,
     )
 
 
 def perform(run: Run) -> Outcome:
     """In a worker: train, and evaluate if asked to."""
     outcome = Outcome()
-    with environment(), collected() as records:
+    with environment(), without_pinning() if run.offload else nullcontext(), collected() as records:
         if run.way.framework == "trainer":
             often = {"every_n_train_steps": 2, "save_top_k": -1}
             saving = ModelCheckpoint(run.save_to, "{step}", enable_version_counter=False, **often)

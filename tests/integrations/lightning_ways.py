@@ -15,6 +15,7 @@ import lightning.pytorch.strategies as trainer_strategies
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from harness.offload import offload_policy
 from harness.pool import device_type
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,14 +46,19 @@ TRAINER_FSDP1, TRAINER_FSDP2, FABRIC_FSDP1, FABRIC_FSDP2 = WAYS
 
 
 def shard(
-    model: nn.Module, layers: Iterable[nn.Module], strategy: Strategy | None, mesh: DeviceMesh | None
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    strategy: Strategy | None,
+    mesh: DeviceMesh | None,
+    offload: bool = False,
 ) -> nn.Module:
     """Shard each layer and the rest by ``fully_shard``."""
+    arguments: dict[str, Any] = {"mesh": mesh} | ({"offload_policy": offload_policy()} if offload else {})
     for module in (*layers, model):
         if strategy is STOCK:
-            torch_fsdp.fully_shard(module, mesh=mesh)
+            torch_fsdp.fully_shard(module, **arguments)
         else:
-            fully_shard(module, strategy=strategy, mesh=mesh)
+            fully_shard(module, strategy=strategy, **arguments)
     return model
 
 
@@ -79,6 +85,7 @@ def make_strategy(
     full: bool,
     layer: type[nn.Module],
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module],
+    offload: bool = False,
 ) -> Any:
     """Return the strategy of Lightning, or ours in its place.
 
@@ -88,6 +95,7 @@ def make_strategy(
         full: Whether checkpoints are files, with everything gathered.
         layer: What FSDP1 wraps.
         parallelize: Shards by FSDP2, for Fabric; the Trainer has its module do that.
+        offload: Whether FSDP1 offloads parameters; FSDP2 is told where it shards.
     """
     stock, stock_fsdp, integration = {
         "trainer": (trainer_strategies, StockTrainerFsdp, our_trainer),
@@ -105,6 +113,7 @@ def make_strategy(
         sharding_strategy="FULL_SHARD" if strategy is STOCK else strategy,
         auto_wrap_policy={layer},
         state_dict_type="full" if full and device_type() == "cuda" else "sharded",
+        cpu_offload=offload,
     )
 
 

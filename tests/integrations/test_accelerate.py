@@ -25,7 +25,9 @@ from accelerate_training import (
     prepared,
 )
 from harness import llama, models
-from harness.pool import Pool
+from harness.covering import over_pairs
+from harness.offload import without_pinning
+from harness.pool import Pool, device_type
 from harness.wiretap import sent_in
 from peft import PeftModel
 from torch import Tensor, nn
@@ -49,6 +51,24 @@ def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool]) -
     assert plain == pytest.approx(own, rel=1e-6)
     assert zeropp == pytest.approx(own, rel=0.01)
     assert zeropp != pytest.approx(own, rel=1e-6)
+
+
+def trained_offloaded(strategy: Strategy) -> tuple[list[float], str]:
+    """In a worker: the losses of a training whose parameters are on the CPU, and where optimizer state is."""
+    with accelerators() as accelerator, without_pinning():
+        training = prepared(for_fsdp(accelerator, strategy, plugin(cpu_offload=True)))
+        losses = training.train()
+        states = training.optimizer.optimizer.state.values()
+        (device,) = {value.device.type for state in states for value in state.values()}
+        return losses, device
+
+
+@pytest.mark.parametrize("strategy", [ZEROPP, STATEFUL, LOCAL], ids=["zeropp", "stateful", "local steps"])
+def test_offloaded_parameters_train_as_others(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    losses, device = pool(4).run(trained_offloaded, strategy)[0]
+    kept = pool(4).run(trained, strategy, "no")[0]
+    assert losses == pytest.approx(kept, rel=0 if device_type() == "cpu" else 1e-3)  # CPUs round optimizers otherwise
+    assert device == "cpu"
 
 
 def test_mixed_precision_is_accelerates(pool: Callable[[int], Pool]) -> None:
@@ -114,13 +134,14 @@ def test_only_the_last_micro_batch_sends_gradients_between_nodes(pool: Callable[
 
 
 def trained_with_a_break(
-    folder: str, strategy: Strategy, state_dict: str
+    folder: str, strategy: Strategy, state_dict: str, offload: bool
 ) -> tuple[list[float], list[float], list[float]]:
     """In a worker: the losses of a whole training, of its first half, and of its second in other objects."""
     losses = []
     for first, last in ((0, STEPS), (0, STEPS // 2), (STEPS // 2, STEPS)):
-        with accelerators() as accelerator:
-            training = prepared(use_strategy(accelerator, strategy, plugin=plugin(state_dict_type=state_dict)))
+        with accelerators() as accelerator, without_pinning():
+            own = plugin(state_dict_type=state_dict, cpu_offload=offload)
+            training = prepared(use_strategy(accelerator, strategy, plugin=own))
             if first:
                 accelerator.load_state(folder)
             losses.append(training.train(first, last))
@@ -128,12 +149,16 @@ def trained_with_a_break(
     return losses[0], losses[1], losses[2]
 
 
-@pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-@pytest.mark.parametrize("strategy", [STATEFUL, LOCAL], ids=["stateful", "local steps"])
+@over_pairs(
+    rest=False,
+    strategy={"stateful": STATEFUL, "local steps": LOCAL},
+    state_dict=["SHARDED_STATE_DICT", "FULL_STATE_DICT"],
+    offload={"on GPUs": False, "offloaded": True},
+)
 def test_a_training_goes_on_bit_for_bit(
-    pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy, state_dict: str
+    pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy, state_dict: str, offload: bool
 ) -> None:
-    whole, first, second = pool(4).run(trained_with_a_break, str(tmp_path), strategy, state_dict)[0]
+    whole, first, second = pool(4).run(trained_with_a_break, str(tmp_path), strategy, state_dict, offload)[0]
     assert first + second == whole
 
 

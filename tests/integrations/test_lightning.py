@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from harness.covering import over_each
 from harness.launch import launch
 from harness.messages import assert_refused, attempt
 from harness.pool import Pool, device_type, outnumber_gpus
@@ -116,6 +117,23 @@ def test_resumes_bit_for_bit(
     for own, other in zip(rest, whole, strict=True):
         assert own.losses == other.losses[2:]
         assert own.warnings == []
+
+
+@over_each(framework=["trainer", "fabric"], fsdp=["fsdp1", "fsdp2"])
+def test_offloaded_parameters_train_and_resume_as_others(
+    outcomes: Callable[[Run], list[Outcome]], tmp_path: Path, framework: str, fsdp: str
+) -> None:
+    way = Way(framework, fsdp)
+    # Lightning clips by torch's function for FSDP2, whose sums of CPU gradients NCCL doesn't take.
+    clip = None if device_type() == "cuda" and way.fsdp == "fsdp2" else 0.5
+    run = Run(way, STATEFUL, steps=4, micro_batches=2, clip=clip, offload=True, save_to=tmp_path)
+    kept = outcomes(replace(run, offload=False, save_to=None))
+    whole = outcomes(run)
+    rest = outcomes(replace(run, save_to=None, resume=tmp_path / "step=2.ckpt"))
+    for own, other, resumed in zip(whole, kept, rest, strict=True):
+        assert own.losses == pytest.approx(other.losses, rel=0 if device_type() == "cpu" else 1e-3)
+        assert resumed.losses == own.losses[4:]
+        assert resumed.warnings == []
 
 
 @pytest.mark.parametrize("way", [TRAINER_FSDP1, FABRIC_FSDP2], ids=str)

@@ -14,7 +14,8 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from fuzz.optimizers import ScheduleFree
 from harness import llama
-from harness.pool import Pool
+from harness.offload import without_pinning
+from harness.pool import Pool, device_type
 from hugging_face import choose_own_fsdp, new_job
 from peft import PeftModel
 from torch import Tensor, nn
@@ -66,11 +67,33 @@ def test_losses_are_those_of_trainers_own_fsdp(pool: Callable[[int], Pool], tmp_
     assert zeropp[2]["reduce"]["inter"] < plain[2]["reduce"]["inter"] / fewer
 
 
+OFFLOAD: dict[str, Any] = {"fsdp": True, "fsdp_config": {"cpu_offload": True, "state_dict_type": "SHARDED_STATE_DICT"}}
+
+
+def trained_offloaded(folder: str, strategy: Strategy) -> tuple[list[float], list[float], str]:
+    """In a worker: the losses of a training whose parameters are on the CPU, and where optimizer state is."""
+    with new_job(), without_pinning():
+        trainer = use_strategy(make_trainer(folder, llama.make_base(), **OFFLOAD), strategy)
+        trainer.train()
+        states = trainer.optimizer.optimizer.state.values()
+        (device,) = {value.device.type for state in states for value in state.values()}
+        return logged(trainer, "loss"), logged(trainer, "eval_loss"), device
+
+
+@pytest.mark.parametrize("strategy", [STATEFUL, LOCAL], ids=["stateful", "local steps"])
+def test_offloaded_parameters_train_as_others(pool: Callable[[int], Pool], tmp_path: Path, strategy: Strategy) -> None:
+    *offloaded, device = pool(4).run(trained_offloaded, str(tmp_path), strategy)[0]
+    *kept, _ = pool(4).run(trained, str(tmp_path), strategy, {})[0]
+    assert device == "cpu"
+    for which in range(2):
+        assert offloaded[which] == pytest.approx(kept[which], rel=0 if device_type() == "cpu" else 1e-3)
+
+
 def resumed(folder: str, kind: str, options: dict[str, Any]) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
     """In a worker: losses and weights after a training, and after one that goes on from its middle."""
     losses, weights = [], []
     for middle in (None, f"{folder}/checkpoint-2"):
-        with new_job():
+        with new_job(), without_pinning():
             model = make_model("whole" if kind in WHOLE else kind)
             trainer = make_trainer(folder, model, save_strategy="steps", save_steps=2, **options)
             use_strategy(trainer, {"quantized": QUANTIZED, "local steps": LOCAL}.get(kind, STATEFUL))
@@ -98,6 +121,8 @@ def make_model(kind: str) -> nn.Module:
         ("whole", {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
         ("lora", {}),
         ("local steps", {}),
+        ("whole", OFFLOAD),
+        ("quantized", OFFLOAD),
         ("quantized", {}),
         pytest.param(
             "quantized",

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from cut_off import copies_of
 from datasets import Dataset
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import debug
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import fsdp
@@ -160,6 +162,27 @@ def train(config: str, folder: Path, *options: str, stop_at: int | None = None) 
     ):
         trainer.train()
     trainer.close()
+    return run
+
+
+def train_offloaded(stop_at: int | None, config: str, folder: Path, *options: str) -> Run:
+    """Train with parameters on the CPU, in pinned memory if there is a GPU; check that they and the optimizer are."""
+    pinned = torch.cuda.is_available()
+    policy = partial(CPUOffloadPolicy, pin_memory=pinned)  # torchtitan pins, which torch can't without a GPU
+    devices: set[str] = set()
+
+    def note(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                devices.update(each.device.type for each in (parameter, parameter.grad) if each is not None)
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        with mock.patch.object(fsdp, "CPUOffloadPolicy", policy):
+            run = train(config, folder, "--training.enable_cpu_offload", *options, stop_at=stop_at)
+    finally:
+        handle.remove()
+    assert devices == {"cpu"}
     return run
 
 

@@ -86,6 +86,11 @@ NEEDED = (
     Needed(_RUNTIME, "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
     Needed(_RUNTIME, "_reduce_grad_no_shard", "reducing gradients that are not sharded"),
     Needed(_RUNTIME, "_accumulate_sharded_grad _post_reduce_grad_callback", "adding to accumulated gradients"),
+    Needed(
+        _RUNTIME,
+        "_offload_grad _post_backward_use_sharded_grad_views _has_optim_in_backward",
+        "optimizers in the backward that step on offloaded parameters",
+    ),
     Needed(_RUNTIME, "_post_backward_stream", "the stream to reduce in"),
     Needed(_RUNTIME, "_catch_all_reshard", "resharding units that ran without a backward"),
     Needed(_RUNTIME, "_post_backward_called", "telling torch that a unit has had its backward"),

@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.collectives.agreement import agree_on_use
+from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 
 from ._torch import FlatParamHandle, HandleTrainingState, runtime_utils as runtime
 from ._torch_handle import StrategyHandle
+from ._torch_offload import step_on_arrival
 from ._torch_step_gradients import StepGradients
 
 _WATCH = "_fsdp_zpp_backward_watch"
@@ -27,6 +29,7 @@ class BackwardWatch:
 
     Attributes:
         on_backward_end: As given.
+        arriving: The optimizers in the backward that wait for gradients.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
@@ -34,8 +37,11 @@ class BackwardWatch:
         self._instances = FullyShardedDataParallel.fsdp_modules(root)
         self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
         self._order: ReductionOrder[StepGradients] = ReductionOrder(handle.gradients for handle in self._handles)
+        self.arriving = ArrivingGradients()
         for handle in self._handles:
-            handle.gradients.order = self._order
+            handle.gradients.order, handle.gradients.arriving = self._order, self.arriving
+        if any(handle._offload_params for handle in self._handles):
+            step_on_arrival()  # only now, or the backward of each unit would take one call more
 
     def reduce_in_two_streams(self) -> None:
         """Give every other unit a second stream to reduce in; see the top of two_hop_reduce.py."""
@@ -123,6 +129,8 @@ def hear_of_backwards() -> None:
             original(state, module)
             return
         watch.reduce_rest(state)
+        if watch.arriving.waiting:
+            watch.arriving.step_all()
         original(state, module)
         watch.end(state._sync_gradients)
 

@@ -45,6 +45,7 @@ class StrategyHandle(FlatParamHandle):
     _holds_decoded_weights: bool
     _version: ShardVersion
     _version_at_summon: Hashable
+    _has_optim_in_backward: bool
 
     def adopt(self, instance: FullyShardedDataParallel, unit: StrategyUnit, layout: FlatParameterLayout) -> None:
         """Set the attributes of this class, in place of a constructor; the arguments are those of ``adopt_handle``."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -36,6 +37,7 @@ class StepGradients:
 
     Attributes:
         order: The order in which the model's units reduce; set before the first forward.
+        arriving: The model's optimizers in the backward that wait for gradients; likewise.
         was_gathered: Whether ranks have gathered the weights for the micro-batch.
         took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
         is_used: Whether this rank has used the unit in the step.
@@ -47,6 +49,7 @@ class StepGradients:
     layout: FlatParameterLayout
     unit: StrategyUnit
     order: ReductionOrder[StepGradients] = field(init=False)
+    arriving: ArrivingGradients = field(init=False)
     was_gathered: bool = False
     took_part: bool = False
     is_used: bool = False

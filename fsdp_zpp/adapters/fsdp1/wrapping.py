@@ -285,7 +285,8 @@ PATCHES = (
 )
 """All that is replaced in torch; it changes nothing for models of torch's own strategies.
 
-Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`.
+Besides, handles of flat parameters that a strategy shards become :class:`_torch_handle.StrategyHandle`, and the first
+model that is offloaded has _torch_offload.py replace ``_runtime_utils._post_reduce_grad_callback``.
 """
 
 

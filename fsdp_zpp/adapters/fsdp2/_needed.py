@@ -105,6 +105,9 @@ NEEDED = (
     Needed(_PARAM, "unsharded_accumulated_grad_data", "the values of accumulated gradients", until=(2, 14)),
     Needed(_PARAM, "accumulate_unsharded_grad_if_needed", "adding to accumulated gradients", until=(2, 14)),
     Needed("torch.Tensor", "_post_accumulate_grad_hooks", "optimizers in the backward"),
+    Needed("torch.distributed.tensor.DTensor", "_local_tensor", "telling whether torch has added to a gradient"),
+    Needed(_GROUP, "offload_policy", "telling whether parameters are offloaded"),
+    Needed(_PARAM, "grad_offload_event", "waiting for gradients that are copied to the CPU"),
     # ---- torch.compile and functorch
     Needed(_COMMON, "_disable_functorch_if_active", "communicating under functorch", since=(2, 13)),
     Needed(_COMMON, "_dynamo_disable", "hooks that torch.compile leaves out", since=(2, 13)),

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_zpp.collectives.agreement import agree_on_use
+from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 
 from ._torch import groups_of, state_of
@@ -31,6 +32,7 @@ class BackwardWatch:
         others: The groups that torch alone manages.
         on_backward_end: As given.
         order: The order in which groups reduce on all ranks.
+        arriving: The optimizers in the backward that wait for gradients.
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
@@ -40,13 +42,14 @@ class BackwardWatch:
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
         self.others = [group for group in groups if not isinstance(group, StrategyGroup)]
         self.on_backward_end = on_backward_end
+        self.arriving = ArrivingGradients()
         self.restart_order()
 
     def restart_order(self) -> None:
         """Start with the order of the model, before the first backward or after an exception."""
         self.order: ReductionOrder[StepGradients] = ReductionOrder(group.gradients for group in self.groups)
         for group in self.groups:
-            group.gradients.order = self.order
+            group.gradients.order, group.gradients.arriving = self.order, self.arriving
 
 
 class WatchedState(FSDPState):
@@ -69,6 +72,8 @@ class WatchedState(FSDPState):
         # unsharded after the backward is dropped.
         self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
+        if self.watch.arriving.waiting:
+            self.watch.arriving.step_all()
         self._end_backward(last, synchronized)
 
     def finalize_backward(self, **arguments: object) -> None:
@@ -76,6 +81,7 @@ class WatchedState(FSDPState):
         parent: Any = super()
         parent.finalize_backward(**arguments)
         watch = self.watch
+        watch.arriving.step_all()
         last = [group.gradients.is_last_micro_batch for group in watch.groups]
         synchronized = any(last) or any(group.reduce_grads for group in watch.others)
         if synchronized:
@@ -115,6 +121,7 @@ class WatchedState(FSDPState):
         for group in self.watch.groups:
             group.weights.drop_kept()
             group.gradients.reset()
+        self.watch.arriving.drop()
         # Ranks may have failed at different points, so each forgets the order in which it reduced this time.
         self.watch.restart_order()
 

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
@@ -18,6 +20,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch_flat_layout import layout_of
 from ._torch_gradients import flatten_gradients, has_gradient, take_gradient
+from ._torch_offload import stepping_on_arrival
 from ._torch_transforms import without_dynamo
 from ._torch_use import ParameterUse
 from ._torch_weights import GroupWeights
@@ -42,13 +45,16 @@ class StepGradients:
         comm: The reduction as torch calls it; None where torch reduces.
         use: The parameters that the step uses.
         order: The order in which groups reduce; set before the first forward.
+        arriving: The model's optimizers in the backward that wait for gradients; likewise.
         layouts: Where parameters lie in a gradient, by the parameters that it consists of.
     """
 
     order: ReductionOrder[StepGradients]
+    arriving: ArrivingGradients
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.unit = group, weights, unit
+        self._is_offloaded = isinstance(group.offload_policy, CPUOffloadPolicy)
         self.comm: StrategyReduceScatter | StrategyAllReduce | None = None
         self._all_reduce_hook: Callable[[Tensor], None] | None = None  # which torch must have
         if unit.reductions.all and unit.scopes.optimizer == "N":  # torch has nothing to scatter
@@ -181,7 +187,10 @@ class StepGradients:
         # Where torch reduces what is not used, all ranks do, whatever this one has.
         if use.took_part or any_gradient or (params and takes_unused):
             self.order.synchronized.append(self)
-        with use.postponing_hooks() if use.unused else nullcontext():
+        with (
+            use.postponing_hooks() if use.unused else nullcontext(),
+            stepping_on_arrival(self._group, self.arriving, use.unused) if self._is_offloaded else nullcontext(),
+        ):
             _post_backward(self._group, *unused)
 
     def _reduced_params(self) -> list[FSDPParam]:

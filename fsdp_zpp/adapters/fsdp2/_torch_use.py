@@ -100,12 +100,12 @@ class ParameterUse:
     def postponing_hooks(self) -> Iterator[None]:
         """Postpone optimizers in the backward, which must not step on gradients that perhaps no rank has used."""
         for param, _, _ in self.unused.values():
-            _set_hooks(param, None)
+            set_hooks(param, None)
         try:
             yield
         finally:
             for param, _, hooks in self.unused.values():
-                _set_hooks(param, hooks)
+                set_hooks(param, hooks)
 
     # ---- after the backward
 
@@ -128,5 +128,6 @@ class ParameterUse:
                 hook(param.sharded_param)
 
 
-def _set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
+def set_hooks(param: FSDPParam, hooks: Hooks | None) -> None:
+    """Set the hooks that torch runs when a parameter has its sharded gradient."""
     param.sharded_param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch declares a dict

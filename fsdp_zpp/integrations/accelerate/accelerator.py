@@ -13,8 +13,10 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import FullyShardedDataParallelPlugin, is_peft_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_zpp.adapters.fsdp2.gradient_norm import clip_grad_norm_
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.files.whole_state_dicts import dequantized_weights
 from fsdp_zpp.frozen.hugging_face.peft_saving import adapter_state, save_adapter
@@ -118,9 +120,13 @@ class ShardingAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         # accelerate's compares the parameters with those of each model, which fails if one has as many.
         self.unscale_gradients()
+        parameters = list(parameters)
+        if any(isinstance(each, DTensor) and each.device.type != each.device_mesh.device_type for each in parameters):
+            # torch adds norms up where gradients are, and NCCL takes nothing from the CPU.
+            return clip_grad_norm_(parameters, max_norm, norm_type)
         # accelerate 1.15 has a function of its own, which takes gradients that are no DTensors beside those that are.
         clip = getattr(self, "_clip_grad_norm_dtensor_aware", nn.utils.clip_grad_norm_)
-        return clip(list(parameters), max_norm, norm_type=norm_type)
+        return clip(parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return full weights, quantized ones dequantized, on the CPU of rank 0. Collective.

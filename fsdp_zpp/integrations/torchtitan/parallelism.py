@@ -91,8 +91,6 @@ def check_combination(strategy: Strategy, parallelism: ParallelismConfig, traini
             "parallelism.enable_fsdp_symm_mem is for torch's own collectives, which a strategy replaces; leave it out, "
             f"or {alone}"
         )
-    if training.enable_cpu_offload:
-        raise ValueError(f"training.enable_cpu_offload can't be combined with a strategy; leave it out, or {alone}")
     if not training.disable_cuda_graphs:
         raise ValueError(
             "training.disable_cuda_graphs=False would replay the communication of the first micro-batch in all others, "

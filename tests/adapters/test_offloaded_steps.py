@@ -1,0 +1,124 @@
+"""Optimizers in the backward on offloaded parameters: as many steps, on the same gradients, behind the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from harness import models
+from harness.adapter import STOCK, Adapter, Case
+from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
+from harness.fsdp1 import Fsdp1
+from harness.offload import offloading, without_pinning
+from harness.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from fsdp_zpp import Int4, Int8, LoCo, Strategy
+from fsdp_zpp.collectives.arriving_gradients import UNITS_BEHIND, ArrivingGradients
+
+TWO: Any = {"gpus_per_node": 2}
+STRATEGIES = {scopes: Strategy(scopes, **TWO) for scopes in SCOPES if scopes != "NNN"}
+STRATEGIES["errors"] = Strategy("IGG", weights=Int8(64), gradients=Int4(64), error_feedback=LoCo(), **TWO)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that notes its steps."""
+
+    notes: ClassVar[list[str]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.notes.append("step")
+        return super().step(closure)
+
+
+def make(adapter: Adapter, strategy: Strategy | None) -> Any:
+    """Return a model whose parameters have optimizers that step in the backward."""
+    if isinstance(adapter, Fsdp1):
+        net = models.make_net()
+        _apply_optimizer_in_backward(Counting, net.parameters(), {"lr": 0.125})
+        return adapter.shard(net, Case(), strategy)
+    model = adapter.make(Case(), strategy)
+    optimizers = {p: Counting([p], lr=0.125) for p in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def stepped(adapter: Adapter, strategy: Strategy | None, micro_batches: int = 1) -> tuple[dict[str, Tensor], list[str]]:
+    """Return weights after some steps, and in which order the last one stepped and went on with the backward."""
+    model = make(adapter, strategy)
+    for block in model.modules():
+        if isinstance(block, models.Block):
+            block.up.register_full_backward_pre_hook(lambda *unused: Counting.notes.append("block"))
+    for step in range(4):
+        Counting.notes.clear()
+        for micro_batch in range(micro_batches):
+            with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+                models.loss_of(model, models.batch(step, micro_batch)).backward()
+    order = list(Counting.notes)
+    Counting.notes.clear()
+    return adapter.full_weights(model), order
+
+
+def distance_from_kept(adapter: Adapter, strategy: Strategy, micro_batches: int) -> float:
+    """In a worker: the distance of offloaded weights from others that step in the backward, too."""
+    with without_pinning():
+        (kept, at_once), (offloaded, behind) = (
+            stepped(each, strategy, micro_batches) for each in (adapter, offloading(adapter))
+        )
+        assert sorted(at_once) == sorted(behind)
+        return models.distance(offloaded, kept)
+
+
+@over_each(adapter=ADAPTERS, strategy=STRATEGIES, micro_batches=[1, 2])
+def test_steps_on_offloaded_parameters_are_those_on_others(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, micro_batches: int
+) -> None:
+    assert pool(4).run(distance_from_kept, adapter, strategy, micro_batches) == [0.0] * 4
+
+
+def distance_from_stock(adapter: Adapter) -> float:
+    """In a worker: the distance from torch's own offload with the same optimizers."""
+    with without_pinning():
+        ours, stock = (stepped(offloading(adapter), each)[0] for each in (Strategy("GGG", **TWO), STOCK))
+        return models.distance(ours, stock)
+
+
+@over_adapters
+def test_steps_on_offloaded_parameters_equal_stock(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    assert max(pool(4).run(distance_from_stock, adapter)) <= 1e-6  # sums in another order
+
+
+def order(adapter: Adapter) -> list[str]:
+    """In a worker: the order of what a backward does."""
+    with without_pinning():
+        return stepped(offloading(adapter), Strategy("IGG", **TWO))[1]
+
+
+@over_adapters
+def test_optimizers_step_behind_the_backward(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for found in pool(4).run(order, adapter):
+        # The net has three blocks and the root, which comes last: all blocks are launched before the first step.
+        assert found[:3] == ["block"] * 3
+        assert set(found[3:]) == {"step"}
+
+
+def test_steps_are_made_in_order_and_once() -> None:
+    arriving, made = ArrivingGradients(), list[int]()
+    for unit in range(5):
+        arriving.step_on_arrival(None, lambda unit=unit: made.append(unit))
+        assert made == list(range(max(unit + 1 - UNITS_BEHIND, 0)))
+    arriving.step_all()
+    arriving.step_all()
+    assert made == list(range(5))
+    arriving.step_on_arrival(None, lambda: made.append(5))
+    arriving.drop()
+    arriving.step_all()
+    assert made == list(range(5))
