@@ -143,6 +143,7 @@ class StrategyUnit:
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         packed: Whether it holds packed values, so that no codec may touch its weights.
+        encodes_itself: Whether these are trained weights that encode themselves for the all-gather.
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         patterns: Patterns of the overrides that its call was given.
@@ -165,7 +166,7 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
-        self.packed = self._in_place_of_torch = self.stock = False
+        self.packed = self.encodes_itself = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.patterns: tuple[str, ...] = ()
@@ -201,6 +202,7 @@ class StrategyUnit:
                 numel=self.sharded.numel(),
                 trained_numel=self.sharded.trained_numel(),
                 weight_nbytes=weights.itemsize,
+                shard_nbytes=self.sharded.own_nbytes(),
                 gradient_nbytes=gradients.itemsize,
                 reshards=not is_outermost,
                 topology=self.ranks.topology,
@@ -211,14 +213,17 @@ class StrategyUnit:
         """Return the device on which FSDP gathers and computes; None if it has no parameters."""
         return self.sharded.compute_device()
 
-    def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
+    def leave_weights_uncoded(self, *, in_place_of_torch: bool = False, encodes_itself: bool = False) -> None:
         """Gather the weights as they are, since they hold packed values; to be called before the unit is used.
 
         Args:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
+            encodes_itself: Whether they are trained weights that encode themselves for the all-gather, and no others.
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        if self.ranks.by_links:  # packed values are a frozen base: see [Note: Links] in resolve.py
+        self.encodes_itself = encodes_itself
+        # Other packed values are a frozen base: see [Note: Links] in resolve.py.
+        if self.ranks.by_links and not encodes_itself:
             self.ranks = as_launched(self.ranks)
             self.resolved = self.strategy.resolve(self.ranks.topology)
             self.scopes = self.resolved.scopes

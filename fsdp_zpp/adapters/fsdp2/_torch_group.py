@@ -25,6 +25,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from ._torch import groups_of, names_in, numel_of
 from ._torch_flat_layout import axes_of, order_parameters
 from ._torch_plan import GatherPlan, show_shards
+from ._torch_shard_bytes import ShardBytes, encodes_itself
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
 from ._torch_weights import GroupWeights
@@ -66,6 +67,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
+        if self.weights.is_encoded and any(map(encodes_itself, self.fsdp_params)):
+            self._leave_weights_uncoded()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
             self._set_missing_names(states[0]._modules[0])
@@ -74,6 +77,13 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
             self._on_lazy_init = None
+
+    def _leave_weights_uncoded(self) -> None:
+        """Gather as they are weights that encode themselves only since they were sharded, which torch allows."""
+        self.unit.leave_weights_uncoded(in_place_of_torch=True, encodes_itself=True)
+        self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
+        if self.weights.comm is not None:
+            self._all_gather_comm = self.weights.comm
 
     def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
@@ -112,11 +122,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             super().unshard(async_op)
             return
         plan = weights.plan or weights.make_plan()
-        if plan.by_torch:
-            weights.check_gather()
-            super().unshard(async_op)
-        else:
+        if plan.shard_bytes is None:
             self._all_gather_result = self._gathered(weights.gather, plan, async_op)
+        else:
+            self._all_gather_result = self._gathered_as_bytes(weights.gather, plan.shard_bytes, async_op)
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
@@ -128,6 +137,20 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             gather(None, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
         return AllGatherResult(out, event, **plan.result)
+
+    def _gathered_as_bytes(self, gather: WeightGather, own: ShardBytes, async_op: bool) -> AllGatherResult:
+        """Gather bytes that parameters have made themselves, or that are of several dtypes; see [Note: Own bytes]."""
+        _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
+            version = self.weights.shard_version() if self.weights.reuses else None
+            is_reused = gather.secondary.encoded_by is not None and own.nbytes > 0
+            shard = None if is_reused else own.encode()
+            out = torch.empty(own.nbytes * self._all_gather_process_group.size(), dtype=torch.uint8, device=self.device)
+            gather(shard, out, version)
+            event = stream.record_event()
+        own.hand_over()
+        assert own.result is not None
+        return AllGatherResult(out, event, **own.result)
 
     @without_functorch
     def wait_for_unshard(self) -> None:
@@ -141,7 +164,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             return
         by_strategy = result.all_gather_work is None and self._all_gather_comm is weights.comm
         if plan is None or not plan.swaps or not by_strategy:
-            if by_strategy and plan is not None and not plan.by_torch and plan.mixed:
+            if by_strategy and plan is not None and plan.shard_bytes is None and plan.mixed:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
                 as_bytes = plan.as_torch_gathers(result.all_gather_output)
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
@@ -251,6 +274,11 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         first = self.fsdp_params[0]
         weights = first.param_dtype or first.sharded_param.dtype
         return weights, self._reduce_dtype or weights
+
+    def own_nbytes(self) -> int | None:
+        """Return the bytes that torch gathers of this rank's shard, if they are of several dtypes or a format."""
+        own = None if self.weights.plan is None else self.weights.plan.shard_bytes
+        return None if own is None else own.nbytes or None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, as an optimizer holds them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ._torch_flat_layout import layout_of
-
-
-class GatherResult(TypedDict):
-    """Fields of torch's ``AllGatherResult`` that are the same for all gathers of a group."""
-
-    all_gather_work: None
-    param_all_gather_input_dtypes: list[list[torch.dtype]]
-    param_all_gather_input_numels: list[list[int]]
-    all_gather_input_split_sizes: list[int]
+from ._torch_shard_bytes import GatherResult, ShardBytes, encodes_itself
 
 
 class GatherPlan:
@@ -31,10 +23,9 @@ class GatherPlan:
         encodes: Whether a codec encodes what is gathered.
 
     Attributes:
-        self_encoding: A parameter that decides itself what is gathered (``fsdp_pre_all_gather``), if there is one.
         mixed: Whether parameters are computed with in several dtypes.
-        by_torch: Whether torch alone can put together what is gathered, because a parameter encodes itself or, without
-            a codec, bytes are of several dtypes.
+        shard_bytes: Makes the bytes that are gathered, if a parameter encodes itself or, without a codec, they are of
+            several dtypes; else None, and the shards themselves are gathered.
         dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all.
         layout: Where parameters lie in a rank's part of a gather.
         shard_numel: The number of values that a rank contributes to a gather.
@@ -53,10 +44,10 @@ class GatherPlan:
         dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
         numels = [shard.numel() for shard in shards]
         self._world = group._all_gather_process_group.size()
-        self.self_encoding = next((p for p in params if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")), None)
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
-        self.by_torch = self.self_encoding is not None or (self.mixed and not encodes)
-        self.dtype = torch.uint8 if self.by_torch and self.mixed else reduce(torch.promote_types, dtypes)
+        as_bytes = any(map(encodes_itself, params)) or (self.mixed and not encodes)
+        self.shard_bytes = ShardBytes(group) if as_bytes else None
+        self.dtype = reduce(torch.promote_types, dtypes)
         self.layout = layout_of(group, params, range(len(params)))
         self.shard_numel = sum(numels)
         self.numel = self.shard_numel * self._world
@@ -78,7 +69,9 @@ class GatherPlan:
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
         params = group.fsdp_params
-        if self.by_torch or self._world == 1 or torch.is_inference_mode_enabled() or not all(map(_is_plain, params)):
+        if self.shard_bytes is not None or self._world == 1 or torch.is_inference_mode_enabled():
+            return
+        if not all(map(_is_plain, params)):
             return
         self.swaps = [Swap.of(param) for param in params]
         self._views = [_beside(param.all_gather_outputs[0], self._world) for param in params]

@@ -17,7 +17,7 @@ from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for
-from fsdp_zpp.runtime.packed_weights import packed
+from fsdp_zpp.runtime.packed_weights import encodes_itself, packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -56,9 +56,12 @@ def make_unit(
         unit.left_unquantized |= quantize_for(
             strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
         )
-    if holds_packed and packed(named_own_parameters(modules, ignored)):  # what is left of them
-        can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments)
-        unit.leave_weights_uncoded(in_place_of_torch=can_gather)
+    held = packed(named_own_parameters(modules, ignored)) if holds_packed else {}  # what is left of them
+    if held:
+        by_itself = all(encodes_itself(parameter) and parameter.requires_grad for parameter in held.values())
+        # torch's own gather is made for weights that encode themselves.
+        in_place = not by_itself and (not layout.stock or _can_gather(unit.ranks, over.compared, arguments))
+        unit.leave_weights_uncoded(in_place_of_torch=in_place, encodes_itself=by_itself)
     unit.stock = layout.stock and unit.gather is None
     if layout.stock:
         unit.reductions.leave_to_torch()
