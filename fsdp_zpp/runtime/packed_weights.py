@@ -3,8 +3,8 @@
 bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen as
 numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it is.
 
-Parameters that encode themselves for the all-gather, as torchao's float8 weights do, are trained weights all the same:
-what they send is up to them, and the rest of their unit goes in full precision; see [Note: Own bytes] in the adapter.
+Parameters that encode themselves for the all-gather, as torchao's float8 weights do, are trained weights all the same;
+see [Note: Own bytes] in the adapter to fully_shard.
 
 [Note: Packed bytes]
 Under fully_shard, units that hold packed values are gathered by this library even where torch's would do: torch

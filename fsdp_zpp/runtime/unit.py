@@ -143,7 +143,7 @@ class StrategyUnit:
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         packed: Whether it holds packed values, so that no codec may touch its weights.
-        encodes_itself: Whether these are trained weights that encode themselves for the all-gather.
+        encodes_itself: Whether trained weights encode themselves for the all-gather, as other bytes.
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         patterns: Patterns of the overrides that its call was given.
@@ -213,17 +213,15 @@ class StrategyUnit:
         """Return the device on which FSDP gathers and computes; None if it has no parameters."""
         return self.sharded.compute_device()
 
-    def leave_weights_uncoded(self, *, in_place_of_torch: bool = False, encodes_itself: bool = False) -> None:
+    def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
         """Gather the weights as they are, since they hold packed values; to be called before the unit is used.
 
         Args:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
-            encodes_itself: Whether they are trained weights that encode themselves for the all-gather, and no others.
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        self.encodes_itself = encodes_itself
-        # Other packed values are a frozen base: see [Note: Links] in resolve.py.
-        if self.ranks.by_links and not encodes_itself:
+        # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in resolve.py.
+        if self.ranks.by_links and not self.encodes_itself:
             self.ranks = as_launched(self.ranks)
             self.resolved = self.strategy.resolve(self.ranks.topology)
             self.scopes = self.resolved.scopes

@@ -70,8 +70,9 @@ NEEDED = (
     Needed(
         _COLLECTIVES,
         "_get_param_all_gather_inputs",
-        "the bytes of weights that encode themselves or are of several dtypes",
+        "what is gathered of weights that encode themselves or are of several dtypes",
     ),
+    Needed(_PARAM, "all_gather_inputs orig_dtype", "telling whether weights that encode themselves send values"),
     Needed(_PARAM, "_extensions_data", "the metadata of weights that encode themselves"),
     Needed(
         f"{_FSDP}._fsdp_param.ExtensionsData",

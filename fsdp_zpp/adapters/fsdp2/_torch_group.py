@@ -25,7 +25,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 from ._torch import groups_of, names_in, numel_of
 from ._torch_flat_layout import axes_of, order_parameters
 from ._torch_plan import GatherPlan, show_shards
-from ._torch_shard_bytes import ShardBytes, encodes_itself
+from ._torch_gather_inputs import GatherInputs, has_own_bytes
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
 from ._torch_weights import GroupWeights
@@ -50,6 +50,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
     _is_ordered: bool
+    _knows_formats: bool
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
@@ -59,6 +60,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.gradients = StepGradients(self, self.weights, unit)
         self._state, self._on_lazy_init = state, on_lazy_init
         self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
+        self._knows_formats = False
 
     # ---- lazy initialization
 
@@ -67,8 +69,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
-        if self.weights.is_encoded and any(map(encodes_itself, self.fsdp_params)):
-            self._leave_weights_uncoded()
+        if not self._knows_formats and not self.unit.stock:
+            self._knows_formats = True
+            if any([has_own_bytes(param) for param in self.fsdp_params]):  # of all: to tell may be collective
+                self._leave_weights_uncoded()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
             self._set_missing_names(states[0]._modules[0])
@@ -79,11 +83,13 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._on_lazy_init = None
 
     def _leave_weights_uncoded(self) -> None:
-        """Gather as they are weights that encode themselves only since they were sharded, which torch allows."""
-        self.unit.leave_weights_uncoded(in_place_of_torch=True, encodes_itself=True)
-        self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
-        if self.weights.comm is not None:
-            self._all_gather_comm = self.weights.comm
+        """Leave out the codec, since parameters encode themselves; before the first gather, on all ranks alike."""
+        was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
+        if was_encoded:
+            self.unit.leave_weights_uncoded(in_place_of_torch=True)
+            self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
+            if self.weights.comm is not None:
+                self._all_gather_comm = self.weights.comm
 
     def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
@@ -122,10 +128,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             super().unshard(async_op)
             return
         plan = weights.plan or weights.make_plan()
-        if plan.shard_bytes is None:
+        if plan.inputs is None:
             self._all_gather_result = self._gathered(weights.gather, plan, async_op)
         else:
-            self._all_gather_result = self._gathered_as_bytes(weights.gather, plan.shard_bytes, async_op)
+            self._all_gather_result = self._gathered_inputs(weights.gather, plan.inputs, async_op)
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
@@ -138,19 +144,20 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             event = stream.record_event()
         return AllGatherResult(out, event, **plan.result)
 
-    def _gathered_as_bytes(self, gather: WeightGather, own: ShardBytes, async_op: bool) -> AllGatherResult:
-        """Gather bytes that parameters have made themselves, or that are of several dtypes; see [Note: Own bytes]."""
+    def _gathered_inputs(self, gather: WeightGather, inputs: GatherInputs, async_op: bool) -> AllGatherResult:
+        """Gather what torch would put together of the shards; see [Note: Own bytes]."""
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
             version = self.weights.shard_version() if self.weights.reuses else None
-            is_reused = gather.secondary.encoded_by is not None and own.nbytes > 0
-            shard = None if is_reused else own.encode()
-            out = torch.empty(own.nbytes * self._all_gather_process_group.size(), dtype=torch.uint8, device=self.device)
+            is_reused = gather.secondary.encoded_by is not None and inputs.numel > 0
+            shard = None if is_reused else inputs.put_together()
+            numel = inputs.numel * self._all_gather_process_group.size()
+            out = torch.empty(numel, dtype=inputs.dtype, device=self.device)
             gather(shard, out, version)
             event = stream.record_event()
-        own.hand_over()
-        assert own.result is not None
-        return AllGatherResult(out, event, **own.result)
+        inputs.tell_torch()
+        assert inputs.result is not None
+        return AllGatherResult(out, event, **inputs.result)
 
     @without_functorch
     def wait_for_unshard(self) -> None:
@@ -164,7 +171,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             return
         by_strategy = result.all_gather_work is None and self._all_gather_comm is weights.comm
         if plan is None or not plan.swaps or not by_strategy:
-            if by_strategy and plan is not None and plan.shard_bytes is None and plan.mixed:
+            if by_strategy and plan is not None and plan.mixed and result.all_gather_output.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
                 as_bytes = plan.as_torch_gathers(result.all_gather_output)
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
@@ -277,8 +284,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def own_nbytes(self) -> int | None:
         """Return the bytes that torch gathers of this rank's shard, if they are of several dtypes or a format."""
-        own = None if self.weights.plan is None else self.weights.plan.shard_bytes
-        return None if own is None else own.nbytes or None
+        inputs = None if self.weights.plan is None else self.weights.plan.inputs
+        return inputs.numel or None if inputs is not None and inputs.dtype == torch.uint8 else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, as an optimizer holds them."""

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ._torch_flat_layout import layout_of
-from ._torch_shard_bytes import GatherResult, ShardBytes, encodes_itself
+from ._torch_gather_inputs import GatherInputs, GatherResult, encodes_itself
 
 
 class GatherPlan:
@@ -24,8 +24,8 @@ class GatherPlan:
 
     Attributes:
         mixed: Whether parameters are computed with in several dtypes.
-        shard_bytes: Makes the bytes that are gathered, if a parameter encodes itself or, without a codec, they are of
-            several dtypes; else None, and the shards themselves are gathered.
+        inputs: Puts together what is gathered, if a parameter encodes itself or, without a codec, dtypes are mixed;
+            else None, and it is the shards themselves.
         dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all.
         layout: Where parameters lie in a rank's part of a gather.
         shard_numel: The number of values that a rank contributes to a gather.
@@ -45,9 +45,10 @@ class GatherPlan:
         numels = [shard.numel() for shard in shards]
         self._world = group._all_gather_process_group.size()
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
-        as_bytes = any(map(encodes_itself, params)) or (self.mixed and not encodes)
-        self.shard_bytes = ShardBytes(group) if as_bytes else None
         self.dtype = reduce(torch.promote_types, dtypes)
+        self.inputs: GatherInputs | None = None
+        if any(map(encodes_itself, params)) or (self.mixed and not encodes):
+            self.inputs = GatherInputs(group, self.dtype if encodes else torch.uint8, self.mixed)
         self.layout = layout_of(group, params, range(len(params)))
         self.shard_numel = sum(numels)
         self.numel = self.shard_numel * self._world
@@ -69,7 +70,7 @@ class GatherPlan:
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
         params = group.fsdp_params
-        if self.shard_bytes is not None or self._world == 1 or torch.is_inference_mode_enabled():
+        if self.inputs is not None or self._world == 1 or torch.is_inference_mode_enabled():
             return
         if not all(map(_is_plain, params)):
             return

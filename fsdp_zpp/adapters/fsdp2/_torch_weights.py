@@ -100,25 +100,25 @@ class GroupWeights:
     # ---- as a ShardSource, which is asked before torch's gather
 
     def can_be_read(self) -> bool:
-        """Return whether the shards may be read: not in a backward, nor as bytes whose number is not known yet."""
+        """Return whether the shards may be read: not in a backward, nor if it is not known yet how much there is."""
         if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
             return False
-        own = (self.plan or self.make_plan()).shard_bytes
+        inputs, group = (self.plan or self.make_plan()).inputs, self._group
         # Of what is gathered already, torch still needs the metadata.
-        return own is None or (own.nbytes > 0 and self._group.is_sharded and self._group._all_gather_result is None)
+        return inputs is None or (inputs.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
         """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
         plan = self.plan or self.make_plan()
-        return plan.shard_numel if plan.shard_bytes is None else plan.shard_bytes.nbytes
+        return plan.shard_numel if plan.inputs is None else plan.inputs.numel
 
     def read(self) -> ShardValues:
         """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
         plan, device = self.plan or self.make_plan(), self._group.device
         params = self._group.fsdp_params
-        if plan.shard_bytes is not None:
-            payload = plan.shard_bytes.encode()
-            return ShardValues([payload], payload.numel(), self.shard_version(), self.is_trained())
+        if plan.inputs is not None:
+            joined = plan.inputs.put_together()
+            return ShardValues([joined], joined.numel(), self.shard_version(), self.is_trained())
         shards = [param._sharded_param_data for param in params]
         if shards[0].device != device:
             shards = [shard.to(device, non_blocking=True) for shard in shards]

@@ -81,6 +81,9 @@ class RowScaled(Tensor):
         return None
 
 
+torch.serialization.add_safe_globals([RowScaled])  # for checkpoints, as torchao does
+
+
 def convert(net: nn.Module, kind: str) -> None:
     """Let the linear layers of all blocks encode themselves; ``kind`` is one of ``FORMATS``."""
     if kind == "rows":

@@ -1,4 +1,4 @@
-"""Private names of torch's fully_shard: shards of a parameter group as the bytes that torch would gather.
+"""Private names of torch's fully_shard: what it would put together of a group's shards for its all-gather.
 
 [Note: Own bytes]
 A tensor subclass may decide itself what is gathered of it: ``fsdp_pre_all_gather`` returns tensors and metadata, and
@@ -6,6 +6,9 @@ A tensor subclass may decide itself what is gathered of it: ``fsdp_pre_all_gathe
 casts to 8 bits before the gather. Such bytes are a codec of their own, which go through both hops and into the
 secondary shard as they are. The other parameters of the group go beside them, in the dtype to compute in. A secondary
 shard that is reused brings no call of ``fsdp_pre_all_gather``, so the metadata of the last one is kept beside it.
+
+Some subclasses send no bytes of their own but their values in the dtype to compute in, as torchao's MXFP8 weights do.
+A codec encodes these as it does any others.
 """
 
 from __future__ import annotations
@@ -37,46 +40,54 @@ class _Extension(NamedTuple):
     sizes: Sequence[torch.Size]
 
 
-class ShardBytes:
-    """A rank's shards of a group as torch would gather them, in one tensor of bytes. See [Note: Own bytes].
+class GatherInputs:
+    """A rank's part of a gather as torch would put it together. See [Note: Own bytes].
 
     Args:
         group: The group, initialized lazily.
+        dtype: The dtype of the values that a codec encodes; uint8 for bytes that none does.
+        mixed: Whether torch is given values of several dtypes, which it takes as bytes.
 
     Attributes:
-        nbytes: Their number; 0 before the first :meth:`encode`, and the same at every call.
+        dtype: As given.
+        numel: The number of elements; 0 before the first :meth:`put_together`, and the same after each.
         result: What an ``AllGatherResult`` tells besides the output and its event; None before that.
     """
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._group = group
+    def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
+        self._group, self.dtype = group, dtype
+        self._in_bytes = mixed or dtype == torch.uint8
         self._extensions: list[_Extension] = []
-        self.nbytes = 0
+        self.numel = 0
         self.result: GatherResult | None = None
 
     @torch.no_grad()
-    def encode(self) -> Tensor:
-        """Return the shards as they are now, uint8 [nbytes]. Collective if a parameter's own encoding is."""
-        params = self._group.fsdp_params
+    def put_together(self) -> Tensor:
+        """Return what is to be gathered of the shards as they are now, flat [numel].
+
+        It is collective if a parameter's own encoding is.
+        """
+        params, as_bytes = self._group.fsdp_params, self.dtype == torch.uint8
         # What an evaluation has encoded, metadata above all, may be saved for a backward later.
         with torch.inference_mode(False):
-            inputs = _get_param_all_gather_inputs(params)
-            payload = torch.cat([each.view(-1).view(torch.uint8) for of_param in inputs for each in of_param])
-        self.nbytes = payload.numel()
+            by_param = _get_param_all_gather_inputs(params)
+            flat = [each.view(-1) for inputs in by_param for each in inputs]
+            joined = torch.cat([each.view(torch.uint8) if as_bytes else each.to(self.dtype) for each in flat])
+        self.numel = joined.numel()
         self.result = {
             "all_gather_work": None,
-            "param_all_gather_input_dtypes": [[each.dtype for each in of_param] for of_param in inputs],
-            "param_all_gather_input_numels": [[each.numel() for each in of_param] for of_param in inputs],
-            "all_gather_input_split_sizes": [each.nbytes for of_param in inputs for each in of_param],
+            "param_all_gather_input_dtypes": [[each.dtype for each in inputs] for inputs in by_param],
+            "param_all_gather_input_numels": [[each.numel() for each in inputs] for inputs in by_param],
+            "all_gather_input_split_sizes": [each.nbytes if self._in_bytes else each.numel() for each in flat],
         }
         extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
         self._extensions = [
             _Extension(param, data.all_gather_metadata, data.all_gather_input_sizes) for param, data in extensions
         ]
-        return payload
+        return joined
 
-    def hand_over(self) -> None:
-        """Tell torch the metadata of the last :meth:`encode`, which it forgets whenever it has unsharded."""
+    def tell_torch(self) -> None:
+        """Give torch the metadata of what was put together last, which it forgets whenever it has unsharded."""
         for param, metadata, sizes in self._extensions:
             param._extensions_data.all_gather_metadata = metadata
             param._extensions_data.all_gather_input_sizes = sizes
@@ -85,3 +96,13 @@ class ShardBytes:
 def encodes_itself(param: FSDPParam) -> bool:
     """Return whether a parameter decides itself what is gathered of it."""
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def has_own_bytes(param: FSDPParam) -> bool:
+    """Return whether a sharded parameter encodes itself as anything but its values in the dtype to compute in."""
+    if not encodes_itself(param):
+        return False
+    with torch.no_grad():
+        first, *others = param.all_gather_inputs
+    values = param.param_dtype or param.orig_dtype
+    return bool(others) or first.dtype != values or first.numel() != param._sharded_param_data.numel()
