@@ -32,6 +32,16 @@ class GatherResult(TypedDict):
     all_gather_input_split_sizes: list[int]
 
 
+def gather_result(dtypes: list[list[torch.dtype]], numels: list[list[int]], sizes: list[int]) -> GatherResult:
+    """Return the dtypes and numbers of elements of each parameter's tensors, and the sizes of all of them."""
+    return {
+        "all_gather_work": None,
+        "param_all_gather_input_dtypes": dtypes,
+        "param_all_gather_input_numels": numels,
+        "all_gather_input_split_sizes": sizes,
+    }
+
+
 class _Extension(NamedTuple):
     """What a parameter that encodes itself has told torch beside its tensors: metadata, and their shapes."""
 
@@ -49,17 +59,17 @@ class GatherInputs:
         mixed: Whether torch is given values of several dtypes, which it takes as bytes.
 
     Attributes:
-        dtype: As given.
+        as_bytes: Whether it is bytes.
         numel: The number of elements; 0 before the first :meth:`put_together`, and the same after each.
-        result: What an ``AllGatherResult`` tells besides the output and its event; None before that.
+        result: What an ``AllGatherResult`` tells besides the output and its event; nothing before that.
     """
 
     def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
-        self._group, self.dtype = group, dtype
-        self._in_bytes = mixed or dtype == torch.uint8
+        self._group, self._dtype, self.as_bytes = group, dtype, dtype == torch.uint8
+        self._in_bytes = mixed or self.as_bytes
         self._extensions: list[_Extension] = []
         self.numel = 0
-        self.result: GatherResult | None = None
+        self.result = gather_result([], [], [])
 
     @torch.no_grad()
     def put_together(self) -> Tensor:
@@ -67,19 +77,18 @@ class GatherInputs:
 
         It is collective if a parameter's own encoding is.
         """
-        params, as_bytes = self._group.fsdp_params, self.dtype == torch.uint8
+        params = self._group.fsdp_params
         # What an evaluation has encoded, metadata above all, may be saved for a backward later.
         with torch.inference_mode(False):
             by_param = _get_param_all_gather_inputs(params)
             flat = [each.view(-1) for inputs in by_param for each in inputs]
-            joined = torch.cat([each.view(torch.uint8) if as_bytes else each.to(self.dtype) for each in flat])
+            joined = torch.cat([each.view(torch.uint8) if self.as_bytes else each.to(self._dtype) for each in flat])
         self.numel = joined.numel()
-        self.result = {
-            "all_gather_work": None,
-            "param_all_gather_input_dtypes": [[each.dtype for each in inputs] for inputs in by_param],
-            "param_all_gather_input_numels": [[each.numel() for each in inputs] for inputs in by_param],
-            "all_gather_input_split_sizes": [each.nbytes if self._in_bytes else each.numel() for each in flat],
-        }
+        self.result = gather_result(
+            [[each.dtype for each in inputs] for inputs in by_param],
+            [[each.numel() for each in inputs] for inputs in by_param],
+            [each.nbytes if self._in_bytes else each.numel() for each in flat],
+        )
         extensions = ((param, param._extensions_data) for param in params if encodes_itself(param))
         self._extensions = [
             _Extension(param, data.all_gather_metadata, data.all_gather_input_sizes) for param, data in extensions
@@ -98,11 +107,17 @@ def encodes_itself(param: FSDPParam) -> bool:
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
-def has_own_bytes(param: FSDPParam) -> bool:
-    """Return whether a sharded parameter encodes itself as anything but its values in the dtype to compute in."""
-    if not encodes_itself(param):
-        return False
-    with torch.no_grad():
-        first, *others = param.all_gather_inputs
-    values = param.param_dtype or param.orig_dtype
-    return bool(others) or first.dtype != values or first.numel() != param._sharded_param_data.numel()
+def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
+    """Return whether any sharded parameter encodes itself as anything but its values in the dtype to compute in.
+
+    It is collective if a parameter's own encoding is.
+    """
+    # Of all of them, however early one decides it, so that ranks enter the same collectives.
+    return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
+
+
+@torch.no_grad()
+def _sends_values(param: FSDPParam) -> bool:
+    first, *others = param.all_gather_inputs
+    dtype = param.param_dtype or param.orig_dtype
+    return not others and first.dtype == dtype and first.numel() == param._sharded_param_data.numel()

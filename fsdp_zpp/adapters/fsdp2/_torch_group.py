@@ -24,8 +24,8 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import groups_of, names_in, numel_of
 from ._torch_flat_layout import axes_of, order_parameters
+from ._torch_gather_inputs import has_own_bytes
 from ._torch_plan import GatherPlan, show_shards
-from ._torch_gather_inputs import GatherInputs, has_own_bytes
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
 from ._torch_weights import GroupWeights
@@ -69,9 +69,9 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
-        if not self._knows_formats and not self.unit.stock:
+        if not self._knows_formats:
             self._knows_formats = True
-            if any([has_own_bytes(param) for param in self.fsdp_params]):  # of all: to tell may be collective
+            if not self.unit.stock and has_own_bytes(self.fsdp_params):
                 self._leave_weights_uncoded()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
@@ -128,36 +128,23 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             super().unshard(async_op)
             return
         plan = weights.plan or weights.make_plan()
-        if plan.inputs is None:
-            self._all_gather_result = self._gathered(weights.gather, plan, async_op)
-        else:
-            self._all_gather_result = self._gathered_inputs(weights.gather, plan.inputs, async_op)
+        self._all_gather_result = self._gathered(weights.gather, plan, async_op)
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
-        # A stale secondary shard is made from what ``weights`` reads, and has the version of that.
-        is_compared = self.weights.reuses and not gather.secondary.stale
+        secondary, inputs, shard = gather.secondary, plan.inputs, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
+            if inputs is not None and (secondary.encoded_by is None or inputs.numel == 0):
+                shard = inputs.put_together()
+            # A stale secondary shard that is made from what ``weights`` reads has the version of that.
+            is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
-            gather(None, out, self.weights.shard_version() if is_compared else None)
+            gather(shard, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
+        if inputs is not None:
+            inputs.tell_torch()
         return AllGatherResult(out, event, **plan.result)
-
-    def _gathered_inputs(self, gather: WeightGather, inputs: GatherInputs, async_op: bool) -> AllGatherResult:
-        """Gather what torch would put together of the shards; see [Note: Own bytes]."""
-        _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
-            version = self.weights.shard_version() if self.weights.reuses else None
-            is_reused = gather.secondary.encoded_by is not None and inputs.numel > 0
-            shard = None if is_reused else inputs.put_together()
-            numel = inputs.numel * self._all_gather_process_group.size()
-            out = torch.empty(numel, dtype=inputs.dtype, device=self.device)
-            gather(shard, out, version)
-            event = stream.record_event()
-        inputs.tell_torch()
-        assert inputs.result is not None
-        return AllGatherResult(out, event, **inputs.result)
 
     @without_functorch
     def wait_for_unshard(self) -> None:
@@ -171,7 +158,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             return
         by_strategy = result.all_gather_work is None and self._all_gather_comm is weights.comm
         if plan is None or not plan.swaps or not by_strategy:
-            if by_strategy and plan is not None and plan.mixed and result.all_gather_output.dtype != torch.uint8:
+            if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
                 as_bytes = plan.as_torch_gathers(result.all_gather_output)
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
@@ -285,7 +272,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def own_nbytes(self) -> int | None:
         """Return the bytes that torch gathers of this rank's shard, if they are of several dtypes or a format."""
         inputs = None if self.weights.plan is None else self.weights.plan.inputs
-        return inputs.numel or None if inputs is not None and inputs.dtype == torch.uint8 else None
+        return inputs.numel or None if inputs is not None and inputs.as_bytes else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, as an optimizer holds them."""

@@ -109,8 +109,7 @@ class GroupWeights:
 
     def prepare_read(self) -> int:
         """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
-        plan = self.plan or self.make_plan()
-        return plan.shard_numel if plan.inputs is None else plan.inputs.numel
+        return (self.plan or self.make_plan()).shard_numel
 
     def read(self) -> ShardValues:
         """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
