@@ -120,4 +120,6 @@ def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
 def _sends_values(param: FSDPParam) -> bool:
     first, *others = param.all_gather_inputs
     dtype = param.param_dtype or param.orig_dtype
-    return not others and first.dtype == dtype and first.numel() == param._sharded_param_data.numel()
+    # With or without padding, which not all ranks have.
+    numels = param._sharded_local_tensor.numel(), param._sharded_param_data.numel()
+    return not others and first.dtype == dtype and first.numel() in numels

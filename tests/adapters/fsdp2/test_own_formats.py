@@ -22,7 +22,7 @@ from harness.wiretap import Wiretap, sent_in
 from own_formats import CASE, FORMATS, NBYTES, RowScaled, make
 from torch import Tensor
 
-from fsdp_zpp import CodecState, Int4Delta, Int8, LocalSteps, LoCo, Strategy, exchange_weights, invalidate
+from fsdp_zpp import CodecState, Int4Delta, Int8, LocalSteps, LoCo, Strategy, exchange_weights, invalidate, monitor
 from fsdp_zpp.runtime.unit import named_units
 
 ADAPTER = Fsdp2()
@@ -65,13 +65,21 @@ def test_training_equals_stock_bit_by_bit(pool: Callable[[int], Pool], kind: str
 
 
 def sent_in_a_step(kind: str, strategy: Any) -> tuple[Wiretap, Any, int]:
-    """In a worker: what a warm step sends, by the wiretap and by traffic(), and how often a shard was encoded."""
+    """In a worker: what a warm step sends, by the wiretap and by traffic(), and how often a shard was encoded.
+
+    With traffic's figures is the monitor's of what FULL_SHARD would send between nodes.
+    """
     model = make(kind, strategy)
     optimizer = models.make_optimizer("sgd", model.parameters())
     train(ADAPTER, model, replace(CASE, steps=1), optimizer=optimizer)
     before = RowScaled.encoded
     step = partial(train, ADAPTER, model, replace(CASE, steps=1), optimizer=optimizer, first_step=1)
-    tap, counted = sent_in(step, model, 2, counts=strategy is not STOCK)
+    if strategy is STOCK:
+        tap, counted = sent_in(step, model, 2, counts=False)
+    else:
+        with monitor(model) as watch:
+            tap, counted = sent_in(step, model, 2)
+            counted["full shard"] = watch.step().get("inter/full_shard_bytes")
     return tap, counted, RowScaled.encoded - before
 
 
@@ -91,6 +99,7 @@ def test_bytes_are_its_own(pool: Callable[[int], Pool], kind: str) -> None:
         for (tap, counted, _), (stock_tap, _, _) in zip(ours, stock, strict=True):
             assert counted["gather"]["inter"] == expected
             assert stock_tap.total("inter", "all_gather") == flat
+            assert counted["full shard"] == stock_tap.total("inter")
             if scopes != "III":  # whose reduced gradients are gathered, too
                 assert tap.total("inter", "all_gather") == expected
                 assert tap.total("intra", "all_gather") == counted["gather"]["intra"]
