@@ -41,7 +41,7 @@ class Sharded:
         return torch.float32, torch.float32
 
     def own_nbytes(self) -> int | None:
-        """Return the bytes that FSDP itself gathers of this rank's shard, if they aren't its values in one dtype.
+        """Return the bytes that FSDP itself gathers, of all ranks together, if they aren't values in one dtype.
 
         They are known after the first forward.
         """

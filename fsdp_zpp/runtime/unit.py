@@ -202,10 +202,10 @@ class StrategyUnit:
                 numel=self.sharded.numel(),
                 trained_numel=self.sharded.trained_numel(),
                 weight_nbytes=weights.itemsize,
-                shard_nbytes=self.sharded.own_nbytes(),
                 gradient_nbytes=gradients.itemsize,
                 reshards=not is_outermost,
                 topology=self.ranks.topology,
+                own_nbytes=self.sharded.own_nbytes(),
             )
         ]
 

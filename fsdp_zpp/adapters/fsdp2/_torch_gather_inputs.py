@@ -59,14 +59,13 @@ class GatherInputs:
         mixed: Whether torch is given values of several dtypes, which it takes as bytes.
 
     Attributes:
-        as_bytes: Whether it is bytes.
         numel: The number of elements; 0 before the first :meth:`put_together`, and the same after each.
         result: What an ``AllGatherResult`` tells besides the output and its event; nothing before that.
     """
 
     def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
-        self._group, self._dtype, self.as_bytes = group, dtype, dtype == torch.uint8
-        self._in_bytes = mixed or self.as_bytes
+        self._group, self._dtype, self._as_bytes = group, dtype, dtype == torch.uint8
+        self._in_bytes = mixed or self._as_bytes
         self._extensions: list[_Extension] = []
         self.numel = 0
         self.result = gather_result([], [], [])
@@ -82,7 +81,7 @@ class GatherInputs:
         with torch.inference_mode(False):
             by_param = _get_param_all_gather_inputs(params)
             flat = [each.view(-1) for inputs in by_param for each in inputs]
-            joined = torch.cat([each.view(torch.uint8) if self.as_bytes else each.to(self._dtype) for each in flat])
+            joined = torch.cat([each.view(torch.uint8) if self._as_bytes else each.to(self._dtype) for each in flat])
         self.numel = joined.numel()
         self.result = gather_result(
             [[each.dtype for each in inputs] for inputs in by_param],

@@ -270,9 +270,9 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         return weights, self._reduce_dtype or weights
 
     def own_nbytes(self) -> int | None:
-        """Return the bytes that torch gathers of this rank's shard, if they are of several dtypes or a format."""
-        inputs = None if self.weights.plan is None else self.weights.plan.inputs
-        return inputs.numel or None if inputs is not None and inputs.as_bytes else None
+        """Return the bytes that torch gathers, of all ranks together, if they are of several dtypes or a format."""
+        plan = self.weights.plan
+        return plan.numel or None if plan is not None and plan.dtype == torch.uint8 else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, as an optimizer holds them."""
