@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK
+from harness.covering import SCOPES
 from harness.fsdp2 import Fsdp2
 from harness.links import NONE, machine
 from harness.messages import collected
@@ -42,9 +43,14 @@ def trained(kind: str, strategy: Any, case: Any = ACCUMULATING) -> tuple[list[fl
 
 
 _stock: dict[str, Any] = {}
-# Over one rank, torch takes the first of several tensors only.
+# The stand-in by default in all scopes, but for one rank alone, where torch takes the first of several tensors only.
 FORMATS_AND_SCOPES = [
-    pytest.param(*each.values, scopes, id=f"{each.id}-{scopes}", marks=each.marks)
+    pytest.param(
+        *each.values,
+        scopes,
+        id=f"{each.id}-{scopes}",
+        marks=[*each.marks, *([] if each.id == "rows" or scopes in SCOPES else [pytest.mark.slow])],
+    )
     for each in FORMATS
     for scopes in FOURTEEN
     if (each.id, scopes) != ("rows", "NNN")
