@@ -15,7 +15,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(shard: Tensor) -> str:
     """Return a hash of the values, in which -0 and 0 are equal. Waits for the device."""
     # torch's state dict functions run an optimizer step to create its states, which may turn -0 into 0.
-    values = (shard.detach() + 0.0).cpu().contiguous().view(torch.uint8)
+    values = (shard.detach() + 0.0).cpu().reshape(-1).view(torch.uint8)
     return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec, FullPrecision
+from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.delta import Int4Delta
 from fsdp_zpp.codecs.exact_tail import exact_tail
 
@@ -205,9 +205,7 @@ class SecondaryShard:
             ready: An event in the stream that makes ``payload``; None on a CPU.
         """
         if self.codec is None:
-            # Parameters of several dtypes go as bytes, which are not to be had from the full-precision shard.
-            bytes_only = isinstance(codec, FullPrecision) and not codec.dtype.is_floating_point
-            self.next_codec = None if bytes_only else codec
+            self.next_codec = codec
         self._payload, self.encoded_by, self._version = payload, codec, version
         self.stale, self.unread = False, True
         self._ready = ready

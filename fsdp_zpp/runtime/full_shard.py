@@ -33,6 +33,7 @@ class FullShardUnit:
         gradient_nbytes: Bytes of a value that is reduced.
         reshards: Whether they are gathered again for the backward, as all but the outermost unit's are.
         topology: The ranks.
+        own_nbytes: Bytes that are gathered, of all ranks together, if they aren't ``weight_nbytes`` for each value.
     """
 
     numel: int
@@ -41,6 +42,7 @@ class FullShardUnit:
     gradient_nbytes: int
     reshards: bool
     topology: Topology
+    own_nbytes: int | None = None
 
 
 def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict[Level, int]:
@@ -59,7 +61,9 @@ def full_shard_bytes(units: Iterable[FullShardUnit], forwards: Forwards) -> dict
         shard, trained = (-(-numel // unit.topology.world) for numel in (unit.numel, unit.trained_numel))
         gathers = forwards.trained * (2 if unit.reshards else 1) + forwards.evaluated
         reductions = min(forwards.trained, 1)
-        nbytes = gathers * shard * unit.weight_nbytes + reductions * trained * unit.gradient_nbytes
+        own = unit.own_nbytes
+        gathered = shard * unit.weight_nbytes if own is None else -(-own // unit.topology.world)
+        nbytes = gathers * gathered + reductions * trained * unit.gradient_nbytes
         sent["inter"] += nbytes * (nodes - 1)
         sent["intra"] += nbytes * nodes * (gpus - 1)
     return sent

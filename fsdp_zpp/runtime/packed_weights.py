@@ -3,6 +3,9 @@
 bitsandbytes keeps two 4-bit codes in a byte, and for FSDP shows the bytes as bf16 (``bnb_4bit_quant_storage``). Seen as
 numbers they are noise, and rounding them leaves other codes. A unit that holds such a parameter is gathered as it is.
 
+Parameters that encode themselves for the all-gather, as torchao's float8 weights do, are trained weights all the same;
+see [Note: Own bytes] in the adapter to fully_shard.
+
 [Note: Packed bytes]
 Under fully_shard, units that hold packed values are gathered by this library even where torch's would do: torch
 copies shards by ``_foreach_copy_``, which on GPUs goes through fp32 and makes one NaN of all. About one in a thousand
@@ -29,11 +32,16 @@ def holds_packed_values(parameter: Tensor) -> bool:
         return holds_packed_values(parameter._local_tensor)
     return (
         hasattr(parameter, "__tensor_flatten__")  # consists of other tensors, of which it is computed
-        or hasattr(parameter, "fsdp_pre_all_gather")  # decides itself what is gathered
+        or encodes_itself(parameter)
         or getattr(parameter, "quant_state", None) is not None
         # Also before bitsandbytes has packed them, which it does when they are moved to a GPU.
         or any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(parameter).__mro__)
     )
+
+
+def encodes_itself(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` decides itself what FSDP gathers, as torchao's float8 weights do."""
+    return hasattr(parameter._local_tensor if isinstance(parameter, DTensor) else parameter, "fsdp_pre_all_gather")
 
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:

@@ -40,6 +40,13 @@ class Sharded:
         """
         return torch.float32, torch.float32
 
+    def own_nbytes(self) -> int | None:
+        """Return the bytes that FSDP itself gathers, of all ranks together, if they aren't values in one dtype.
+
+        They are known after the first forward.
+        """
+        return None
+
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters, as an optimizer holds them."""
         return ()

@@ -71,6 +71,8 @@ def summarize(
     error_nbytes: int = 0,
     encoded: Coverage | None = None,
     links: Links | None = None,
+    own: Coverage | None = None,
+    packed: bool = False,
 ) -> StrategySummary:
     """Sort the parts of a strategy into active and inactive ones.
 
@@ -78,8 +80,10 @@ def summarize(
         strategy: The strategy.
         resolved: As resolved where its weights are encoded.
         error_nbytes: Bytes of error state on a rank.
-        encoded: The units whose weights are encoded. Default: all; others hold packed values.
+        encoded: The units whose weights are encoded. Default: all.
         links: The links of the ranks, if they are known.
+        own: The units of weights that encode themselves, if there are any.
+        packed: Whether other units hold packed values.
     """
     no_gain = f"one node, {links}: no gain from codecs" if links is not None and not links.are_slow else _FAST_LINKS
     codecs, scopes, topology = resolved.gradient_codecs, resolved.scopes, resolved.topology
@@ -98,7 +102,7 @@ def summarize(
         reduction = _reduction(*codecs, topology)
     if strategy.intra_gradients == "auto":  # nobody has asked for it: without the hop, nothing is missing
         reduction = [part for part in reduction if part[1] != _NO_INTRA_NODE_HOP]
-    parts = _weights(strategy, resolved, encoded, no_gain) + reduction + exchanges
+    parts = _weights(strategy, resolved, encoded, no_gain, own, packed) + reduction + exchanges
     if strategy.gradients is not None and codecs[1] is None:
         parts.append((f"gradients reduced as {strategy.gradients}", no_gain))
     parts += _feedback(strategy.error_feedback, codecs, scopes.optimizer, topology, error_nbytes)
@@ -109,11 +113,16 @@ def summarize(
 
 
 def _weights(
-    strategy: Strategy, resolved: ResolvedStrategy, encoded: Coverage | None, no_gain: str
+    strategy: Strategy,
+    resolved: ResolvedStrategy,
+    encoded: Coverage | None,
+    no_gain: str,
+    own: Coverage | None,
+    packed: bool,
 ) -> list[tuple[str, str | None]]:
     """Return texts on how parameters are gathered, each with the reason why it is inactive, or None.
 
-    ``no_gain`` is the reason for which codecs are inactive on one node.
+    ``no_gain`` is the reason for which codecs are inactive on one node; the rest is as for :func:`summarize`.
     """
     parts: list[tuple[str, str | None]] = []
     scopes, topology, codec = resolved.scopes, resolved.topology, resolved.weights
@@ -123,13 +132,16 @@ def _weights(
     if strategy.weights is not None:
         left_off = no_gain if codec is None else None
         where = f" ({encoded})" if encoded is not None and encoded.units else ""
-        # If all units hold packed values, nothing is missing: these take as few bytes as codes.
+        # If no unit is encoded, nothing is missing: packed values take as few bytes as codes.
         if encoded is None or encoded.units or why_not or left_off:
             parts.append((f"weights gathered as {strategy.weights}{where}", why_not or left_off))
-        if encoded is not None and not (why_not or left_off):
+        if packed and not (why_not or left_off):
             parts.append((f"packed values gathered as they are, not as {strategy.weights}", None))
-    if codec is None and why_not is None:
+    if codec is None and why_not is None and (own is None or own.units < own.of_units):
         parts.append(("weights gathered in full precision", None))
+    if own is not None and why_not is None:
+        instead = "" if codec is None else f", not as {strategy.weights}"
+        parts.append((f"weights that encode themselves gathered in their own bytes{instead} ({own})", None))
     if scopes.parameters == "N" and why_not is None:
         parts.append(("weights kept gathered until they change", None))
     if strategy.keeps_secondary:
@@ -226,7 +238,11 @@ def log_summaries(model: str, groups: Groups, others: Sequence[int]) -> None:
         encoded = [unit for unit in members if not unit.packed]
         resolved = strategy.resolve(mesh.topology)  # not a unit's: one of packed values has no codec for weights
         coverage = None if len(encoded) == len(members) else _coverage(encoded, numels)
-        summary = summarize(strategy, resolved, sum(map(_error_nbytes, members)), coverage, links_of(strategy, mesh))
+        by_themselves = [unit for unit in members if unit.encodes_itself]
+        own = _coverage(by_themselves, numels) if by_themselves else None
+        packed = len(encoded) + len(by_themselves) < len(members)
+        nbytes, links = sum(map(_error_nbytes, members)), links_of(strategy, mesh)
+        summary = summarize(strategy, resolved, nbytes, coverage, links, own, packed)
         note = note_on_links(strategy, mesh, members)
         _log(f"{model}: {strategy.levels}", mesh, _coverage(members, numels), summary, note)
 

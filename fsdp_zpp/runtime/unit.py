@@ -143,6 +143,7 @@ class StrategyUnit:
         gather: Gathers its weights; None if torch's own all-gather does just that, or if nothing needs a gather.
         keep_unsharded: Whether the weights stay gathered until they change.
         packed: Whether it holds packed values, so that no codec may touch its weights.
+        encodes_itself: Whether trained weights encode themselves for the all-gather, as other bytes.
         stock: Whether torch does everything, as it would without a strategy.
         left_unquantized: Names of frozen parameters that ``frozen=`` has left to it, by the reason.
         patterns: Patterns of the overrides that its call was given.
@@ -165,7 +166,7 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
-        self.packed = self._in_place_of_torch = self.stock = False
+        self.packed = self.encodes_itself = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
         self.left_unquantized: dict[str, tuple[str, ...]] = {}
         self.patterns: tuple[str, ...] = ()
@@ -204,6 +205,7 @@ class StrategyUnit:
                 gradient_nbytes=gradients.itemsize,
                 reshards=not is_outermost,
                 topology=self.ranks.topology,
+                own_nbytes=self.sharded.own_nbytes(),
             )
         ]
 
@@ -218,7 +220,8 @@ class StrategyUnit:
             in_place_of_torch: Whether to do so even where torch's own all-gather would do; see [Note: Packed bytes].
         """
         self.packed, self._in_place_of_torch = True, in_place_of_torch
-        if self.ranks.by_links:  # packed values are a frozen base: see [Note: Links] in resolve.py
+        # Packed values are a frozen base, unless they encode themselves: see [Note: Links] in resolve.py.
+        if self.ranks.by_links and not self.encodes_itself:
             self.ranks = as_launched(self.ranks)
             self.resolved = self.strategy.resolve(self.ranks.topology)
             self.scopes = self.resolved.scopes

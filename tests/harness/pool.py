@@ -35,6 +35,7 @@ PRELOADED = [
     "matplotlib.pyplot",
     "transformers.trainer",
     "lightning.pytorch",
+    "torchao.float8",
     "fsdp_zpp",
 ]
 """What processes of tests import anyway, slowly; what is not installed is left out."""

@@ -67,6 +67,18 @@ NEEDED = (
         "handing over gathered weights",
     ),
     Needed(_PARAM, "param_dtype", "the dtype to gather in"),
+    Needed(
+        _COLLECTIVES,
+        "_get_param_all_gather_inputs",
+        "what is gathered of weights that encode themselves or are of several dtypes",
+    ),
+    Needed(_PARAM, "all_gather_inputs orig_dtype", "telling whether weights that encode themselves send values"),
+    Needed(_PARAM, "_extensions_data", "the metadata of weights that encode themselves"),
+    Needed(
+        f"{_FSDP}._fsdp_param.ExtensionsData",
+        "all_gather_metadata all_gather_input_sizes",
+        "keeping that metadata beside a secondary shard",
+    ),
     Needed("torch", "_foreach_copy_", "copying gathered weights of several dtypes"),
     # ---- unsharding and resharding
     Needed(_GROUP, "reshard _reshard_after_forward _to_sharded _to_unsharded", "keeping and dropping gathered weights"),

@@ -68,8 +68,7 @@ def adopt_groups(
             continue
         unit.sharded = own
         # Not by the setters of the module, which are for modules of one group.
-        if unit.gather is not None and own.weights.comm is not None:
-            unit.gather.secondary.source = own.weights
+        if own.weights.comm is not None:
             group._all_gather_comm = own.weights.comm
         if isinstance(own.gradients.comm, StrategyAllReduce):
             group._all_reduce_hook = own.gradients.comm

@@ -24,6 +24,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import groups_of, names_in, numel_of
 from ._torch_flat_layout import axes_of, order_parameters
+from ._torch_gather_inputs import has_own_bytes
 from ._torch_plan import GatherPlan, show_shards
 from ._torch_step_gradients import StepGradients
 from ._torch_transforms import without_dynamo, without_functorch
@@ -49,6 +50,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     _state: FSDPState
     _on_lazy_init: Callable[[nn.Module], None] | None
     _is_ordered: bool
+    _knows_formats: bool
     _known_names: Mapping[FSDPParam, str]
 
     def adopt(self, state: FSDPState, unit: StrategyUnit, path: str, on_lazy_init: Callable[[nn.Module], None]) -> None:
@@ -58,6 +60,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.gradients = StepGradients(self, self.weights, unit)
         self._state, self._on_lazy_init = state, on_lazy_init
         self._is_ordered, self._known_names = unit.stock, MappingProxyType({})
+        self._knows_formats = False
 
     # ---- lazy initialization
 
@@ -66,6 +69,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             order_parameters(self)
             self._is_ordered = True
         super().lazy_init()
+        if not self._knows_formats:
+            self._knows_formats = True
+            if not self.unit.stock and has_own_bytes(self.fsdp_params):
+                self._leave_weights_uncoded()
         states = self._state._state_ctx.all_states  # empty as long as there was no forward
         if states:
             self._set_missing_names(states[0]._modules[0])
@@ -74,6 +81,15 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
             self._on_lazy_init = None
+
+    def _leave_weights_uncoded(self) -> None:
+        """Leave out the codec, since parameters encode themselves; before the first gather, on all ranks alike."""
+        was_encoded, self.unit.encodes_itself = self.weights.is_encoded, True
+        if was_encoded:
+            self.unit.leave_weights_uncoded(in_place_of_torch=True)
+            self.weights.set_gather(self.unit.gather, keeps_unsharded=self.unit.keep_unsharded)
+            if self.weights.comm is not None:
+                self._all_gather_comm = self.weights.comm
 
     def _set_missing_names(self, root: nn.Module) -> None:
         """Give parameters the FQNs that torch has not found because ``unshard()`` came before the first forward."""
@@ -112,21 +128,22 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             super().unshard(async_op)
             return
         plan = weights.plan or weights.make_plan()
-        if plan.by_torch:
-            weights.check_gather()
-            super().unshard(async_op)
-        else:
-            self._all_gather_result = self._gathered(weights.gather, plan, async_op)
+        self._all_gather_result = self._gathered(weights.gather, plan, async_op)
 
     def _gathered(self, gather: WeightGather, plan: GatherPlan, async_op: bool) -> AllGatherResult:
         """Gather as torch's ``foreach_all_gather``, without the two copies of shards that it makes for a collective."""
-        # A stale secondary shard is made from what ``weights`` reads, and has the version of that.
-        is_compared = self.weights.reuses and not gather.secondary.stale
+        secondary, inputs, shard = gather.secondary, plan.inputs, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
+            if inputs is not None and (secondary.encoded_by is None or inputs.numel == 0):
+                shard = inputs.put_together()
+            # A stale secondary shard that is made from what ``weights`` reads has the version of that.
+            is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
-            gather(None, out, self.weights.shard_version() if is_compared else None)
+            gather(shard, out, self.weights.shard_version() if is_compared else None)
             event = stream.record_event()
+        if inputs is not None:
+            inputs.tell_torch()
         return AllGatherResult(out, event, **plan.result)
 
     @without_functorch
@@ -141,7 +158,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             return
         by_strategy = result.all_gather_work is None and self._all_gather_comm is weights.comm
         if plan is None or not plan.swaps or not by_strategy:
-            if by_strategy and plan is not None and not plan.by_torch and plan.mixed:
+            if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
                 as_bytes = plan.as_torch_gathers(result.all_gather_output)
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
@@ -251,6 +268,11 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         first = self.fsdp_params[0]
         weights = first.param_dtype or first.sharded_param.dtype
         return weights, self._reduce_dtype or weights
+
+    def own_nbytes(self) -> int | None:
+        """Return the bytes that torch gathers, of all ranks together, if they are of several dtypes or a format."""
+        plan = self.weights.plan
+        return plan.numel or None if plan is not None and plan.dtype == torch.uint8 else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, as an optimizer holds them."""

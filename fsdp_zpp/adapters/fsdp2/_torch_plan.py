@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ._torch_flat_layout import layout_of
-
-
-class GatherResult(TypedDict):
-    """Fields of torch's ``AllGatherResult`` that are the same for all gathers of a group."""
-
-    all_gather_work: None
-    param_all_gather_input_dtypes: list[list[torch.dtype]]
-    param_all_gather_input_numels: list[list[int]]
-    all_gather_input_split_sizes: list[int]
+from ._torch_gather_inputs import GatherInputs, GatherResult, encodes_itself, gather_result
 
 
 class GatherPlan:
@@ -31,20 +23,17 @@ class GatherPlan:
         encodes: Whether a codec encodes what is gathered.
 
     Attributes:
-        self_encoding: A parameter that decides itself what is gathered (``fsdp_pre_all_gather``), if there is one.
         mixed: Whether parameters are computed with in several dtypes.
-        by_torch: Whether torch alone can put together what is gathered, because a parameter encodes itself or, without
-            a codec, bytes are of several dtypes.
-        dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all.
+        inputs: Puts together what is gathered, if a parameter encodes itself or, without a codec, dtypes are mixed;
+            else None, and it is the shards themselves.
+        dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
+            uint8 if ``inputs`` are bytes.
         layout: Where parameters lie in a rank's part of a gather.
-        shard_numel: The number of values that a rank contributes to a gather.
-        numel: The number of values that a gather leaves on a rank.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose writes torch counts: the parameters and their shards.
         cast_before_joining: Whether each shard is to be cast to ``dtype`` before it is joined with others.
         swaps: The swaps of all parameters, once :meth:`fill`, :meth:`unshard` and :meth:`reshard` do what torch would
             do for each; else empty.
-        result: What an ``AllGatherResult`` tells besides the output and its event.
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
@@ -53,32 +42,45 @@ class GatherPlan:
         dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
         numels = [shard.numel() for shard in shards]
         self._world = group._all_gather_process_group.size()
-        self.self_encoding = next((p for p in params if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")), None)
         self.mixed = any(dtype != dtypes[0] for dtype in dtypes)
-        self.by_torch = self.self_encoding is not None or (self.mixed and not encodes)
-        self.dtype = torch.uint8 if self.by_torch and self.mixed else reduce(torch.promote_types, dtypes)
+        self.dtype = reduce(torch.promote_types, dtypes)
+        self.inputs: GatherInputs | None = None
+        if any(map(encodes_itself, params)) or (self.mixed and not encodes):
+            self.dtype = self.dtype if encodes else torch.uint8
+            self.inputs = GatherInputs(group, self.dtype, self.mixed)
         self.layout = layout_of(group, params, range(len(params)))
-        self.shard_numel = sum(numels)
-        self.numel = self.shard_numel * self._world
+        self._numel = sum(numels)
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self.result: GatherResult = {
-            "all_gather_work": None,
-            "param_all_gather_input_dtypes": [[dtype] for dtype in dtypes],
-            "param_all_gather_input_numels": [[numel] for numel in numels],
-            "all_gather_input_split_sizes": sizes,
-        }
+        self._result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
         # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
         self.cast_before_joining = not encodes and any(shard.dtype != shards[0].dtype for shard in shards)
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
 
+    @property
+    def shard_numel(self) -> int:
+        """Return the number of elements that a rank contributes to a gather; 0 if that is not known yet."""
+        return self._numel if self.inputs is None else self.inputs.numel
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements that a gather leaves on a rank; 0 if that is not known yet."""
+        return self.shard_numel * self._world
+
+    @property
+    def result(self) -> GatherResult:
+        """Return what an ``AllGatherResult`` tells besides the output and its event."""
+        return self._result if self.inputs is None else self.inputs.result
+
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""
         params = group.fsdp_params
-        if self.by_torch or self._world == 1 or torch.is_inference_mode_enabled() or not all(map(_is_plain, params)):
+        if self.inputs is not None or self._world == 1 or torch.is_inference_mode_enabled():
+            return
+        if not all(map(_is_plain, params)):
             return
         self.swaps = [Swap.of(param) for param in params]
         self._views = [_beside(param.all_gather_outputs[0], self._world) for param in params]

@@ -36,7 +36,7 @@ class GroupWeights:
 
     Attributes:
         gather: As given.
-        comm: Gathers where torch puts together what is gathered; None where torch gathers.
+        comm: What torch would call to gather; None where torch's own collective is to.
         plan: What gathers have in common; None before :meth:`make_plan`.
         reuses: Whether something of one gather is used in later ones.
         staleness_guard: The secondary shard that tells whether weights that stay unsharded from one micro-batch to the
@@ -47,42 +47,34 @@ class GroupWeights:
     """
 
     def __init__(self, group: FSDPParamGroup, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
-        self._group, self.gather = group, gather
+        self._group = group
         self._version = ShardVersion()
+        self.is_kept = self.puts_back = self.was_gathered = False
+        self.set_gather(gather, keeps_unsharded=keeps_unsharded)
+
+    def set_gather(self, gather: WeightGather | None, *, keeps_unsharded: bool) -> None:
+        """Gather by ``gather`` from now on, as the first gather does; the arguments are the constructor's."""
+        self.gather = gather
         self.plan: GatherPlan | None = None
         self.comm: StrategyAllGather | None = None
         self.staleness_guard: SecondaryShard | None = None
         self.reuses = False
         if gather is not None:
+            gather.secondary.source = self
             self.reuses = gather.secondary.keep or keeps_unsharded
             self.staleness_guard = gather.secondary if keeps_unsharded else None
             self.comm = StrategyAllGather(gather, self.shard_version if self.reuses else None)
-        self.is_kept = self.puts_back = self.was_gathered = False
 
     def make_plan(self) -> GatherPlan:
         """Make the plan of the group's gathers, and return it."""
-        self.plan = GatherPlan(self._group, self._is_encoded)
+        self.plan = GatherPlan(self._group, self.is_encoded)
         return self.plan
 
     @property
-    def _is_encoded(self) -> bool:
+    def is_encoded(self) -> bool:
+        """Return whether a codec encodes what is gathered."""
         gather = self.gather
         return gather is not None and gather.secondary.codec is not None and self._group._all_gather_comm is self.comm
-
-    def check_gather(self) -> None:
-        """Raise if a codec is to encode what torch alone can put together.
-
-        Raises:
-            TypeError: If a parameter encodes itself.
-        """
-        if not self._is_encoded:
-            return
-        param = (self.plan or self.make_plan()).self_encoding
-        if param is not None:
-            raise TypeError(
-                f"parameter {param._param_fqn} is a {type(param._sharded_local_tensor).__name__}, which encodes "
-                "itself for the all-gather (fsdp_pre_all_gather); shard it with weights=None"
-            )
 
     # ---- weights that are kept, see [Note: Kept weights]
 
@@ -108,9 +100,12 @@ class GroupWeights:
     # ---- as a ShardSource, which is asked before torch's gather
 
     def can_be_read(self) -> bool:
-        """Return whether the shards may be read: not in a backward, nor if torch must put together what is gathered."""
-        # In a backward, an optimizer may outdate what is prefetched.
-        return torch._C._current_graph_task_id() == -1 and not (self.plan or self.make_plan()).by_torch
+        """Return whether the shards may be read: not in a backward, nor if it is not known yet how much there is."""
+        if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
+            return False
+        inputs, group = (self.plan or self.make_plan()).inputs, self._group
+        # Of what is gathered already, torch still needs the metadata.
+        return inputs is None or (inputs.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
         """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
@@ -120,6 +115,9 @@ class GroupWeights:
         """Return the flat, padded shards of all parameters, in the order in which the group gathers them."""
         plan, device = self.plan or self.make_plan(), self._group.device
         params = self._group.fsdp_params
+        if plan.inputs is not None:
+            joined = plan.inputs.put_together()
+            return ShardValues([joined], joined.numel(), self.shard_version(), self.is_trained())
         shards = [param._sharded_param_data for param in params]
         if shards[0].device != device:
             shards = [shard.to(device, non_blocking=True) for shard in shards]

@@ -182,7 +182,6 @@ def _on_lazy_init(root: nn.Module) -> None:
 def _set_up(root: nn.Module) -> None:
     groups = _torch_adoption.strategy_groups_below(root)
     for group in groups:
-        group.weights.check_gather()
         group.unit.sharded = group
     model, members = model_name(root), [group.unit for group in groups]
     prepare_frozen(root)

@@ -17,7 +17,7 @@ from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import quantize_for
-from fsdp_zpp.runtime.packed_weights import packed
+from fsdp_zpp.runtime.packed_weights import encodes_itself, packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -56,13 +56,21 @@ def make_unit(
         unit.left_unquantized |= quantize_for(
             strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
         )
-    if holds_packed and packed(named_own_parameters(modules, ignored)):  # what is left of them
+    if holds_packed and _cannot_be_encoded(named_own_parameters(modules, ignored)):  # what is left of them
         can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments)
         unit.leave_weights_uncoded(in_place_of_torch=can_gather)
     unit.stock = layout.stock and unit.gather is None
     if layout.stock:
         unit.reductions.leave_to_torch()
     return unit, layout.stock
+
+
+def _cannot_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> bool:
+    """Return whether packed values are among the parameters, but for trained ones that encode themselves.
+
+    What these send is known only when they are sharded; see ``lazy_init`` in _torch_group.py.
+    """
+    return any(not (p.requires_grad and encodes_itself(p)) for p in packed(parameters).values())
 
 
 def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:

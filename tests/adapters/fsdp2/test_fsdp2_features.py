@@ -1,4 +1,4 @@
-"""What only fully_shard composes with: recovery, tensors that encode themselves."""
+"""What only fully_shard composes with: recovery, hooks of its all-reduce."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from harness import models
 from harness.adapter import STOCK, Case
 from harness.fsdp2 import Fsdp2
-from harness.messages import collected
 from harness.pool import Pool
-from harness.training import logits, train
+from harness.training import train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -46,21 +45,6 @@ def recover(strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", [HPZ, Strategy(gpus_per_node=4), Strategy("NNN", gpus_per_node=2)], ids=str)
 def test_reset_iter_state_recovers_from_an_exception(pool: Callable[[int], Pool], strategy: Strategy) -> None:
     pool(4).run(recover, strategy)
-
-
-def self_encoding() -> None:
-    """In a worker: a tensor that encodes itself for the all-gather can't be encoded once more."""
-    model = Fsdp2().make(Case(), Strategy.zeropp(gpus_per_node=2))
-    local = model.blocks[0].up.weight._local_tensor
-    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
-    local.fsdp_post_all_gather = lambda outputs, metadata, dtype, *, out=None: (outputs[0], outputs)
-    with collected() as records, pytest.raises(TypeError, match=r"blocks\.0\.up\.weight is a Tensor, which encodes"):
-        logits(model)
-    assert records == []  # the first forward is refused before anything is said to be active
-
-
-def test_a_tensor_that_encodes_itself_is_refused_a_codec(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(self_encoding)
 
 
 def users_hook(strategy: Strategy, hooked: bool) -> dict[str, Tensor]:
