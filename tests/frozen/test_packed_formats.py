@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import packed_codes_by_hand as by_hand
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdp_zpp.frozen.stored.awq import decode_awq
-from fsdp_zpp.frozen.stored.gptq import decode_gptq
-from fsdp_zpp.frozen.stored.mxfp4 import decode_mxfp4
-from fsdp_zpp.frozen.stored.nvfp4 import decode_nvfp4
-from fsdp_zpp.frozen.stored.packed_integers import decode_packed_integers
+from fsdp_zpp.frozen.stored.awq import Awq, decode_awq
+from fsdp_zpp.frozen.stored.format import stored_in
+from fsdp_zpp.frozen.stored.gptq import Gptq, decode_gptq
+from fsdp_zpp.frozen.stored.mxfp4 import Mxfp4, decode_mxfp4
+from fsdp_zpp.frozen.stored.nvfp4 import Nvfp4, decode_nvfp4
+from fsdp_zpp.frozen.stored.packed_integers import PackedIntegers, decode_packed_integers
 
 GPTQ = [
     {"bits": bits, "sym": sym, "act": act, "v2": v2}
@@ -136,3 +140,105 @@ def test_mxfp4_decodes_as_transformers_does(dtype: torch.dtype) -> None:
     ours = decode_mxfp4(parts["blocks"], parts["scales"], dtype).mT
     assert same(ours.contiguous(), values.to(dtype))
     assert same(ours.contiguous(), convert_moe_packed_tensors(**parts, dtype=dtype))
+
+
+# ---- formats
+
+
+class Tensors(dict[str, Tensor]):
+    """The tensors of a checkpoint, in memory."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self[key].shape)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self[key].dtype
+
+    def read(self, key: str) -> Tensor:
+        return self[key]
+
+
+def _gptq_config(options: dict[str, Any]) -> dict[str, Any]:
+    return {"quant_method": "gptq", "checkpoint_format": "gptq_v2" if options["v2"] else "gptq"}
+
+
+FORMATS: dict[str, Any] = {
+    **{f"gptq {options}": (Gptq, by_hand.gptq(48, 128, **options), "", _gptq_config(options)) for options in GPTQ},
+    "awq": (Awq, by_hand.awq(48, 128), "", {"quant_method": "awq", "version": "GEMM"}),
+    **{f"integers {options}": (PackedIntegers, by_hand.packed_integers(44, 128, **options), "", {}) for options in INTEGERS},
+    "nvfp4": (Nvfp4, by_hand.nvfp4(48, 128), "", {}),
+    "mxfp4": (Mxfp4, by_hand.mxfp4(3, 48, 64), "experts_", {}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_a_format_decode_alone(name: str, tmp_path: Path) -> None:
+    kind, (parts, values), prefix, config = FORMATS[name]
+    tensors = Tensors({(prefix or "layer.") + key: part for key, part in parts.items()})
+    [(found, stored)] = kind.find(tensors, config).items()
+    assert found == (prefix.removesuffix("_") or "layer.weight")
+    assert stored.shape == values.shape
+    assert set(stored.keys.values()) == set(tensors)
+    save_file(tensors, tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        for read in (tensors.__getitem__, file.get_slice):
+            weight = stored_in(stored, {role: read(key) for role, key in stored.keys.items()})
+            for first, last in ((0, len(values)), (0, 1), (1, 3), (len(values) - 1, len(values))):
+                assert torch.equal(weight.rows(first, last), values[first:last].float())
+            everything = weight.records(0, stored.groups)
+            for cut in range(stored.groups + 1):
+                assert torch.equal(torch.cat([weight.records(0, cut), weight.records(cut, stored.groups)]), everything)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    kind, (parts, _), prefix, config = FORMATS[name]
+    prefix = prefix or "layer."
+    tensors = Tensors({prefix + key: part for key, part in parts.items()})
+    for key, part in parts.items():
+        changes = {"shorter": part[:-1], "dtype": part.double()}
+        if key not in _NEED_NOT_BE_THERE:
+            del tensors[prefix + key]
+            with pytest.raises(ValueError, match=f"{prefix}.*give a complete checkpoint"):
+                kind.find(tensors, config)
+        for what, changed in changes.items():
+            tensors[prefix + key] = changed
+            if (key, what) == ("weight_packed", "dtype") and kind is PackedIntegers:
+                assert not kind.find(tensors, config)  # another format
+                continue
+            with pytest.raises(ValueError, match=f"{prefix}.*(give a complete checkpoint|or give another checkpoint)"):
+                kind.find(tensors, config)
+        tensors[prefix + key] = part
+
+
+_NEED_NOT_BE_THERE = {
+    *("qweight", "weight_packed", "blocks", "weight_global_scale"),  # by which formats find their weights
+    *("g_idx", "weight_g_idx", "weight_zero_point"),  # which not all weights have
+}
+
+
+def test_settings_that_are_not_supported_are_refused() -> None:
+    tensors = Tensors({f"layer.{key}": part for key, part in by_hand.gptq(48, 128)[0].items()})
+    for kind, config, said in (
+        (Gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.* gptq and gptq_v2"),
+        (Awq, {"quant_method": "awq", "version": "gemv"}, "version 'gemv'.* gemm alone"),
+        (Awq, {"quant_method": "awq", "bits": 8}, "bits 8.* 4 alone"),
+        (Gptq, {}, "layer.qweight is of GPTQ or AWQ, but no config.json"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kind.find(tensors, config)
+    three_bits = Tensors(tensors | {"layer.g_idx": torch.zeros(48 * 128 * 4 // 3 // 48, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="bits of layer.* 4 and 8"):
+        Gptq.find(three_bits, {"quant_method": "gptq", "bits": 3})
+
+
+def test_weights_in_another_order_have_another_codec() -> None:
+    config = {"quant_method": "gptq", "bits": 4}
+    orders = [torch.arange(128).flip(0) // 32, torch.arange(128).roll(1) // 32, torch.arange(128) // 32]
+    codecs = []
+    for order in [*orders, orders[0].clone()]:
+        tensors = by_hand.gptq(48, 128)[0] | {"g_idx": order.int()}
+        [stored] = Gptq.find(Tensors({f"a.{key}": part for key, part in tensors.items()}), config).values()
+        codecs.append(stored.codec)
+    assert codecs[3] == codecs[0]
+    assert len({str(codec) for codec in codecs}) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,12 @@ def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The values, [..., bytes * 2].
     """
-    values = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=dtype, device=octets.device)
     codes = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
-    return values[codes.int()]
+    return _values(dtype, octets.device)[codes.int()]
+
+
+@functools.cache
+def _values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values of all codes; they are copied to a device once."""
+    with torch.inference_mode(False):
+        return torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=dtype, device=device)

@@ -7,10 +7,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
+from .format import Parts, StoredFormat, StoredTensors, misfit
 from .fp4_codes import unpack_fp4
+from .headers import matrix, whole
+from .records import Field, RecordLayout
+
+_BLOCK = 16
 
 
 def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
@@ -27,3 +37,55 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     scales = scale.float() / global_scale.float().unsqueeze(-1)
     values = unpack_fp4(packed, torch.float32)
     return (values.unflatten(-1, (scale.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class Nvfp4(StoredFormat):
+    """A matrix in ``nvfp4-pack-quantized``; a group is a row, whose record has the global scale, too."""
+
+    name: ClassVar[str] = "compressed-tensors' nvfp4-pack-quantized"
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        end = ".weight_global_scale"
+        weights = [key.removesuffix("_global_scale") for key in tensors if key.endswith(end)]
+        return {weight: cls._of(weight, tensors) for weight in weights}
+
+    @classmethod
+    def _of(cls, weight: str, tensors: StoredTensors) -> Nvfp4:
+        keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "global_scale")}
+        out, octets = matrix(tensors, keys["packed"], torch.uint8)
+        matrix(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _BLOCK))
+        whole_scale = tensors.shape(keys["global_scale"]), tensors.dtype(keys["global_scale"])
+        if whole_scale not in (((), torch.float32), ((1,), torch.float32)):
+            raise misfit(keys["global_scale"], f"{whole_scale[1]} {whole_scale[0]}", "one number in fp32")
+        return cls(torch.Size((out, octets * 2)), torch.bfloat16, keys)
+
+    @property
+    def description(self) -> str:
+        return f"{self.name}, {self.shape[-1]} columns"
+
+    @property
+    def group_numel(self) -> int:
+        return self.shape[-1]
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        columns = self.shape[-1]
+        return RecordLayout(
+            (
+                Field("packed", torch.uint8, (1, columns // 2)),
+                Field("scale", torch.uint8, (1, columns // _BLOCK)),
+                Field("global_scale", torch.float32, (1,)),
+            )
+        )
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        if first == last:
+            return torch.zeros((0, self.layout.nbytes), dtype=torch.uint8)
+        values = {"packed": parts["packed"][first:last], "scale": parts["scale"][first:last].view(torch.uint8)}
+        return self.layout.pack(last - first, **values, global_scale=whole(parts["global_scale"]).expand(last - first))
+
+    def decode(self, records: Tensor) -> Tensor:
+        packed, scale, whole_scale = (self.layout.get(records, field.name) for field in self.layout.fields)
+        return decode_nvfp4(packed, scale.view(torch.float8_e4m3fn), whole_scale).flatten(1)

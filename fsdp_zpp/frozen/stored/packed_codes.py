@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ's eight neighbouring outputs lie in a word, counted from its lowest bits (autoawq's AWQ_REVERSE_ORDER)."""
-
-
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
     """Unpack codes along the last dimension, those in the lowest bits of a word first.
 
@@ -19,16 +15,20 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
     Returns:
         The unsigned codes, uint8 [..., words * 32 // bits].
     """
-    octets = words.contiguous().view(torch.uint8)  # little-endian, as safetensors and all machines that torch runs on
+    flat = torch.empty(words.shape, dtype=words.dtype, device=words.device).copy_(words).view(-1)
+    # Little-endian, as safetensors and the machines that torch runs on are.
+    octets = flat.view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def unpack_awq_codes(words: Tensor) -> Tensor:
-    """Unpack AWQ's codes of 4 bits along the last dimension: int32 [..., words] to uint8 [..., words * 8]."""
-    codes = unpack_codes(words, 4).unflatten(-1, (-1, 8))
-    return codes[..., torch.tensor(AWQ_ORDER, device=words.device)].flatten(-2)
+    """Unpack AWQ's codes of 4 bits along the last dimension: int32 [..., words] to uint8 [..., words * 8].
+
+    From its lowest bits on, a word holds the codes 0, 2, 4, 6, 1, 3, 5, 7 (autoawq's ``packing_utils.py``).
+    """
+    return unpack_codes(words, 4).unflatten(-1, (-1, 2, 4)).mT.flatten(-3)
 
 
 def scale_codes(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor | None) -> Tensor:

@@ -1,0 +1,79 @@
+"""Checks of the headers of packed weights, and reading of their records, for the formats that pack codes into words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .format import REMEDY, Parts, StoredTensors, misfit
+from .records import RecordLayout
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of scales."""
+
+
+def matrix(
+    tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: tuple[int | None, int | None] = (None, None)
+) -> tuple[int, int]:
+    """Return the shape of a stored matrix.
+
+    Args:
+        tensors: The checkpoint's tensors.
+        key: The name of the matrix.
+        *dtypes: The dtypes that it may have.
+        shape: The shape that it must have; None for any size.
+
+    Raises:
+        ValueError: If the checkpoint lacks it, or it has another shape or dtype.
+    """
+    if key not in tensors:
+        raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
+    found, dtype = tensors.shape(key), tensors.dtype(key)
+    if dtype not in dtypes:
+        raise misfit(key, dtype, " or ".join(map(str, dtypes)))
+    if len(found) != 2 or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
+        expected = tuple("any" if size is None else size for size in shape)
+        raise misfit(key, f"a tensor of shape {found}", f"shape {expected}")
+    return found[0], found[1]
+
+
+def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
+    """Return the dtype of scales that :func:`matrix` has checked."""
+    dtype = tensors.dtype(key)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def unreadable(format: str, setting: str, value: object, allowed: str) -> ValueError:
+    """Return the error about a setting of a format that is not supported."""
+    return ValueError(
+        f"the checkpoint is in {format} with {setting} {value!r}, and {allowed} can be read; dequantize it with the "
+        "library that wrote it, or give another checkpoint"
+    )
+
+
+def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dict[str, Tensor]:
+    """Read the columns of groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs.
+
+    Returns:
+        For each field of ``layout``, of shape [rows, columns of a group]: [groups, rows, columns of a group].
+    """
+    values = {}
+    for field in layout.fields:
+        rows, width = field.shape
+        some: Tensor = parts[field.name][:, first * width : last * width]
+        values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
+    return values
+
+
+def whole(part: Any) -> Tensor:
+    """Read all of a small part of a weight, as a flat tensor."""
+    read: Tensor = part[...] if isinstance(part, Tensor) or not part.get_shape() else part[:]
+    return read.reshape(-1)
+
+
+def dims_of(part: Any) -> int:
+    """Return how many dimensions a part of a weight has."""
+    return len(part.shape if isinstance(part, Tensor) else part.get_shape())
