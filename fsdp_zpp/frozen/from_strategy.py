@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.codecs.as_stored import AsStored
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
@@ -67,7 +67,9 @@ def quantize_for(
         dtype=dtype,
         broadcast=broadcast,
     )
-    selection = select(module, MIN_NUMEL, ignored, unpack=isinstance(strategy.frozen, NF4))
+    selection = select(module, MIN_NUMEL, ignored, unpack=True)
+    if isinstance(strategy.frozen, AsStored):
+        selection.leave_plain()
     has_values = broadcast is None or mesh.rank == 0
     agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)
     report, base = quantize_selected(module, selection, options)

@@ -13,7 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .tensor_files import Header, TensorFiles
+from ..stored.format import StoredWeight, stacked
+from .decoded_files import DecodedFiles
+from .tensor_files import Header
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _PARTS = {
@@ -33,7 +35,7 @@ class StackedFiles:
         files: The files.
     """
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(self, files: DecodedFiles) -> None:
         self.source = files.source
         self._files = files
         self._stacks = _stacks_in(files)
@@ -87,7 +89,23 @@ class StackedFiles:
         """Copy a tensor."""
         if key in self._files or key not in self._stacks:
             return self._files.read(self.parts(key)[0])
-        return self.rows(key, 0, len(self._stacks[key]))
+        return self.rows(key, 0, len(self._stacks[key])).to(self.header(key).dtype)
+
+    def stored(self, key: str) -> StoredWeight | None:
+        """Return a weight that is stored quantized; None for any other tensor.
+
+        Raises:
+            ValueError: If its matrices can't be put together without being decoded.
+        """
+        if key in self._files or key not in self._stacks:
+            return self._files.stored(self.parts(key)[0])
+        matrices = [[self._files.stored(part) for part in matrix] for matrix in self._stacks[key]]
+        known = [[part for part in matrix if part is not None] for matrix in matrices]
+        if not any(known):
+            return None
+        if known != matrices:
+            raise ValueError(f"some matrices of {key} are quantized, and others are not; give a complete checkpoint")
+        return stacked(known, key)
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:
