@@ -7,13 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .awq import Awq
 from .bitsandbytes import FourBit, Int8Rows
 from .format import REMEDY, StoredFormat, StoredTensors
 from .fp8 import Fp8
+from .gptq import Gptq
+from .mxfp4 import Mxfp4
+from .nvfp4 import Nvfp4
+from .packed_integers import PackedIntegers
 
 FORMATS: dict[str, tuple[type[StoredFormat], ...]] = {
     "fp8": (Fp8,),
     "bitsandbytes": (FourBit, Int8Rows),
+    "mxfp4": (Mxfp4,),
+    "gptq": (Gptq,),
+    "awq": (Awq,),
+    "compressed-tensors": (PackedIntegers, Nvfp4, Fp8),
 }
 """The formats of each ``quant_method``. Those of all are looked for where nothing names one."""
 
