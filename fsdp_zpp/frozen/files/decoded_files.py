@@ -62,11 +62,9 @@ class DecodedFiles:
         return self._files.rows(key, first, last) if stored is None else stored.rows(first, last)
 
     def read(self, key: str) -> Tensor:
-        """Copy a tensor, in its dtype."""
+        """Copy a tensor, fp32 if it is stored quantized: only the model knows what to round it to."""
         stored = self.stored(key)
-        if stored is None:
-            return self._files.read(key)
-        return stored.rows(0, stored.shape[0], stored.format.dtype)
+        return self._files.read(key) if stored is None else stored.rows(0, stored.shape[0])
 
     def _first(self, key: str) -> str:
         return next(iter(self._stored[key].keys.values())) if key in self._stored else key

@@ -89,7 +89,7 @@ class StackedFiles:
         """Copy a tensor."""
         if key in self._files or key not in self._stacks:
             return self._files.read(self.parts(key)[0])
-        return self.rows(key, 0, len(self._stacks[key])).to(self.header(key).dtype)
+        return self.rows(key, 0, len(self._stacks[key]))
 
     def stored(self, key: str) -> StoredWeight | None:
         """Return a weight that is stored quantized; None for any other tensor.

@@ -44,7 +44,8 @@ class Fp8(StoredFormat):
         found: dict[str, StoredFormat] = {}
         for key in tensors:
             dtype = tensors.dtype(key)
-            if dtype not in CODES or len(tensors.shape(key)) < 2:
+            # The scales of some formats are in fp8, too, such as those of nvfp4.
+            if dtype not in CODES or len(tensors.shape(key)) < 2 or key.endswith(_SUFFIXES):
                 continue
             assert isinstance(dtype, torch.dtype)
             names = [key + suffix for suffix in _SUFFIXES]

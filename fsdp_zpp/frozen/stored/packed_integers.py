@@ -153,9 +153,9 @@ def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors) -> 
     rows, inputs = tensors.read(key).tolist()
     if rows != out:
         raise misfit(key, f"{rows} rows", f"{out} rows, as many as its codes have")
-    bits = next((bits for bits in range(1, 9) if -(-inputs * bits // 32) == words), 0)
-    if bits not in (4, 8):
-        raise unreadable(PackedIntegers.name, f"bits of {key}", bits or 32 * words / max(1, inputs), "4 and 8")
+    bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), 0)
+    if not bits:
+        raise unreadable(PackedIntegers.name, f"bits of {key}", 32 * words / max(1, inputs), "4 and 8")
     return inputs, bits
 
 
