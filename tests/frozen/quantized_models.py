@@ -13,8 +13,8 @@ import moe
 import packed_codes_by_hand as by_hand
 import torch
 from harness import llama, models
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 Tensors = dict[str, Tensor]
 Write = Callable[[int, int, int], by_hand.Stored]
@@ -168,22 +168,19 @@ def _write(written: _Written, how: Format | None, module: str, weight: Tensor, s
 
 
 def write(folder: Path, kind: str, format: str) -> Path:
-    """Write a checkpoint, with the model's configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.cpu().contiguous() for name, tensor in _written(kind, format).stored.items()}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    """Write a checkpoint, with the model's configuration, and in a folder in it the values that it stands for."""
+    (folder / "values").mkdir(parents=True)
+    written = _written(kind, format)
+    for path, tensors in ((folder, written.stored), (folder / "values", written.values)):
+        named = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(named, path / "model.safetensors", {"format": "pt"})
     config = make(kind).config.to_dict() | {"quantization_config": FORMATS[format].config}
     (folder / "config.json").write_text(json.dumps(config, default=str))
     return folder
 
 
-def dequantized(kind: str, format: str) -> Any:
-    """The oracle: the model with the values that the checkpoint stands for."""
+def dequantized(kind: str, folder: str | Path) -> Any:
+    """The oracle: the model with the values that the checkpoint in a folder stands for."""
     model = make(kind)
-    model.load_state_dict(_written(kind, format).values)
+    model.load_state_dict(load_file(Path(folder) / "values" / "model.safetensors"))
     return model.to(models.device())
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Its decoder layers."""
-    return [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
