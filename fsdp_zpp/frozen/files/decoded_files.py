@@ -61,10 +61,10 @@ class DecodedFiles:
         stored = self.stored(key)
         return self._files.rows(key, first, last) if stored is None else stored.rows(first, last)
 
-    def read(self, key: str) -> Tensor:
-        """Copy a tensor, fp32 if it is stored quantized: only the model knows what to round it to."""
+    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copy a tensor, in ``dtype`` if it is stored quantized, so that its values are rounded once."""
         stored = self.stored(key)
-        return self._files.read(key) if stored is None else stored.rows(0, stored.shape[0])
+        return self._files.read(key) if stored is None else stored.rows(0, stored.shape[0], dtype)
 
     def _first(self, key: str) -> str:
         return next(iter(self._stored[key].keys.values())) if key in self._stored else key

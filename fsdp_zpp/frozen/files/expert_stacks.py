@@ -82,14 +82,16 @@ class StackedFiles:
         """Copy rows ``first`` to ``last - 1`` of a tensor; those of a stack are its matrices."""
         if key in self._files or key not in self._stacks:
             return self._files.rows(self.parts(key)[0], first, last)
-        matrices = self._stacks[key][first:last]
-        return torch.stack([torch.cat([self._files.read(part) for part in matrix]) for matrix in matrices])
+        return self._stack(self._stacks[key][first:last], torch.float32)
 
-    def read(self, key: str) -> Tensor:
-        """Copy a tensor."""
+    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copy a tensor, in ``dtype`` if it is stored quantized."""
         if key in self._files or key not in self._stacks:
-            return self._files.read(self.parts(key)[0])
-        return self.rows(key, 0, len(self._stacks[key]))
+            return self._files.read(self.parts(key)[0], dtype)
+        return self._stack(self._stacks[key], dtype)
+
+    def _stack(self, matrices: list[list[str]], dtype: torch.dtype) -> Tensor:
+        return torch.stack([torch.cat([self._files.read(part, dtype) for part in matrix]) for matrix in matrices])
 
     def stored(self, key: str) -> StoredWeight | None:
         """Return a weight that is stored quantized; None for any other tensor.

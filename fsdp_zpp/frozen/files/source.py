@@ -99,7 +99,7 @@ class Checkpoint:
         return lambda first, last: self._files.rows(key, first, last)
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        return self._files.read(self._keys[tensor])
+        return self._files.read(self._keys[tensor], tensor.tensor.dtype)
 
     def stored(self, tensor: ModelTensor) -> StoredWeight | None:
         return self._files.stored(self._keys[tensor])

@@ -97,7 +97,7 @@ class StoredFormat(ABC):
         Args:
             parts: The weight's tensors by the roles of ``keys``.
             first: The first group.
-            last: The end of the groups.
+            last: The end of the groups, of which there is at least one.
 
         Returns:
             uint8 [last - first, layout.nbytes]. Zeros complete the weight's last group.
@@ -192,7 +192,12 @@ class StoredWeight:
 
 def stored_in(format: StoredFormat, parts: Parts) -> StoredWeight:
     """Return the weight that consists of ``parts``."""
-    return StoredWeight(format, lambda first, last: format.pack(parts, first, last))
+
+    def records(first: int, last: int) -> Tensor:
+        # A rank whose chunk lies past the end has none.
+        return format.pack(parts, first, last) if first < last else torch.zeros(0, format.layout.nbytes).byte()
+
+    return StoredWeight(format, records)
 
 
 def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeight:
