@@ -46,7 +46,15 @@ def _values(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> T
 
 
 def gptq(
-    out: int, inputs: int, seed: int = 0, *, bits: int = 4, group: int = 32, sym: bool = False, act: bool = False, v2: bool = False
+    out: int,
+    inputs: int,
+    seed: int = 0,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    sym: bool = False,
+    act: bool = False,
+    v2: bool = False,
 ) -> Stored:
     """As gptqmodel and auto_gptq write it; ``v2`` is the format whose zero points are stored as they are."""
     codes = _codes((out, inputs), bits, seed)

@@ -104,9 +104,7 @@ FORMATS = {
         _compressed("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}),
         by_hand.fp8_rows,
     ),
-    "fp8": Format(
-        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}, by_hand.fp8
-    ),
+    "fp8": Format({"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}, by_hand.fp8),
     "nf4": Format(
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _four_bit, experts=False
     ),
@@ -148,7 +146,9 @@ def _written(kind: str, format: str) -> _Written:
             for expert in range(len(tensor)):
                 for part, matrix in zip(experts[stack], tensor[expert].split(rows), strict=True):
                     own = f"{prefix}.{expert}.{part}"
-                    matrices.append(_write(written, how if how.experts else None, own, matrix, 1000 * seed + len(matrices)))
+                    matrices.append(
+                        _write(written, how if how.experts else None, own, matrix, 1000 * seed + len(matrices))
+                    )
             written.values[name] = torch.cat(matrices).view_as(tensor)
         elif linear and tensor.dim() == 2 and format != "mxfp4":
             written.values[name] = _write(written, how, name.removesuffix(".weight"), tensor, 10 * seed)

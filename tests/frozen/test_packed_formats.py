@@ -165,7 +165,10 @@ def _gptq_config(options: dict[str, Any]) -> dict[str, Any]:
 FORMATS: dict[str, Any] = {
     **{f"gptq {options}": (Gptq, by_hand.gptq(48, 128, **options), "", _gptq_config(options)) for options in GPTQ},
     "awq": (Awq, by_hand.awq(48, 128), "", {"quant_method": "awq", "version": "GEMM"}),
-    **{f"integers {options}": (PackedIntegers, by_hand.packed_integers(44, 128, **options), "", {}) for options in INTEGERS},
+    **{
+        f"integers {options}": (PackedIntegers, by_hand.packed_integers(44, 128, **options), "", {})
+        for options in INTEGERS
+    },
     "nvfp4": (Nvfp4, by_hand.nvfp4(48, 128), "", {}),
     "mxfp4": (Mxfp4, by_hand.mxfp4(3, 48, 64), "experts_", {}),
 }
@@ -220,15 +223,19 @@ _NEED_NOT_BE_THERE = {
 def test_settings_that_are_not_supported_are_refused() -> None:
     tensors = Tensors({f"layer.{key}": part for key, part in by_hand.gptq(48, 128)[0].items()})
     for kind, config, said in (
-        (Gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.* gptq and gptq_v2"),
-        (Awq, {"quant_method": "awq", "version": "gemv"}, "version 'gemv'.* gemm alone"),
-        (Awq, {"quant_method": "awq", "bits": 8}, "bits 8.* 4 alone"),
+        (
+            Gptq,
+            {"quant_method": "gptq", "checkpoint_format": "marlin"},
+            r"checkpoint_format 'marlin'.* gptq and gptq_v2",
+        ),
+        (Awq, {"quant_method": "awq", "version": "gemv"}, r"version 'gemv'.* gemm alone"),
+        (Awq, {"quant_method": "awq", "bits": 8}, r"bits 8.* 4 alone"),
         (Gptq, {}, "layer.qweight is of GPTQ or AWQ, but no config.json"),
     ):
         with pytest.raises(ValueError, match=said):
             kind.find(tensors, config)
     three_bits = Tensors(tensors | {"layer.g_idx": torch.zeros(48 * 128 * 4 // 3 // 48, dtype=torch.int32)})
-    with pytest.raises(ValueError, match="bits of layer.* 4 and 8"):
+    with pytest.raises(ValueError, match=r"bits of layer.* 4 and 8"):
         Gptq.find(three_bits, {"quant_method": "gptq", "bits": 3})
 
 

@@ -94,12 +94,15 @@ def trained(adapter: Adapter, kind: str, codec: Any, folder: str) -> tuple[Any, 
 
 @pytest.mark.parametrize("anew", [False, True], ids=[AS_STORED, "anew"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_logits_equal_the_dequantized_models(case: tuple[str, str], anew: bool, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_models(
+    case: tuple[str, str], anew: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoints.write(tmp_path / "base", *case)
     codec = ANEW[case] if anew else AS_STORED
     model = checkpoints.make(case[0]).requires_grad_(False)
     quantize_frozen_params(model, codec, checkpoint=tmp_path / "base")
     assert torch.equal(llama.logits_of(model), llama.logits_of(oracle(case[0], str(tmp_path), codec)))
+    assert "no place for" not in caplog.text  # all that was stored is part of some weight
 
 
 @over_each(case=CASES, anew={AS_STORED: False, "anew": True}, adapter=ADAPTERS)
@@ -115,6 +118,29 @@ def test_adapters_train_on_quantized_checkpoints(
 
 
 # ---- what the libraries that own the formats make of the same files
+
+
+def saved(adapter: Adapter, kind: str, folder: str) -> Tensor:
+    """In a worker: logits of a sharded model whose base is kept as stored, and whose adapter is saved."""
+    base = checkpoints.make(kind).requires_grad_(False)
+    quantize_frozen_params(base, AS_STORED, checkpoint=f"{folder}/base", gpus_per_node=2)
+    model = shard(adapter, kind, adapt(kind, base))
+    llama.loss_of(model, llama.tokens(0)).backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    save_adapter(model, f"{folder}/adapter")
+    return llama.logits_of(model)
+
+
+@over_each(case={"gpt_oss": ("gpt_oss", "mxfp4"), "qwen3": ("qwen3", "fp8")}, adapter=ADAPTERS)
+def test_an_adapter_loads_in_peft_beside_the_same_checkpoint(
+    pool: Callable[[int], Pool], adapter: Adapter, case: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path / "base", *case)
+    expected = pool(4).run(saved, adapter, case[0], str(tmp_path))
+    base = owners_model(folder, checkpoints.FORMATS[case[1]].config, torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    for logits in expected:
+        assert torch.equal(llama.logits_of(loaded), logits)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +168,8 @@ def test_weights_equal_those_that_transformers_dequantizes(kind: str, format: st
             assert torch.equal(ours.state_dict()[name], value.to(torch.bfloat16)), name  # routers stay in fp32 there
 
 
-def owners_model(folder: Path, config: dict[str, Any]) -> Any:
-    """The model in bf16, as transformers loads it with the library that owns the format."""
+def owners_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model as transformers loads it with the library that owns the format."""
     import transformers
 
     if config["quant_method"] == "compressed-tensors":
@@ -153,7 +179,7 @@ def owners_model(folder: Path, config: dict[str, Any]) -> Any:
     else:
         kinds = {"mxfp4": transformers.Mxfp4Config, "fp8": transformers.FineGrainedFP8Config}
         asked = kinds[config["quant_method"]](dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=asked)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=asked)
 
 
 # ---- files that are broken
@@ -187,3 +213,15 @@ def test_a_checkpoint_that_one_rank_lacks_a_part_of_is_refused_by_all(
 
 
 SCALES = ("scales", "weight_scale", "weight_scale_inv", "absmax", "SCB")
+
+
+def test_stacks_of_experts_in_different_orders_can_only_be_encoded_anew(tmp_path: Path) -> None:
+    case = "qwen3", "gptq4 in order of activations"
+    checkpoints.write(tmp_path / "base", *case)
+    model = checkpoints.make("qwen3").requires_grad_(False)
+    before = frozen_files.snapshot(model)
+    with pytest.raises(ValueError, match=r"experts.*different formats; give a codec in place of 'as stored'"):
+        quantize_frozen_params(model, AS_STORED, checkpoint=tmp_path / "base")
+    assert frozen_files.snapshot(model) == before
+    quantize_frozen_params(model, Int8(64), checkpoint=tmp_path / "base")
+    assert torch.equal(llama.logits_of(model), llama.logits_of(oracle("qwen3", str(tmp_path), Int8(64))))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the lower three bits of a code; the fourth is the sign. From the OCP's Microscaling Formats, section 5.3.3."""
+"""Values of the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats, section 5.3.3)."""
 
 
 def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:

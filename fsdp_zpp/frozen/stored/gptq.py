@@ -7,7 +7,7 @@ A linear layer of ``in`` inputs and ``out`` outputs is stored transposed, with f
 - ``scales``, float [groups, out];
 - ``g_idx``, int32 [in]: the group of each input, in any order if it was quantized with ``desc_act``.
 
-Files of ``checkpoint_format`` ``gptq``, the first version, hold zero points minus one; ``gptq_v2`` holds them as they are.
+Files of ``checkpoint_format`` ``gptq``, the first version, hold zero points minus one; those of ``gptq_v2`` do not.
 """
 
 from __future__ import annotations

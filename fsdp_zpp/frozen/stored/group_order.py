@@ -1,4 +1,4 @@
-"""The groups of inputs that share a scale, where they are not neighbours: ``desc_act`` of GPTQ, ``actorder`` of others."""
+"""The groups of inputs that share a scale, where they are not neighbours: GPTQ's ``desc_act``, others' ``actorder``."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dic
     """
     values = {}
     for field in layout.fields:
-        rows, width = field.shape
+        width = field.shape[1]
         some: Tensor = parts[field.name][:, first * width : last * width]
         values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
     return values

@@ -78,9 +78,7 @@ class Mxfp4(StoredFormat):
     @cached_property
     def layout(self) -> RecordLayout:
         out = self.shape[-1]
-        return RecordLayout(
-            (Field("blocks", torch.uint8, (out, _BLOCK // 2)), Field("scales", torch.uint8, (out,)))
-        )
+        return RecordLayout((Field("blocks", torch.uint8, (out, _BLOCK // 2)), Field("scales", torch.uint8, (out,))))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         per_matrix = self.shape[1] // _BLOCK
@@ -94,8 +92,6 @@ class Mxfp4(StoredFormat):
                 some: Tensor = parts[name][matrix : matrix + whole, :, begin:end]
                 pieces.append(some.transpose(1, 2).flatten(0, 1))
             first += whole * (end - begin)
-        if not values["scales"]:
-            return torch.zeros((0, self.layout.nbytes), dtype=torch.uint8)
         fields = {name: torch.cat(pieces).view(torch.uint8) for name, pieces in values.items()}
         return self.layout.pack(len(fields["scales"]), **fields)
 

@@ -81,8 +81,6 @@ class Nvfp4(StoredFormat):
         )
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        if first == last:
-            return torch.zeros((0, self.layout.nbytes), dtype=torch.uint8)
         values = {"packed": parts["packed"][first:last], "scale": parts["scale"][first:last].view(torch.uint8)}
         return self.layout.pack(last - first, **values, global_scale=whole(parts["global_scale"]).expand(last - first))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
     """Unpack codes along the last dimension, those in the lowest bits of a word first.
 

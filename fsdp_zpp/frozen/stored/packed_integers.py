@@ -126,8 +126,6 @@ class PackedIntegers(StoredFormat):
         return RecordLayout(tuple(fields))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        if first == last:
-            return torch.zeros((0, self.layout.nbytes), dtype=torch.uint8)
         rows = slice(first * self._rows, min(last * self._rows, self.shape[0]))
         values = {"packed": parts["packed"][rows]}
         if self._asymmetric:
