@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors, misfit
-from .headers import FLOATS, columns_of, float_dtype, matrix, unreadable
+from .format import Parts, StoredFormat, StoredTensors
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_part, refuse_setting
 from .packed_codes import scale_codes, unpack_awq_codes
 from .records import Field, RecordLayout
 
@@ -58,9 +58,9 @@ class Awq(StoredFormat):
             return {}
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm":
-            raise unreadable(cls.name, "version", version, "gemm alone")
+            refuse_setting(cls.name, "version", version, "gemm alone")
         if config.get("bits", 4) != 4:
-            raise unreadable(cls.name, "bits", config["bits"], "4 alone")
+            refuse_setting(cls.name, "bits", config["bits"], "4 alone")
         layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
         return {f"{layer}.weight": cls._of(layer, tensors) for layer in layers}
 
@@ -71,7 +71,7 @@ class Awq(StoredFormat):
         groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, words * 8))
         matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
         if groups == 0 or inputs % groups:
-            raise misfit(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
+            refuse_part(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((words * 8, inputs)), dtype, keys, dtype, groups)
 

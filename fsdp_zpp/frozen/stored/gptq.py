@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors, misfit
+from .format import Parts, StoredFormat, StoredTensors
 from .group_order import GroupOrder
-from .headers import FLOATS, columns_of, float_dtype, matrix, unreadable
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_part, refuse_setting
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
 
@@ -85,7 +85,7 @@ class Gptq(StoredFormat):
             return {}
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
-            raise unreadable(cls.name, "checkpoint_format", version, "gptq and gptq_v2")
+            refuse_setting(cls.name, "checkpoint_format", version, "gptq and gptq_v2")
         layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
         return {f"{layer}.weight": cls._of(layer, tensors, config, version == "gptq") for layer in layers}
 
@@ -100,14 +100,14 @@ class Gptq(StoredFormat):
         # Some layers may have other bits than the configuration says (gptqmodel's "dynamic"), but all have their order.
         bits = config.get("bits") if stored_order is None else 32 * words / max(1, len(stored_order))
         if bits not in _ONES:
-            raise unreadable(cls.name, f"bits of {layer}", bits, "4 and 8")
+            refuse_setting(cls.name, f"bits of {layer}", bits, "4 and 8")
         bits = int(bits)
         inputs, per_word = words * 32 // bits, 32 // bits
         if out % per_word or groups == 0:
-            raise misfit(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
+            refuse_part(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
         matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
         if stored_order is None and inputs % groups:
-            raise misfit(keys["scales"], f"{groups} groups", f"a g_idx to divide {inputs} inputs among them")
+            refuse_part(keys["scales"], f"{groups} groups", f"a g_idx to divide {inputs} inputs among them")
         order = None if stored_order is None else GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((out, inputs)), dtype, keys, bits, minus_one, dtype, groups, order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,14 +29,19 @@ def matrix(
         ValueError: If the checkpoint lacks it, or it has another shape or dtype.
     """
     if key not in tensors:
-        raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
+        raise lacking(key)
     found, dtype = tensors.shape(key), tensors.dtype(key)
     if dtype not in dtypes:
-        raise misfit(key, dtype, " or ".join(map(str, dtypes)))
+        refuse_part(key, dtype, " or ".join(map(str, dtypes)))
     if len(found) != 2 or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
         expected = tuple("any" if size is None else size for size in shape)
-        raise misfit(key, f"a tensor of shape {found}", f"shape {expected}")
+        refuse_part(key, f"a tensor of shape {found}", f"shape {expected}")
     return found[0], found[1]
+
+
+def lacking(key: str) -> ValueError:
+    """Return the error about a tensor that is missing."""
+    return ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
 
 
 def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
@@ -46,9 +51,14 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
     return dtype
 
 
-def unreadable(format: str, setting: str, value: object, allowed: str) -> ValueError:
-    """Return the error about a setting of a format that is not supported."""
-    return ValueError(
+def refuse_part(key: str, found: object, expected: object) -> NoReturn:
+    """Raise the error about a tensor that is not what the weight that it belongs to needs."""
+    raise misfit(key, found, expected)
+
+
+def refuse_setting(format: str, setting: str, value: object, allowed: str) -> NoReturn:
+    """Raise the error about a setting of a format that is not supported."""
+    raise ValueError(
         f"the checkpoint is in {format} with {setting} {value!r}, and {allowed} can be read; dequantize it with the "
         "library that wrote it, or give another checkpoint"
     )
