@@ -150,3 +150,15 @@ def fp8_rows(out: int, inputs: int, seed: int = 0) -> Stored:
     codes = (torch.randn(out, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = (torch.rand(out, 1, generator=generator) * 1e-3 + 1e-4).bfloat16()
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()  # the library rounds to bf16
+
+
+def plain_integers(out: int, inputs: int, seed: int = 0, *, sym: bool = True, one: bool = False) -> Stored:
+    """As compressed-tensors writes ``int-quantized``, with one scale for each row, or ``one`` for all."""
+    shape = (1,) if one else (out, 1)
+    codes = _codes((out, inputs), 8, seed) - 128
+    zeros = torch.zeros(shape, dtype=torch.int64) if sym else _codes(shape, 8, seed + 1) - 128
+    scales = _scales(shape, torch.bfloat16, seed + 2, 8)
+    parts = {"weight": codes.to(torch.int8), "weight_scale": scales}
+    if not sym:
+        parts["weight_zero_point"] = zeros.to(torch.int8)
+    return parts, ((codes - zeros).double() * scales.double()).to(scales.dtype)

@@ -93,6 +93,10 @@ FORMATS = {
         _integers(8, False, "channel"),
         lambda o, i, s: by_hand.packed_integers(o, i, s, bits=8, group=None, sym=False),
     ),
+    "int8 plain": Format(
+        _compressed("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
+        by_hand.plain_integers,
+    ),
     "nvfp4": Format(
         _compressed(
             "nvfp4-pack-quantized",

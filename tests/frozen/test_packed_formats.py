@@ -18,6 +18,7 @@ from fsdp_zpp.frozen.stored.gptq import Gptq, decode_gptq
 from fsdp_zpp.frozen.stored.mxfp4 import Mxfp4, decode_mxfp4
 from fsdp_zpp.frozen.stored.nvfp4 import Nvfp4, decode_nvfp4
 from fsdp_zpp.frozen.stored.packed_integers import PackedIntegers, decode_packed_integers
+from fsdp_zpp.frozen.stored.plain_integers import PlainIntegers
 
 GPTQ = [
     {"bits": bits, "sym": sym, "act": act, "v2": v2}
@@ -29,6 +30,8 @@ INTEGERS = [
     for bits in (4, 8)
     for sym, group, act in ((True, 32, False), (False, 32, False), (False, None, False), (True, 32, True))
 ]
+PLAIN = [{"sym": True, "one": True}, {"sym": False, "one": False}]
+COMPRESSED = {"quant_method": "compressed-tensors"}
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -115,6 +118,20 @@ def test_compressed_tensors_reads_the_same(options: dict[str, Any]) -> None:
     assert same(read["weight"], values)
 
 
+@pytest.mark.parametrize("options", PLAIN, ids=str)
+def test_compressed_tensors_reads_the_same_plain_integers(options: dict[str, Any]) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    parts, values = by_hand.plain_integers(48, 128, **options)
+    strategy = "tensor" if options["one"] else "channel"
+    weights = QuantizationArgs(num_bits=8, symmetric=options["sym"], strategy=strategy)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    read = BaseCompressor.get_value_from_registry("int-quantized").decompress(parts, scheme)
+    assert same(read["weight"], values)
+
+
 def test_nvfp4_decodes() -> None:
     parts, values = by_hand.nvfp4(48, 128)
     assert same(decode_nvfp4(*parts.values()), values)
@@ -169,6 +186,10 @@ FORMATS: dict[str, Any] = {
         f"integers {options}": (PackedIntegers, by_hand.packed_integers(44, 128, **options), "", {})
         for options in INTEGERS
     },
+    **{
+        f"plain {options}": (PlainIntegers, by_hand.plain_integers(48, 128, **options), "", COMPRESSED)
+        for options in PLAIN
+    },
     "nvfp4": (Nvfp4, by_hand.nvfp4(48, 128), "", {}),
     "mxfp4": (Mxfp4, by_hand.mxfp4(3, 48, 64), "experts_", {}),
 }
@@ -206,16 +227,18 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
                 kind.find(tensors, config)
         for what, changed in changes.items():
             tensors[prefix + key] = changed
-            if (key, what) == ("weight_packed", "dtype") and kind is PackedIntegers:
+            if what == "dtype" and (key == "weight" or (key == "weight_packed" and kind is PackedIntegers)):
                 assert not kind.find(tensors, config)  # another format
                 continue
+            if key == "weight" and len(parts["weight_scale"]) == 1:
+                continue  # what has one scale may have any number of rows
             with pytest.raises(ValueError, match=f"{prefix}.*(give a complete checkpoint|or give another checkpoint)"):
                 kind.find(tensors, config)
         tensors[prefix + key] = part
 
 
 _NEED_NOT_BE_THERE = {
-    *("qweight", "weight_packed", "blocks", "weight_global_scale"),  # by which formats find their weights
+    *("qweight", "weight_packed", "blocks", "weight_global_scale", "weight"),  # by which formats find their weights
     *("g_idx", "weight_g_idx", "weight_zero_point"),  # which not all weights have
 }
 
@@ -230,6 +253,7 @@ def test_settings_that_are_not_supported_are_refused() -> None:
         ),
         (Awq, {"quant_method": "awq", "version": "gemv"}, r"version 'gemv'.* gemm alone"),
         (Awq, {"quant_method": "awq", "bits": 8}, r"bits 8.* 4 alone"),
+        (PackedIntegers, COMPRESSED | {"format": "marlin-24"}, r"format 'marlin-24'.* pack-quantized, int-quantized"),
         (Gptq, {}, "layer.qweight is of GPTQ or AWQ, but no config.json"),
     ):
         with pytest.raises(ValueError, match=said):

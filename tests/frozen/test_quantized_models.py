@@ -29,7 +29,7 @@ CASES = {
     f"{kind} {format}": (kind, format)
     for kind, formats in {
         "llama": ("gptq4 in order of activations", "gptq8 v2", "nf4", "int8 of bitsandbytes", "int8 by rows", "nvfp4"),
-        "qwen3": ("gptq4", "awq", "int4", "fp8 by rows"),
+        "qwen3": ("gptq4", "awq", "int4", "int8 plain", "fp8 by rows"),
         "deepseek": ("fp8", "int4"),
         "gpt_oss": ("mxfp4",),
     }.items()
@@ -150,6 +150,7 @@ def test_an_adapter_loads_in_peft_beside_the_same_checkpoint(
         ("qwen3", "fp8"),
         ("deepseek", "fp8"),
         ("qwen3", "int4"),
+        ("llama", "int8 plain"),
         ("qwen3", "fp8 by rows"),
         ("llama", "int8 by rows"),
         ("llama", "nvfp4"),

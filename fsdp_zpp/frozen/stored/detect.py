@@ -15,6 +15,7 @@ from .gptq import Gptq
 from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
 from .packed_integers import PackedIntegers
+from .plain_integers import PlainIntegers
 
 FORMATS: dict[str, tuple[type[StoredFormat], ...]] = {
     "fp8": (Fp8,),
@@ -22,7 +23,7 @@ FORMATS: dict[str, tuple[type[StoredFormat], ...]] = {
     "mxfp4": (Mxfp4,),
     "gptq": (Gptq,),
     "awq": (Awq,),
-    "compressed-tensors": (PackedIntegers, Nvfp4, Fp8),
+    "compressed-tensors": (PackedIntegers, PlainIntegers, Nvfp4, Fp8),
 }
 """The formats of each ``quant_method``. Those of all are looked for where nothing names one."""
 

@@ -78,12 +78,25 @@ def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dic
     return values
 
 
-def whole(part: Any) -> Tensor:
-    """Read all of a small part of a weight, as a flat tensor."""
-    read: Tensor = part[...] if isinstance(part, Tensor) or not part.get_shape() else part[:]
-    return read.reshape(-1)
+def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors) -> int:
+    """Return how many groups of columns have a scale of their own; 1 if there is one for each row, or for all.
+
+    Raises:
+        ValueError: If the scales are missing or don't fit.
+    """
+    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in FLOATS:
+        return 1
+    groups = matrix(tensors, key, *FLOATS, shape=(rows, None))[1]
+    if groups == 0:
+        refuse_part(key, f"{groups} groups", f"groups of {columns} columns")
+    return groups
 
 
-def dims_of(part: Any) -> int:
-    """Return how many dimensions a part of a weight has."""
-    return len(part.shape if isinstance(part, Tensor) else part.get_shape())
+def rows_of(part: Any, first: int, last: int) -> Tensor:
+    """Read rows ``first`` to ``last - 1`` of a matrix; of one number for all rows, that number for each."""
+    shape = tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+    if len(shape) > 1:
+        rows: Tensor = part[first:last]
+    else:
+        rows = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
+    return rows.clone(memory_format=torch.contiguous_format)

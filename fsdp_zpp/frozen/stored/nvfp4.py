@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .format import Parts, StoredFormat, StoredTensors
 from .fp4_codes import unpack_fp4
-from .headers import matrix, refuse_part, whole
+from .headers import matrix, refuse_part, rows_of
 from .records import Field, RecordLayout
 
 _BLOCK = 16
@@ -81,8 +81,8 @@ class Nvfp4(StoredFormat):
         )
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        values = {"packed": parts["packed"][first:last], "scale": parts["scale"][first:last].view(torch.uint8)}
-        return self.layout.pack(last - first, **values, global_scale=whole(parts["global_scale"]).expand(last - first))
+        values = {role: rows_of(parts[role], first, last) for role in self.keys}
+        return self.layout.pack(last - first, **values | {"scale": values["scale"].view(torch.uint8)})
 
     def decode(self, records: Tensor) -> Tensor:
         packed, scale, whole_scale = (self.layout.get(records, field.name) for field in self.layout.fields)

@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .compressed_config import may_be_symmetric, refuse_other_formats
 from .format import Parts, StoredFormat, StoredTensors
 from .group_order import GroupOrder
-from .headers import FLOATS, dims_of, float_dtype, matrix, refuse_part, refuse_setting, whole
+from .headers import float_dtype, matrix, refuse_part, refuse_setting, rows_of, scale_groups
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
 
@@ -69,6 +70,7 @@ class PackedIntegers(StoredFormat):
 
     @classmethod
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        refuse_other_formats(config)
         end = ".weight_packed"
         layers = [k.removesuffix(end) for k in tensors if k.endswith(end) and tensors.dtype(k) == torch.int32]
         return {f"{layer}.weight": cls._of(f"{layer}.weight", tensors, config) for layer in layers}
@@ -78,10 +80,10 @@ class PackedIntegers(StoredFormat):
         keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "zero_point", "g_idx", "shape")}
         out, words = matrix(tensors, keys["packed"], torch.int32)
         inputs, bits = _inputs_and_bits(keys["shape"], out, words, tensors)
-        groups = _groups(keys["scale"], out, tensors)
+        groups = scale_groups(keys["scale"], out, inputs, tensors)
         if keys["zero_point"] in tensors:
             matrix(tensors, keys["zero_point"], torch.int32, shape=(-(-out * bits // 32), groups))
-        elif not _symmetric(config):
+        elif not may_be_symmetric(config):
             refuse_part(keys["zero_point"], "missing", "zero points, since no weights are symmetric")
         order = None
         if (key := keys["g_idx"]) in tensors:
@@ -126,14 +128,10 @@ class PackedIntegers(StoredFormat):
         return RecordLayout(tuple(fields))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
-        rows = slice(first * self._rows, min(last * self._rows, self.shape[0]))
-        values = {"packed": parts["packed"][rows]}
+        rows = first * self._rows, min(last * self._rows, self.shape[0])
+        values = {role: rows_of(parts[role], *rows) for role in ("packed", "scale")}
         if self._asymmetric:
-            values["zero_point"] = parts["zero_point"][first:last].clone(memory_format=torch.contiguous_format)
-        scale = parts["scale"]
-        # One scale for all of the weight, or one or more for each row.
-        one = dims_of(scale) < 2
-        values["scale"] = whole(scale).expand(rows.stop - rows.start) if one else scale[rows]
+            values["zero_point"] = rows_of(parts["zero_point"], first, last)
         return self.layout.pack(last - first, **values)
 
     def decode(self, records: Tensor) -> Tensor:
@@ -155,17 +153,3 @@ def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors) -> 
     if not bits:
         refuse_setting(PackedIntegers.name, f"bits of {key}", 32 * words / max(1, inputs), "4 and 8")
     return inputs, bits
-
-
-def _groups(key: str, out: int, tensors: StoredTensors) -> int:
-    """Return how many groups of inputs have a scale of their own."""
-    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in FLOATS:
-        return 1
-    return matrix(tensors, key, *FLOATS, shape=(out, None))[1]
-
-
-def _symmetric(config: Mapping[str, Any]) -> bool:
-    """Return whether some weights may be symmetric, and so have no zero points."""
-    groups = config.get("config_groups") or {}
-    stated = [(group.get("weights") or {}).get("symmetric", True) for group in groups.values()]
-    return any(stated) or not stated
