@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from .base import FrozenBase
 from .encoding import MIN_NUMEL, FrozenOptions, quantize_selected
+from .packed_linear import packed_linear
 from .placement import Placement
 from .resharding import follow_strategy
 from .selection import PACKED, SHARDED, select
@@ -77,6 +78,27 @@ def quantize_for(
         # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.
         base.reports.append(report)
     return report.left
+
+
+def left_to_shard(
+    strategy: object, modules: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return which of some parameters FSDP is to shard: not those of layers that :func:`quantize_for` takes over.
+
+    Args:
+        strategy: The strategy.
+        modules: The modules that are about to be sharded.
+        named: Their parameters, with names.
+    """
+    taken: set[int] = set()
+    for module in modules if isinstance(strategy, Strategy) and strategy.frozen is not None else ():
+        for layer in module.modules():
+            weight = layer._parameters.get("weight")
+            packed = None if weight is None or weight.requires_grad else packed_linear(weight, [layer])
+            if packed is not None and packed.shape.numel() >= MIN_NUMEL:
+                beside = [layer._parameters.get(name) for name in packed.beside]
+                taken |= {id(parameter) for parameter in (weight, *beside) if parameter is not None}
+    return [(name, parameter) for name, parameter in named if id(parameter) not in taken]
 
 
 def prepare_frozen(root: nn.Module) -> None:

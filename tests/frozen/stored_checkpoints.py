@@ -110,9 +110,9 @@ def decoded(folder: Path) -> dict[str, Tensor]:
     return values
 
 
-def dequantized(folder: Path) -> nn.Module:
-    """The model that the owner dequantizes, on one device, in fp32."""
-    model = AutoModelForCausalLM.from_config(empty(folder).config, dtype=torch.float32)
+def dequantized(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model that the owner dequantizes, on one device."""
+    model = AutoModelForCausalLM.from_config(empty(folder).config, dtype=dtype)
     model.load_state_dict(decoded(folder))
     return model.to(models.device()).requires_grad_(False)
 

@@ -46,6 +46,10 @@ class DecodedFiles:
         stored = self._stored[key]
         return stored_in(stored, {role: self._files.slice(name) for role, name in stored.keys.items()})
 
+    def description(self, key: str) -> str:
+        """Return how a tensor is stored, as text."""
+        return self._stored[key].description if key in self._stored else "as it is"
+
     def file_of(self, key: str) -> Path:
         """Return the file of a tensor."""
         return self._files.file_of(self._first(key))

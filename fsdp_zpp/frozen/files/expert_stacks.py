@@ -55,6 +55,10 @@ class StackedFiles:
             [part for matrix in self._stacks[key] for part in matrix] if key in self._stacks else [self._renamed[key]]
         )
 
+    def description(self, key: str) -> str:
+        """Return how a tensor, or the first part of it, is stored, as text."""
+        return self._files.description(self.parts(key)[0])
+
     def file_of(self, key: str) -> object:
         """Return the file of a tensor, or of the first part of it."""
         return self._files.file_of(self.parts(key)[0])

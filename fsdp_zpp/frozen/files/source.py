@@ -78,7 +78,7 @@ class Checkpoint:
             files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
         self._files = StackedFiles(DecodedFiles(TensorFiles(files, self._source, _REMEDY)))
         self._keys: dict[ModelTensor, str] = {}
-        self._headers: list[tuple[str, Header]] = []
+        self._headers: list[tuple[str, Header, str]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
         matches = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
@@ -86,7 +86,7 @@ class Checkpoint:
             for key in keys:
                 header = self._files.header(key)
                 check_header(tensor, key, header, f"the checkpoint's {self._files.file_of(key)}")
-                self._headers.append((key, header))
+                self._headers.append((key, header, self._files.description(key)))
             for other in keys[1:]:
                 self._check_equal(model, keys[0], other)
             self._keys[tensor] = keys[0]
