@@ -57,11 +57,17 @@ def config_of(kind: str, **options: Any) -> Any:
     return DeepseekV3Config(**sizes | groups | options)
 
 
+def construct(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
+    """The model as its constructor leaves it."""
+    model: Any = MODELS[kind](config_of(kind, **options))
+    model.set_experts_implementation(experts)
+    return model
+
+
 def make_base(kind: str, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm", **options: Any) -> Any:
     """The base, the same on every rank; ``experts`` is transformers' implementation of them."""
     torch.manual_seed(0)
-    model: Any = MODELS[kind](config_of(kind, **options))
-    model.set_experts_implementation(experts)
+    model = construct(kind, experts, **options)
     for parameter in model.parameters():
         parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
     return model.to(models.device(), dtype)

@@ -12,9 +12,11 @@ from typing import Any
 import moe
 import packed_codes_by_hand as by_hand
 import torch
+from accelerate import init_empty_weights
 from harness import llama, models
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 Tensors = dict[str, Tensor]
 Write = Callable[[int, int, int], by_hand.Stored]
@@ -131,6 +133,14 @@ class _Written:
 def make(kind: str) -> Any:
     """A model in full precision: ``llama``, or one of :func:`moe.make_base`."""
     return llama.make_base() if kind == "llama" else moe.make_base(kind)
+
+
+def make_empty(kind: str) -> Any:
+    """The same without values, frozen."""
+    with init_empty_weights():
+        model: Any = LlamaForCausalLM(LlamaConfig(**llama.CONFIG)) if kind == "llama" else moe.construct(kind)
+    model.tie_weights()
+    return model.requires_grad_(False)
 
 
 def _written(kind: str, format: str) -> _Written:

@@ -71,7 +71,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def trained(adapter: Adapter, kind: str, codec: Any, folder: str) -> tuple[Any, ...]:
     """In a worker: how a sharded model compares with the oracle before, while and after an adapter is trained."""
-    base = checkpoints.make(kind).requires_grad_(False)
+    base = checkpoints.make_empty(kind) if codec == AS_STORED else checkpoints.make(kind).requires_grad_(False)
     report = quantize_frozen_params(base, codec, checkpoint=f"{folder}/base", placement="G", gpus_per_node=2)
     model = shard(adapter, kind, adapt(kind, base))
     alone = adapt(kind, oracle(kind, folder, codec))
