@@ -76,7 +76,7 @@ class Strategy:
     gradients: Codec | None = None
     intra_gradients: Codec | Literal["auto"] | None = "auto"
     error_feedback: LoCo | None = None
-    frozen: Codec | None = None
+    frozen: Codec | Literal["as stored"] | None = None
     local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
     overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
@@ -152,6 +152,12 @@ class Strategy:
         """Return the codecs of the intra-node and the inter-node hop of the gradient reduction."""
         return intra_node_codec(self.intra_gradients, self.gradients), self.gradients
 
+    @property
+    def frozen_codec(self) -> Codec | None:
+        """Return the codec of frozen parameters; one that stands for ``"as stored"`` if that was given."""
+        assert not isinstance(self.frozen, str)  # it has been replaced
+        return self.frozen
+
     def resolve(self, topology: Topology) -> ResolvedStrategy:
         """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
         return resolve(
@@ -160,7 +166,7 @@ class Strategy:
             gradients=self.gradients,
             intra_gradients=self.intra_gradients,
             error_feedback=self.error_feedback,
-            frozen=self.frozen,
+            frozen=self.frozen_codec,
             topology=topology,
         )
 

@@ -59,17 +59,18 @@ def quantize_for(
     """
     if not is_part:
         follow_strategy(module, mesh)
-    if strategy.frozen is None:
+    codec = strategy.frozen_codec
+    if codec is None:
         return {}
     options = FrozenOptions(
-        strategy.frozen,
+        codec,
         Placement(strategy.parameters, as_launched(mesh)),
         device=compute_device(mesh.group, device),
         dtype=dtype,
         broadcast=broadcast,
     )
     selection = select(module, MIN_NUMEL, ignored, unpack=True)
-    if isinstance(strategy.frozen, AsStored):
+    if isinstance(codec, AsStored):
         selection.leave_plain()
     has_values = broadcast is None or mesh.rank == 0
     agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)

@@ -22,7 +22,7 @@ from fsdp_zpp.codecs.nf4 import MIN_BLOCK, NF4
 from fsdp_zpp.kernels.nf4 import LEVELS
 from fsdp_zpp.kernels.payload import MAX_BLOCK
 
-from .format import REMEDY, Parts, StoredFormat, StoredTensors, misfit
+from .format import REMEDY, Parts, StoredFormat, StoredTensors, refuse_misfit
 from .records import Field, RecordLayout
 
 _FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
@@ -60,7 +60,7 @@ class FourBit(StoredFormat):
         found: dict[str, StoredFormat] = {key.split(_STATE)[0]: cls._of(tensors, key) for key in states}
         for key in tensors:
             if key.endswith(".weight.absmax") and (weight := key.removesuffix(".absmax")) not in found:
-                raise misfit(weight, f"codes with {key}", f"{weight}{_STATE}nf4 or ...fp4, which is missing")
+                refuse_misfit(weight, f"codes with {key}", f"{weight}{_STATE}nf4 or ...fp4, which is missing")
         return found
 
     @classmethod
@@ -83,14 +83,14 @@ class FourBit(StoredFormat):
         object.__setattr__(stored, "keys", keys | {"state": state_key})
         stored._check(tensors)
         if not torch.equal(tensors.read(keys["table"]).float(), torch.tensor(table)):
-            raise misfit(keys["table"], "other values", f"the values of {kind}")
+            refuse_misfit(keys["table"], "other values", f"the values of {kind}")
         return stored
 
     def _check(self, tensors: StoredTensors) -> None:
         """Raise unless the weight's tensors have the sizes and dtypes that its description implies."""
         for role, key in self.keys.items():
             if key not in tensors:
-                raise misfit(key, "nothing", f"the {role} of {self.kind}, which are missing")
+                refuse_misfit(key, "nothing", f"the {role} of {self.kind}, which are missing")
         numel, scales = self.shape.numel(), self.groups
         nested = -(-scales // self.nested_block) if self.nested_block else 0
         expected = {"absmax": (scales, torch.uint8 if nested else torch.float32), "table": (16, torch.float32)}
@@ -99,14 +99,14 @@ class FourBit(StoredFormat):
         for role, (count, dtype) in expected.items():
             key = self.keys[role]
             if tensors.shape(key) != (count,) or tensors.dtype(key) != dtype:
-                raise misfit(key, f"{tensors.dtype(key)} {tensors.shape(key)}", f"{dtype} ({count},)")
+                refuse_misfit(key, f"{tensors.dtype(key)} {tensors.shape(key)}", f"{dtype} ({count},)")
         key = self.keys["codes"]
         shape, storage = tensors.shape(key), tensors.dtype(key)
         if not isinstance(storage, torch.dtype) or storage not in _STORAGE:
-            raise misfit(key, f"{storage} {shape}", f"4-bit codes in one of {', '.join(map(str, _STORAGE))}")
+            refuse_misfit(key, f"{storage} {shape}", f"4-bit codes in one of {', '.join(map(str, _STORAGE))}")
         elements = -(-numel // (2 * storage.itemsize))
         if torch.Size(shape).numel() != elements or len(shape) == 0 or shape[0] not in (elements, 1):
-            raise misfit(key, f"{storage} {shape}", f"{numel} codes in {elements} elements")
+            refuse_misfit(key, f"{storage} {shape}", f"{numel} codes in {elements} elements")
 
     @property
     def description(self) -> str:
@@ -175,14 +175,14 @@ class Int8Rows(StoredFormat):
             scales, order = (key.removesuffix("weight") + name for name in ("SCB", "weight_format"))
             shape = torch.Size(tensors.shape(key))
             if scales not in tensors:
-                raise misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {scales}, which are missing")
+                refuse_misfit(key, f"torch.int8 {tuple(shape)}", f"its scales {scales}, which are missing")
             if len(shape) != 2 or tensors.shape(scales) != shape[:1] or tensors.dtype(scales) != torch.float32:
                 found_as = f"{tensors.dtype(scales)} {tensors.shape(scales)}"
-                raise misfit(scales, found_as, f"one torch.float32 scale for each row of {key}, {tuple(shape)}")
+                refuse_misfit(scales, found_as, f"one torch.float32 scale for each row of {key}, {tuple(shape)}")
             keys = {"codes": key, "scales": scales}
             if order in tensors:
                 if tensors.read(order).item() != 0:
-                    raise misfit(order, tensors.read(order).item(), "0: only codes in rows can be read")
+                    refuse_misfit(order, tensors.read(order).item(), "0: only codes in rows can be read")
                 keys["order"] = order
             found[key] = cls(shape, torch.bfloat16, keys)
         return found

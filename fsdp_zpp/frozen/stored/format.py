@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class StoredFormat(ABC):
             config: ``quantization_config`` of ``config.json``; empty if there is none.
 
         Raises:
-            ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`misfit` makes it.
+            ValueError: If a tensor is missing or has a shape or dtype that does not fit; :func:`refuse_misfit` does so.
         """
 
     @property
@@ -233,6 +233,11 @@ def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeig
     rows = sum(part.shape[0] for part in matrices[0])
     shape = torch.Size((len(matrices), rows, *first.shape[1:]))
     return StoredWeight(dataclasses.replace(first, shape=shape), records)
+
+
+def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
+    """Raise the error of :func:`misfit`."""
+    raise misfit(key, found, expected)
 
 
 def misfit(key: str, found: object, expected: object) -> ValueError:

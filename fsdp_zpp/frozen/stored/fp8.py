@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors, misfit
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .records import Field, RecordLayout
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -53,11 +53,11 @@ class Fp8(StoredFormat):
                 names.append(key.removesuffix("weight") + "scale")
             scale = next((name for name in names if name in tensors), None)
             if scale is None:
-                raise misfit(key, f"{dtype} without a scale", f"{names[0]}, which is missing")
+                refuse_misfit(key, f"{dtype} without a scale", f"{names[0]}, which is missing")
             shape = torch.Size(tensors.shape(key))
             block = block_of(shape, tensors.shape(scale), config, scale)
             if tensors.dtype(scale) not in _SCALES:
-                raise misfit(scale, tensors.dtype(scale), "fp32, bf16, fp16 or e8m0")
+                refuse_misfit(scale, tensors.dtype(scale), "fp32, bf16, fp16 or e8m0")
             found[key] = cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
         return found
 
@@ -140,14 +140,14 @@ def block_of(shape: torch.Size, scales: tuple[int, ...], config: Mapping[str, An
         return (_UNBLOCKED if len(shape) == 2 else rows, columns)
     grid = scales[-2:] if len(scales) >= 2 else (*scales, 1)
     if len(scales) not in (len(shape), len(shape) - 1) or scales[: len(shape) - 2] != shape[:-2]:
-        raise misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+        refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
     stated = config.get("weight_block_size") or (128, 128)
     for block in (tuple(stated), (128, 128)):
         if (-(-rows // block[0]), -(-columns // block[1])) == grid:
             return int(block[0]), int(block[1])
     if rows % grid[0] == 0 and columns % grid[1] == 0:
         return rows // grid[0], columns // grid[1]
-    raise misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+    refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
 
 
 def _fp32(scales: Tensor) -> Tensor:
