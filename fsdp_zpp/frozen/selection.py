@@ -176,6 +176,13 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
                 reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
                 selection.chosen.append(Candidate(parameter, sites, packed))
+                if packed is not None:  # its scales go with it
+                    seen |= {
+                        id(each)
+                        for name in packed.beside
+                        for each in [module._parameters.get(name)]
+                        if each is not None
+                    }
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection

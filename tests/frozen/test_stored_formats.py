@@ -12,9 +12,18 @@ from harness import llama
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_zpp import NF4, Int8, dequantize_frozen_params, quantize_frozen_params
+from fsdp_zpp import (
+    NF4,
+    Int8,
+    Strategy,
+    dequantize_frozen_params,
+    plan,
+    quantize_frozen_params,
+    save_frozen_params,
+)
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.frozen.files.decoded_files import DecodedFiles
+from fsdp_zpp.frozen.files.identity import check_base, describe_base
 from fsdp_zpp.frozen.files.tensor_files import TensorFiles
 from fsdp_zpp.frozen.modules import FrozenModule
 from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stored_in
@@ -102,6 +111,39 @@ def test_any_rows_are_read_alone(checkpoint: Path) -> None:
 def test_nf4_is_kept_by_the_librarys_own_codec(tmp_path: Path) -> None:
     stored.FORMATS["nf4, nested"](tmp_path)
     assert stored_weight(tmp_path, QUANTIZED).format.codec == NF4(64)
+
+
+def test_codes_that_are_kept_are_not_saved_again(tmp_path: Path) -> None:
+    stored.FORMATS["fp4"](tmp_path)
+    model = stored.empty(tmp_path)
+    quantize_frozen_params(model, "as stored", checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=r"is kept as stored, bitsandbytes fp4 in blocks of 64, and its codes are in"):
+        save_frozen_params(model, tmp_path / "saved")
+
+
+def test_a_base_is_told_from_another(tmp_path: Path) -> None:
+    stored.FORMATS["fp4"](tmp_path)
+    models = [stored.empty(tmp_path) for _ in range(3)]
+    for model in models[:2]:
+        quantize_frozen_params(model, "as stored", checkpoint=tmp_path)
+    described = describe_base(models[0])
+    assert len(described) == 14
+    check_base(models[1], described, "here")
+    key = f"{QUANTIZED}.absmax"
+    stored.change(tmp_path, lambda tensors: tensors.update({key: tensors[key] * 2}))
+    quantize_frozen_params(models[2], "as stored", checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=r"1 of the 14 quantized weights of this LlamaForCausalLM differ"):
+        check_base(models[2], described, "here")
+
+
+def test_the_name_stands_for_a_codec_of_frozen_weights_alone() -> None:
+    strategy = Strategy.from_dict({"preset": "zeropp", "frozen": "as stored"})
+    assert strategy == Strategy.zeropp(frozen="as stored")
+    assert strategy.to_dict()["frozen"] == "as stored"
+    with pytest.raises(ValueError, match="which is for frozen weights alone"):
+        Strategy.from_dict({"weights": "as stored"})
+    with pytest.raises(ValueError, match="encodes no values itself; name a codec with as many bits"):
+        plan(7e9, nodes=1, gpus_per_node=8, intra_gbps=2400, trainable=10**7, frozen=strategy.frozen_codec)
 
 
 # ---- fp8 in all shapes, by the definition
