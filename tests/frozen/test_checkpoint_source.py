@@ -64,10 +64,10 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, make: Make, na
 
 def test_dtypes_that_need_scales_are_refused(tmp_path: Path) -> None:
     state = files.make_base().state_dict()
-    for dtype, said in ((torch.float8_e4m3fn, "without a scale"), (torch.int8, "its scales blocks.1.up.SCB")):
+    for dtype in (torch.float8_e4m3fn, torch.int8):
         weight = torch.zeros(91, 66).to(dtype)
         path = files.write_checkpoint(tmp_path / "model.safetensors", state, blocks__1__up__weight=weight)
-        refused(files.make_base(), quantizing(path), f"has blocks.1.up.weight as {dtype}", said)
+        refused(files.make_base(), quantizing(path), "the checkpoint has blocks.1.up.weight as torch.", str(path))
 
 
 def test_a_trained_weight_may_be_missing(tmp_path: Path) -> None:

@@ -29,7 +29,11 @@ class DecodedFiles:
     def __init__(self, files: TensorFiles) -> None:
         self.source = files.source
         self._files = files
-        self._stored = find_stored(_Described(files), read_config(files.source))
+        config = read_config(files.source)
+        try:
+            self._stored = find_stored(_Described(files), config)
+        except ValueError as error:
+            raise ValueError(f"{files.source}: {error}") from error
         parts = {key for stored in self._stored.values() for key in stored.keys.values()}
         self._keys = dict.fromkeys([key for key in files if key not in parts] + list(self._stored))
 
