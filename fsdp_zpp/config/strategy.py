@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
+from fsdp_zpp.codecs.as_stored import as_codec
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
@@ -45,7 +46,8 @@ class Strategy:
             ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes, else
             full precision.
         error_feedback: Error feedback on the gradient codecs.
-        frozen: Codec of frozen parameters, which are quantized once.
+        frozen: Codec of frozen parameters, which are quantized once; ``"as stored"`` keeps the codes of layers that
+            another library has quantized, and leaves other parameters as they are.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
             the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
@@ -74,7 +76,7 @@ class Strategy:
     gradients: Codec | None = None
     intra_gradients: Codec | Literal["auto"] | None = "auto"
     error_feedback: LoCo | None = None
-    frozen: Codec | None = None
+    frozen: Codec | Literal["as stored"] | None = None
     local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
     overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
@@ -82,6 +84,7 @@ class Strategy:
     def __post_init__(self) -> None:
         # Letters and types come first: the later checks rely on them.
         check_levels(self.levels)
+        object.__setattr__(self, "frozen", as_codec(self.frozen))
         for name in ("weights", "gradients", "frozen"):
             check_codec(name, getattr(self, name))
         if self.intra_gradients != "auto":
@@ -149,6 +152,12 @@ class Strategy:
         """Return the codecs of the intra-node and the inter-node hop of the gradient reduction."""
         return intra_node_codec(self.intra_gradients, self.gradients), self.gradients
 
+    @property
+    def frozen_codec(self) -> Codec | None:
+        """Return the codec of frozen parameters; one that stands for ``"as stored"`` if that was given."""
+        assert not isinstance(self.frozen, str)  # it has been replaced
+        return self.frozen
+
     def resolve(self, topology: Topology) -> ResolvedStrategy:
         """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
         return resolve(
@@ -157,7 +166,7 @@ class Strategy:
             gradients=self.gradients,
             intra_gradients=self.intra_gradients,
             error_feedback=self.error_feedback,
-            frozen=self.frozen,
+            frozen=self.frozen_codec,
             topology=topology,
         )
 

@@ -19,7 +19,7 @@ class StrategyArguments(TypedDict, total=False):
     gradients: Codec | None
     intra_gradients: Codec | Literal["auto"] | None
     error_feedback: LoCo | None
-    frozen: Codec | None
+    frozen: Codec | Literal["as stored"] | None
     local_steps: LocalSteps | None
     gpus_per_node: int | None
     overrides: Mapping[str, Any] | tuple[tuple[str, Any], ...]

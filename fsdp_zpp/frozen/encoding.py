@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_zpp.codecs.as_stored import AsStored
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.module_names import model_name
 
@@ -16,6 +17,7 @@ from .base import FrozenBase
 from .placement import Placement
 from .report import FrozenReport
 from .selection import Candidate, Selection
+from .stored.format import StoredWeight
 from .weight import FrozenWeight, ReadRows
 
 Encoded = tuple[FrozenWeight, Tensor]
@@ -95,28 +97,57 @@ def quantize_selected(
     return report, base
 
 
-def encode_candidate(candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None) -> Encoded:
-    """Quantize this rank's chunk of one weight, from what ``read`` returns or, by default, from the model."""
+def encode_candidate(
+    candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None, stored: StoredWeight | None = None
+) -> Encoded:
+    """Quantize this rank's chunk of one weight, or keep it as it is stored.
+
+    Args:
+        candidate: The weight.
+        options: How to quantize.
+        read: Returns its values. Default: those in the model.
+        stored: Its codes, if the codec is to keep them. Default: those in the model.
+    """
     parameter = candidate.parameter
     own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
-    weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, options.codec, options.placement)
     device = options.device if options.device is not None else parameter.device
-    read = _reader(candidate, options, device) if read is None else read
+    # A model without values has no device yet either, and files are read on the CPU.
+    kept_on = torch.device("cpu") if device.type == "meta" else device
     with torch.no_grad():
-        # A model without values has no device yet either, and files are read on the CPU.
-        return weight, weight.encode(read, torch.device("cpu") if device.type == "meta" else device)
+        if isinstance(options.codec, AsStored):
+            stored = _stored_in_model(candidate, options, device) if stored is None else stored
+            codec = stored.format.codec
+        else:
+            stored, codec = None, options.codec
+        weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, codec, options.placement)
+        if stored is not None:
+            return weight, stored.payload(options.placement.own_chunk, weight.chunk_numel).to(kept_on)
+        return weight, weight.encode(_reader(candidate, options, device) if read is None else read, kept_on)
+
+
+def _stored_in_model(candidate: Candidate, options: FrozenOptions, device: torch.device) -> StoredWeight:
+    """Return the codes that a packed weight has in the model, or in the first rank's. Collective."""
+    assert candidate.packed is not None, f"{candidate.name} is not packed"
+    stored = candidate.packed.stored
+    if options.broadcast is None:
+        return stored
+    # As in _reader: all of them, for each rank needs others.
+    whole = stored.records(0, stored.format.groups).to(device)
+    dist.broadcast(whole, src=dist.get_global_rank(options.broadcast, 0), group=options.broadcast)
+    return StoredWeight(stored.format, lambda first, last: whole[first:last])
 
 
 def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
     """Return a function that reads rows of a weight: from the model, or from the first rank's. Collective."""
     parameter = candidate.parameter
     if options.broadcast is None:
-        whole = parameter if candidate.packed is None else candidate.packed.whole()
-        return lambda first, last: whole[first:last]
+        if candidate.packed is not None:
+            return candidate.packed.rows
+        return lambda first, last: parameter[first:last]
     group = options.broadcast
     # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs other rows.
     if candidate.packed is not None:
-        whole = candidate.packed.whole().to(device)
+        whole = candidate.packed.rows(0, candidate.shape[0]).to(device)
     else:
         whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
     whole = whole.contiguous()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.nf4 import NF4
+from fsdp_zpp.codecs.as_stored import AsStored
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
@@ -18,6 +18,7 @@ from fsdp_zpp.runtime.unit import StrategyUnit
 
 from .base import FrozenBase
 from .encoding import MIN_NUMEL, FrozenOptions, quantize_selected
+from .packed_linear import packed_linear
 from .placement import Placement
 from .resharding import follow_strategy
 from .selection import PACKED, SHARDED, select
@@ -58,16 +59,19 @@ def quantize_for(
     """
     if not is_part:
         follow_strategy(module, mesh)
-    if strategy.frozen is None:
+    codec = strategy.frozen_codec
+    if codec is None:
         return {}
     options = FrozenOptions(
-        strategy.frozen,
+        codec,
         Placement(strategy.parameters, as_launched(mesh)),
         device=compute_device(mesh.group, device),
         dtype=dtype,
         broadcast=broadcast,
     )
-    selection = select(module, MIN_NUMEL, ignored, unpack=isinstance(strategy.frozen, NF4))
+    selection = select(module, MIN_NUMEL, ignored, unpack=True)
+    if isinstance(codec, AsStored):
+        selection.leave_plain()
     has_values = broadcast is None or mesh.rank == 0
     agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)
     report, base = quantize_selected(module, selection, options)
@@ -75,6 +79,27 @@ def quantize_for(
         # Logged at the first use, when the model is complete: parts that are wrapped one by one make one line.
         base.reports.append(report)
     return report.left
+
+
+def left_to_shard(
+    strategy: object, modules: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return which of some parameters FSDP is to shard: not those of layers that :func:`quantize_for` takes over.
+
+    Args:
+        strategy: The strategy.
+        modules: The modules that are about to be sharded.
+        named: Their parameters, with names.
+    """
+    taken: set[int] = set()
+    for module in modules if isinstance(strategy, Strategy) and strategy.frozen is not None else ():
+        for layer in module.modules():
+            weight = layer._parameters.get("weight")
+            packed = None if weight is None or weight.requires_grad else packed_linear(weight, [layer])
+            if packed is not None and packed.shape.numel() >= MIN_NUMEL:
+                beside = [layer._parameters.get(name) for name in packed.beside]
+                taken |= {id(parameter) for parameter in (weight, *beside) if parameter is not None}
+    return [(name, parameter) for name, parameter in named if id(parameter) not in taken]
 
 
 def prepare_frozen(root: nn.Module) -> None:

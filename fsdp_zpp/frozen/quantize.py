@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_zpp.codecs.as_stored import AsStored, as_codec
 from fsdp_zpp.codecs.base import Codec, check_place
 from fsdp_zpp.codecs.blockwise import Int8
-from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.model_ranks import ranks_of
@@ -26,13 +27,13 @@ from .finite import finite_rows
 from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
 from .placement import place_base
 from .report import FrozenReport, log_report
-from .selection import Selection, select
+from .selection import PLAIN, Selection, select
 from .weight import FrozenWeight
 
 
 def quantize_frozen_params(
     model: nn.Module,
-    codec: Codec | None = None,
+    codec: Codec | Literal["as stored"] | None = None,
     *,
     placement: str = "I",
     gpus_per_node: int | None = None,
@@ -57,7 +58,8 @@ def quantize_frozen_params(
     Args:
         model: Any model with frozen parameters, such as a PEFT model. It may be on the meta device if there is a
             ``checkpoint``.
-        codec: How weights are quantized. Default: ``Int8(256)``.
+        codec: How weights are quantized. ``"as stored"`` keeps the codes of those that the checkpoint, or the model,
+            has quantized, and leaves all others as they are. Default: ``Int8(256)``.
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
@@ -90,13 +92,15 @@ def quantize_frozen_params(
         >>> quantize_frozen_params(model, Int8(256))
         >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)
     """
-    codec = Int8(256) if codec is None else codec
+    codec = _codec_of(codec)
     group = ranks_of(model, process_group)
     in_the_model = checkpoint is None and not sync_module_states
 
     def check() -> tuple[Selection, torch.device | None]:
         _check_arguments(model, codec, min_numel, dtype)
-        selection = select(model, min_numel, ignored_params, unpack=isinstance(codec, NF4))
+        selection = select(model, min_numel, ignored_params, unpack=True)
+        if checkpoint is None and isinstance(codec, AsStored):
+            selection.leave_plain()
         selection.refuse_sharded(
             f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or wrap it with "
             f"Strategy(..., frozen={codec!r}), which quantizes what it wraps"
@@ -127,6 +131,12 @@ def quantize_frozen_params(
     for tensor, value in read.others if read is not None else ():
         tensor.fill(value, options.device or torch.device("cpu"))
     return report
+
+
+def _codec_of(codec: Codec | str | None) -> Codec:
+    """Return the codec that the argument ``codec`` stands for; what is none is checked later, on all ranks."""
+    given: Codec = as_codec(Int8(256) if codec is None else codec)  # type: ignore[assignment]
+    return given
 
 
 def _check_arguments(model: object, codec: object, min_numel: object, dtype: object) -> None:
@@ -160,13 +170,22 @@ def _read(
     source = source_from(checkpoint, warns=group is None or dist.get_rank(group) == 0)
     tensors = {id(tensor.tensor): tensor for tensor in source.cover(model)}
     encoded = []
-    for candidate in selection.chosen:
+    for candidate in list(selection.chosen):
         tensor = tensors.pop(id(candidate.parameter), None)
         if tensor is None and candidate.parameter.is_meta:
             raise ValueError(
                 f"{candidate.name} is on the meta device but is not part of the base, so it is not read from the "
                 "checkpoint; give it values first"
             )
+        if isinstance(options.codec, AsStored):
+            stored = None if tensor is None else source.stored(tensor)
+            if stored is not None:
+                encoded.append(encode_candidate(candidate, options, stored=stored))
+                continue
+            if tensor is not None:
+                tensors[id(candidate.parameter)] = tensor
+            selection.leave(candidate, PLAIN)
+            continue
         read = (
             None
             if tensor is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from fsdp_zpp.codecs.as_stored import AsStored
 from fsdp_zpp.codecs.base import Codec
 
 from .placement import Placement
@@ -42,9 +43,10 @@ class FrozenReport:
 
     def __str__(self) -> str:
         topology = self.placement.mesh.topology
+        kind = str(self.codec) if isinstance(self.codec, AsStored) else f"as {self.codec}"
         left = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in self.left.items())
         return (
-            f"{self.model}: frozen base as {self.codec}, {_WHERE[self.placement.scope]} on {topology}: {self.weights} "
+            f"{self.model}: frozen base {kind}, {_WHERE[self.placement.scope]} on {topology}: {self.weights} "
             f"weights, {self.parameters:,} parameters, {_size(self.bytes_before)} before, {_size(self.bytes_after)} a "
             f"GPU after; left as they are: {left or 'none'}"
         )

@@ -22,6 +22,7 @@ from fsdp_zpp.runtime.unit import unit_of
 from .base import UngroupedPayload
 from .modules import frozen_sites
 from .placement import Placement
+from .stored.codec import StoredCodec
 from .weight import FrozenWeight, Storable
 
 logger = logging.getLogger("fsdp_zpp")
@@ -80,7 +81,7 @@ def _lies_elsewhere(placement: Placement, mesh: ProcessMesh) -> bool:
 
 
 def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
-    if not isinstance(weight.codec, Storable):
+    if not isinstance(weight.codec, Storable | StoredCodec):
         raise ValueError(
             f"{weight.name} is placed on {weight.placement.mesh.topology}, but the strategy that wraps it has "
             f"{mesh.topology}, and chunks encoded by {weight.codec} can't be re-cut; pass gpus_per_node="
@@ -91,6 +92,11 @@ def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
 def _move(weight: FrozenWeight, placement: Placement) -> None:
     """Re-cut the codes of a weight for another placement."""
     device = weight.device
+    if isinstance(weight.codec, StoredCodec):
+        records = weight.stored_records(_all_rows(weight))
+        weight.place(placement)
+        weight.holder = UngroupedPayload(weight.local_payload_from_records(records).to(device))
+        return
     codes, scales = weight.codes_and_scales(_all_rows(weight))
     weight.place(placement)
     weight.holder = UngroupedPayload(weight.local_payload_from_slices(codes, scales).to(device))

@@ -28,17 +28,18 @@ from .packed_linear import PackedLinear, packed_linear
 
 SHARDED = "sharded by FSDP already"
 PACKED = "packed already"
+PLAIN = "not stored quantized"
 OTHERWISE_SHARDED = "sharded by another parallelism"
 
 
-@dataclass
+@dataclass(eq=False)  # found by identity
 class Candidate:
     """A weight and all modules that use it.
 
     Attributes:
         parameter: The weight.
         sites: For each module that uses it: the module's path, the module, and its name there.
-        packed: Unpacks it if bitsandbytes has packed it; None if it is plain.
+        packed: Unpacks it if another library has packed it; None if it is plain.
     """
 
     parameter: nn.Parameter
@@ -68,6 +69,16 @@ class Selection:
 
     chosen: list[Candidate] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+
+    def leave(self, candidate: Candidate, reason: str) -> None:
+        """Leave a weight that was chosen as it is."""
+        self.chosen.remove(candidate)
+        self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
+
+    def leave_plain(self) -> None:
+        """Leave all weights that no library has packed: there are no codes of them to keep."""
+        for candidate in [each for each in self.chosen if each.packed is None]:
+            self.leave(candidate, PLAIN)
 
     @property
     def left_names(self) -> dict[str, tuple[str, ...]]:
@@ -134,7 +145,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
         model: The model. Parts that FSDP has sharded are resharded.
         min_numel: Weights with fewer values stay as they are.
         ignored: Parameters that stay as they are.
-        unpack: Whether to choose weights that bitsandbytes has packed in 4 bits, too.
+        unpack: Whether to choose weights that other libraries have packed, too; see packed_linear.py.
     """
     reshard(model)  # what fully_shard has gathered of a parameter is a plain tensor, and the parameter still FSDP's
     selection, seen = Selection(), set()
@@ -165,6 +176,13 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
                 reason = _unfit(parameter, sites, min_numel, packed)
             if reason is None:
                 selection.chosen.append(Candidate(parameter, sites, packed))
+                if packed is not None:  # its scales go with it
+                    seen |= {
+                        id(each)
+                        for name in packed.beside
+                        for each in [module._parameters.get(name)]
+                        if each is not None
+                    }
             else:
                 selection.left.setdefault(reason, []).append((parameter_name(path, name), parameter))
     return selection

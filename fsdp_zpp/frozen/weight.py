@@ -17,6 +17,7 @@ from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.runtime.unit import Communicator
 
 from .placement import Placement
+from .stored.codec import StoredCodec
 
 Storable = Int8 | Int4 | NF4
 """Codecs whose payloads can be cut into codes and scales and put together anew: for files, and for other placements."""
@@ -150,6 +151,27 @@ class FrozenWeight:
         row[start : start + 4 * (last - first)] = scales[first:last].view(torch.uint8)
         return row
 
+    def stored_records(self, rows: Tensor) -> Tensor:
+        """Return all records of a weight that is kept as it is stored, without padding.
+
+        Args:
+            rows: All chunks, uint8 [chunks, local_nbytes].
+
+        Returns:
+            uint8 [groups, bytes of a group].
+        """
+        assert isinstance(self.codec, StoredCodec)
+        return self.codec.records(rows, self.chunk_numel).flatten(0, 1)[: self.codec.groups(self.shape.numel())]
+
+    def local_payload_from_records(self, records: Tensor) -> Tensor:
+        """Put this rank's chunk together from all records: uint8 [local_nbytes], on their device."""
+        assert isinstance(self.codec, StoredCodec)
+        groups = self.codec.groups(self.chunk_numel)
+        own = records[self.placement.own_chunk * groups :][:groups].reshape(-1)
+        row = records.new_zeros(self.local_nbytes)
+        row[: len(own)] = own
+        return row
+
     def encode(self, read: ReadRows, device: torch.device) -> Tensor:
         """Quantize this rank's chunk; only the rows that it lies in are read.
 
@@ -197,6 +219,12 @@ class FrozenWeight:
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Dequantize one matrix of a stack: it alone is decoded, unless blocks straddle two matrices. Collective."""
         index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
+        if isinstance(self.codec, StoredCodec) and numel % self.codec.block == 0:
+            groups = self.codec.groups(numel)
+            records = self.stored_records(self.holder.gathered_payload(self, device))[index * groups :][:groups]
+            out = torch.empty(self.shape[1:], dtype=dtype, device=records.device)
+            self.codec.decode_into(records, out.view(-1))
+            return out
         # NF4 has a layout, too: codes are only copied here, and its payload is laid out like any other.
         layout: PayloadLayout | None = getattr(self.codec, "layout", None)
         if layout is None or numel % layout.block:

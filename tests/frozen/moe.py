@@ -10,8 +10,16 @@ from harness.adapter import Adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from fsdp_zpp.codecs.base import Codec
@@ -31,12 +39,17 @@ _SIZES: dict[str, Any] = {
 }
 _ATTENTION: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 KINDS = ("qwen3", "deepseek")
+MODELS = {"qwen3": Qwen3MoeForCausalLM, "deepseek": DeepseekV3ForCausalLM, "gpt_oss": GptOssForCausalLM}
+LAYERS = (Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer, GptOssDecoderLayer)
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 """Parameters, as PEFT's ``target_parameters`` names them."""
 
 
-def config_of(kind: str, **options: Any) -> Qwen3MoeConfig | DeepseekV3Config:
-    """The configuration of a model with random weights: ``qwen3`` or ``deepseek``, whose first layer has no experts."""
+def config_of(kind: str, **options: Any) -> Any:
+    """The configuration of a model: ``qwen3``, ``gpt_oss``, or ``deepseek``, whose first layer has no experts."""
+    if kind == "gpt_oss":
+        sizes = {"num_local_experts": 4, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16}
+        return GptOssConfig(**_SIZES | sizes | options)
     if kind == "qwen3":
         return Qwen3MoeConfig(**_SIZES | {"num_experts": 5, "num_key_value_heads": 2, "head_dim": 16} | options)
     sizes = _SIZES | _ATTENTION | {"n_routed_experts": 8, "num_key_value_heads": 4, "v_head_dim": 16}
@@ -44,12 +57,17 @@ def config_of(kind: str, **options: Any) -> Qwen3MoeConfig | DeepseekV3Config:
     return DeepseekV3Config(**sizes | groups | options)
 
 
+def construct(kind: str, experts: str = "grouped_mm", **options: Any) -> Any:
+    """The model as its constructor leaves it."""
+    model: Any = MODELS[kind](config_of(kind, **options))
+    model.set_experts_implementation(experts)
+    return model
+
+
 def make_base(kind: str, dtype: torch.dtype = torch.float32, experts: str = "grouped_mm", **options: Any) -> Any:
     """The base, the same on every rank; ``experts`` is transformers' implementation of them."""
     torch.manual_seed(0)
-    made = Qwen3MoeForCausalLM if kind == "qwen3" else DeepseekV3ForCausalLM
-    model = made(config_of(kind, **options))
-    model.set_experts_implementation(experts)
+    model = construct(kind, experts, **options)
     for parameter in model.parameters():
         parameter.data.mul_(3)  # logits that are far apart, so that greedy tokens are clear
     return model.to(models.device(), dtype)
@@ -88,7 +106,7 @@ def adapt(base: nn.Module, experts: bool = True) -> PeftModel:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Its decoder layers."""
-    return [module for module in model.modules() if isinstance(module, (Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer))]
+    return [module for module in model.modules() if isinstance(module, LAYERS)]
 
 
 def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = True) -> Any:
@@ -97,7 +115,7 @@ def shard(adapter: Adapter, model: nn.Module, strategy: Any, by_layer: bool = Tr
         for layer in layers_of(model) if by_layer else []:
             adapter.apply(layer, strategy)
         return adapter.apply(model, strategy)
-    policy = ModuleWrapPolicy({Qwen3MoeDecoderLayer, DeepseekV3DecoderLayer}) if by_layer else None
+    policy = ModuleWrapPolicy(set(LAYERS)) if by_layer else None
     return adapter.apply(model, strategy, use_orig_params=True, device_id=models.device(), auto_wrap_policy=policy)
 
 

@@ -67,7 +67,7 @@ def test_dtypes_that_need_scales_are_refused(tmp_path: Path) -> None:
     for dtype in (torch.float8_e4m3fn, torch.int8):
         weight = torch.zeros(91, 66).to(dtype)
         path = files.write_checkpoint(tmp_path / "model.safetensors", state, blocks__1__up__weight=weight)
-        refused(files.make_base(), quantizing(path), "blocks.1.up.weight is torch.float32 in the model and", str(path))
+        refused(files.make_base(), quantizing(path), "the checkpoint has blocks.1.up.weight as torch.", str(path))
 
 
 def test_a_trained_weight_may_be_missing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fsdp_zpp.collectives.agreement import agree, check_agreement, parameter_fac
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.frozen.from_strategy import left_to_shard
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
@@ -59,6 +60,7 @@ def check_arguments(
     by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
     if by.gpus_per_node is None:
         find_links(group, compute_device(group, arguments["device_id"]))
+    own = left_to_shard(by, [arguments["module"]], own)
     return by, agree(group, lambda: _check_what_is_sharded(by, group, own, arguments["cpu_offload"]))
 
 

@@ -16,7 +16,7 @@ from fsdp_zpp.collectives.devices import default_device_type
 from fsdp_zpp.collectives.links import find_links
 from fsdp_zpp.collectives.mesh import ProcessMesh, own_rank
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen.from_strategy import quantize_for
+from fsdp_zpp.frozen.from_strategy import left_to_shard, quantize_for
 from fsdp_zpp.runtime.packed_weights import encodes_itself, packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -47,7 +47,8 @@ def make_unit(
     strategy, group = over.strategy, over.group
     if over.compared and isinstance(strategy, Strategy) and strategy.gpus_per_node is None:
         find_links(group)
-    layout = agree(group if over.compared else None, lambda: check_arguments(part.own, strategy, group, arguments))
+    own = left_to_shard(strategy, modules, part.own)
+    layout = agree(group if over.compared else None, lambda: check_arguments(own, strategy, group, arguments))
     unit = _unit_for(part, layout)
     policy = arguments.get("mp_policy")
     ignored = {*(arguments.get("ignored_params") or ()), *others}

@@ -13,7 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .tensor_files import Header, TensorFiles
+from ..stored.format import StoredWeight, stacked
+from .decoded_files import DecodedFiles
+from .tensor_files import Header
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _PARTS = {
@@ -33,7 +35,7 @@ class StackedFiles:
         files: The files.
     """
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(self, files: DecodedFiles) -> None:
         self.source = files.source
         self._files = files
         self._stacks = _stacks_in(files)
@@ -52,6 +54,10 @@ class StackedFiles:
         return (
             [part for matrix in self._stacks[key] for part in matrix] if key in self._stacks else [self._renamed[key]]
         )
+
+    def description(self, key: str) -> str:
+        """Return how a tensor, or the first part of it, is stored, as text."""
+        return self._files.description(self.parts(key)[0])
 
     def file_of(self, key: str) -> object:
         """Return the file of a tensor, or of the first part of it."""
@@ -80,14 +86,32 @@ class StackedFiles:
         """Copy rows ``first`` to ``last - 1`` of a tensor; those of a stack are its matrices."""
         if key in self._files or key not in self._stacks:
             return self._files.rows(self.parts(key)[0], first, last)
-        matrices = self._stacks[key][first:last]
-        return torch.stack([torch.cat([self._files.read(part) for part in matrix]) for matrix in matrices])
+        return self._stack(self._stacks[key][first:last], torch.float32)
 
-    def read(self, key: str) -> Tensor:
-        """Copy a tensor."""
+    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copy a tensor, in ``dtype`` if it is stored quantized."""
         if key in self._files or key not in self._stacks:
-            return self._files.read(self.parts(key)[0])
-        return self.rows(key, 0, len(self._stacks[key]))
+            return self._files.read(self.parts(key)[0], dtype)
+        return self._stack(self._stacks[key], dtype)
+
+    def _stack(self, matrices: list[list[str]], dtype: torch.dtype) -> Tensor:
+        return torch.stack([torch.cat([self._files.read(part, dtype) for part in matrix]) for matrix in matrices])
+
+    def stored(self, key: str) -> StoredWeight | None:
+        """Return a weight that is stored quantized; None for any other tensor.
+
+        Raises:
+            ValueError: If its matrices can't be put together without being decoded.
+        """
+        if key in self._files or key not in self._stacks:
+            return self._files.stored(self.parts(key)[0])
+        matrices = [[self._files.stored(part) for part in matrix] for matrix in self._stacks[key]]
+        known = [[part for part in matrix if part is not None] for matrix in matrices]
+        if not any(known):
+            return None
+        if known != matrices:
+            raise ValueError(f"some matrices of {key} are quantized, and others are not; give a complete checkpoint")
+        return stacked(known, key)
 
 
 def _stacks_in(keys: Iterable[str]) -> dict[str, list[list[str]]]:

@@ -25,6 +25,7 @@ from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.runtime.validation import DTYPES
 
+from ..stored.codec import StoredCodec
 from ..weight import FrozenWeight, Storable
 from .tensor_files import BASE_INDEX, Header, TensorFiles, read_index
 
@@ -51,6 +52,11 @@ class StoredWeight:
         Raises:
             ValueError: If its codec can't be stored.
         """
+        if isinstance(weight.codec, StoredCodec):
+            raise ValueError(
+                f"{weight.name} is kept {weight.codec}, and its codes are in the checkpoint that it was read from: "
+                "instead of saving them again, read that checkpoint again with codec='as stored'"
+            )
         kind = type(weight.codec).__name__
         # By identity: a user's codec of the same name, or a subclass, may decode otherwise.
         if CODECS.get(kind) is not type(weight.codec):

@@ -18,10 +18,12 @@ from torch import nn
 
 from fsdp_zpp.module_names import model_name
 
+from ..stored.codec import StoredCodec
 from ..weight import FrozenWeight, Storable
 from .model_tensors import frozen_names
 
 _SAMPLED = 8
+_SAMPLING = Storable | StoredCodec
 _TOLERANCE = 1e-3
 
 logger = logging.getLogger("fsdp_zpp")
@@ -39,7 +41,8 @@ def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
 
     All ranks get the same. Weights with a user-defined codec are left out: nothing says where its scales are.
     """
-    weights = {names[0]: weight for weight, names in frozen_names(model).items() if isinstance(weight.codec, Storable)}
+    known = {weight: names for weight, names in frozen_names(model).items() if isinstance(weight.codec, _SAMPLING)}
+    weights = {names[0]: weight for weight, names in known.items()}
     return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
 
 
@@ -80,7 +83,11 @@ def _is_close(own: WeightIdentity, saved: WeightIdentity) -> bool:
 
 def _scales(weight: FrozenWeight) -> list[float]:
     if weight.sampled is None:
-        _, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
+        rows = weight.holder.gathered_payload(weight, weight.device)
+        if isinstance(weight.codec, StoredCodec):
+            scales = weight.stored_records(rows).sum(1)  # of all bytes: each format has its scales elsewhere
+        else:
+            _, scales = weight.codes_and_scales(rows)
         places = torch.linspace(0, len(scales) - 1, min(_SAMPLED, len(scales)), dtype=torch.float64).long()
         weight.sampled = scales.cpu()[places].tolist()
     return weight.sampled

@@ -1,4 +1,4 @@
-"""Sources of a model's weights in full precision: safetensors files, or a function."""
+"""Sources of a model's weights, in full precision or quantized: safetensors files, or a function."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from fsdp_zpp.module_names import model_name
 
+from ..stored.format import StoredWeight
 from ..weight import ReadRows
 from .completeness import check_header, match_keys, refuse_sharded_tensors, refuse_unfilled
+from .decoded_files import DecodedFiles
 from .expert_stacks import StackedFiles
 from .model_tensors import ModelTensor, frozen_names, model_tensors
 from .tensor_files import Header, TensorFiles, find_checkpoint, open_file, read_index
@@ -45,6 +47,13 @@ class WeightSource(Protocol):
     def read(self, tensor: ModelTensor) -> Tensor:
         """Copy ``tensor``."""
 
+    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
+        """Return ``tensor`` as it is stored; None if it is stored in full precision.
+
+        Raises:
+            ValueError: If only its decoded values can be read.
+        """
+
     def summary(self) -> str:
         """Return, as text, what must be the same on all ranks."""
 
@@ -67,9 +76,9 @@ class Checkpoint:
             files, _ = read_index(self._source, _REMEDY)
         else:
             files = dict.fromkeys(open_file(self._source, _REMEDY).keys(), self._source)
-        self._files = StackedFiles(TensorFiles(files, self._source, _REMEDY))
+        self._files = StackedFiles(DecodedFiles(TensorFiles(files, self._source, _REMEDY)))
         self._keys: dict[ModelTensor, str] = {}
-        self._headers: list[tuple[str, Header]] = []
+        self._headers: list[tuple[str, Header, str]] = []
 
     def cover(self, model: nn.Module) -> list[ModelTensor]:
         matches = match_keys(model, self._files.keys, f"the checkpoint {self._source}", _REMEDY)
@@ -77,7 +86,7 @@ class Checkpoint:
             for key in keys:
                 header = self._files.header(key)
                 check_header(tensor, key, header, f"the checkpoint's {self._files.file_of(key)}")
-                self._headers.append((key, header))
+                self._headers.append((key, header, self._files.description(key)))
             for other in keys[1:]:
                 self._check_equal(model, keys[0], other)
             self._keys[tensor] = keys[0]
@@ -90,7 +99,10 @@ class Checkpoint:
         return lambda first, last: self._files.rows(key, first, last)
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        return self._files.read(self._keys[tensor])
+        return self._files.read(self._keys[tensor], tensor.tensor.dtype)
+
+    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
+        return self._files.stored(self._keys[tensor])
 
     def summary(self) -> str:
         return repr(self._headers)
@@ -161,6 +173,9 @@ class Generated:
         header = Header(tuple(value.shape), value.dtype)
         check_header(tensor, tensor.name, header, "what the checkpoint function returned")
         return value.detach().clone()
+
+    def stored(self, tensor: ModelTensor) -> StoredWeight | None:
+        raise ValueError("codec='as stored' keeps the codes of files, and the checkpoint is a function; give a path")
 
     def summary(self) -> str:
         return ""

@@ -1,0 +1,149 @@
+"""Decodes weights of GPTQ checkpoints, as gptqmodel, auto_gptq and optimum write them.
+
+A linear layer of ``in`` inputs and ``out`` outputs is stored transposed, with f = 32 / bits codes in a word:
+
+- ``qweight``, int32 [in / f, out]: a word holds neighbouring inputs of one output;
+- ``qzeros``, int32 [groups, out / f]: a word holds the zero points of neighbouring outputs;
+- ``scales``, float [groups, out];
+- ``g_idx``, int32 [in]: the group of each input, in any order if it was quantized with ``desc_act``.
+
+Files of ``checkpoint_format`` ``gptq``, the first version, hold zero points minus one; those of ``gptq_v2`` do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .format import Parts, StoredFormat, StoredTensors
+from .group_order import GroupOrder
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_part, refuse_setting
+from .packed_codes import scale_codes, unpack_codes
+from .records import Field, RecordLayout
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+def decode_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, minus_one: bool
+) -> Tensor:
+    """Decode some of the outputs of a weight, or of each weight of a stack.
+
+    Args:
+        qweight: int32 [..., in / f, rows].
+        qzeros: int32 [..., groups, rows / f].
+        scales: Floats, [..., groups, rows].
+        g_idx: Integers, [..., in]. None: groups are equally many neighbouring inputs.
+        bits: 4 or 8.
+        minus_one: Whether the zero points are stored minus one.
+
+    Returns:
+        The values, [..., rows, in], in the dtype of ``scales``.
+    """
+    if minus_one:
+        # Whole words are added to, with carries, as gptqmodel does: it subtracts whole words when it writes, so that a
+        # zero point of 0 borrows from its neighbour. int32 wraps around.
+        qzeros = qzeros + torch.tensor(_ONES[bits], dtype=torch.int32, device=qzeros.device)
+    codes = unpack_codes(qweight.mT, bits)
+    zeros = unpack_codes(qzeros, bits)[..., : scales.shape[-1]].mT
+    return scale_codes(codes, zeros, scales.mT, g_idx)
+
+
+@dataclass(frozen=True, eq=False)
+class Gptq(StoredFormat):
+    """A matrix in GPTQ's format; a group is as many rows as a word holds codes.
+
+    Attributes:
+        bits: 4 or 8.
+        minus_one: Whether zero points are stored minus one.
+        scale_dtype: The dtype of the scales.
+        scale_groups: Groups of inputs that share a scale.
+        order: The group of each input, if groups are not neighbouring inputs.
+    """
+
+    name: ClassVar[str] = "GPTQ"
+
+    bits: int
+    minus_one: bool
+    scale_dtype: torch.dtype
+    scale_groups: int
+    order: GroupOrder | None
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        if config.get("quant_method") != "gptq":
+            if not config and (unnamed := next((key for key in tensors if key.endswith(".qweight")), None)):
+                raise ValueError(
+                    f"{unnamed} is of GPTQ or AWQ, but no config.json beside the checkpoint says of which; put the "
+                    "config.json of the model there"
+                )
+            return {}
+        version = config.get("checkpoint_format") or config.get("format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            refuse_setting(cls.name, "checkpoint_format", version, "gptq and gptq_v2")
+        layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+        return {f"{layer}.weight": cls._of(layer, tensors, config, version == "gptq") for layer in layers}
+
+    @classmethod
+    def _of(cls, layer: str, tensors: StoredTensors, config: Mapping[str, Any], minus_one: bool) -> Gptq:
+        keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
+        if keys["g_idx"] not in tensors:
+            del keys["g_idx"]
+        words, out = matrix(tensors, keys["qweight"], torch.int32)
+        groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, out))
+        stored_order = tensors.read(keys["g_idx"]) if "g_idx" in keys else None
+        # Some layers may have other bits than the configuration says (gptqmodel's "dynamic"), but all have their order.
+        bits = config.get("bits") if stored_order is None else 32 * words / max(1, len(stored_order))
+        if bits not in _ONES:
+            refuse_setting(cls.name, f"bits of {layer}", bits, "4 and 8")
+        bits = int(bits)
+        inputs, per_word = words * 32 // bits, 32 // bits
+        if out % per_word or groups == 0:
+            refuse_part(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
+        matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
+        if stored_order is None and inputs % groups:
+            refuse_part(keys["scales"], f"{groups} groups", f"a g_idx to divide {inputs} inputs among them")
+        order = None if stored_order is None else GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
+        dtype = float_dtype(tensors, keys["scales"])
+        return cls(torch.Size((out, inputs)), dtype, keys, bits, minus_one, dtype, groups, order)
+
+    @cached_property
+    def description(self) -> str:
+        version = "" if self.minus_one else " v2"
+        order = "" if self.order is None else f", {self.order}"
+        return (
+            f"{self.name}{version} of {self.bits} bits in {self.scale_groups} groups of {self.scale_dtype}, "
+            f"{self.shape[-1]} columns{order}"
+        )
+
+    @property
+    def _per_word(self) -> int:
+        return 32 // self.bits
+
+    @property
+    def group_numel(self) -> int:
+        return self._per_word * self.shape[-1]
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        words, rows, groups = self.shape[-1] // self._per_word, self._per_word, self.scale_groups
+        return RecordLayout(
+            (
+                Field("qweight", torch.int32, (words, rows)),
+                Field("qzeros", torch.int32, (groups, 1)),
+                Field("scales", self.scale_dtype, (groups, rows)),
+            )
+        )
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        return self.layout.pack(last - first, **columns_of(parts, self.layout, first, last))
+
+    def decode(self, records: Tensor) -> Tensor:
+        qweight, qzeros, scales = (self.layout.get(records, field.name) for field in self.layout.fields)
+        order = None if self.order is None else self.order.on(records.device)
+        return decode_gptq(qweight, qzeros, scales, order, self.bits, self.minus_one).float().flatten(1)

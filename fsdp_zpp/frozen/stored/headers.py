@@ -1,0 +1,102 @@
+"""Checks of the headers of packed weights, and reading of their records, for the formats that pack codes into words."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .format import REMEDY, Parts, StoredTensors, misfit
+from .records import RecordLayout
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of scales."""
+
+
+def matrix(
+    tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: tuple[int | None, int | None] = (None, None)
+) -> tuple[int, int]:
+    """Return the shape of a stored matrix.
+
+    Args:
+        tensors: The checkpoint's tensors.
+        key: The name of the matrix.
+        *dtypes: The dtypes that it may have.
+        shape: The shape that it must have; None for any size.
+
+    Raises:
+        ValueError: If the checkpoint lacks it, or it has another shape or dtype.
+    """
+    if key not in tensors:
+        raise lacking(key)
+    found, dtype = tensors.shape(key), tensors.dtype(key)
+    if dtype not in dtypes:
+        refuse_part(key, dtype, " or ".join(map(str, dtypes)))
+    if len(found) != 2 or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
+        expected = tuple("any" if size is None else size for size in shape)
+        refuse_part(key, f"a tensor of shape {found}", f"shape {expected}")
+    return found[0], found[1]
+
+
+def lacking(key: str) -> ValueError:
+    """Return the error about a tensor that is missing."""
+    return ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
+
+
+def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
+    """Return the dtype of scales that :func:`matrix` has checked."""
+    dtype = tensors.dtype(key)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def refuse_part(key: str, found: object, expected: object) -> NoReturn:
+    """Raise the error about a tensor that is not what the weight that it belongs to needs."""
+    raise misfit(key, found, expected)
+
+
+def refuse_setting(format: str, setting: str, value: object, allowed: str) -> NoReturn:
+    """Raise the error about a setting of a format that is not supported."""
+    raise ValueError(
+        f"the checkpoint is in {format} with {setting} {value!r}, and {allowed} can be read; dequantize it with the "
+        "library that wrote it, or give another checkpoint"
+    )
+
+
+def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dict[str, Tensor]:
+    """Read the columns of groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs.
+
+    Returns:
+        For each field of ``layout``, of shape [rows, columns of a group]: [groups, rows, columns of a group].
+    """
+    values = {}
+    for field in layout.fields:
+        width = field.shape[1]
+        some: Tensor = parts[field.name][:, first * width : last * width]
+        values[field.name] = some.unflatten(1, (last - first, width)).transpose(0, 1)
+    return values
+
+
+def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors) -> int:
+    """Return how many groups of columns have a scale of their own; 1 if there is one for each row, or for all.
+
+    Raises:
+        ValueError: If the scales are missing or don't fit.
+    """
+    if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in FLOATS:
+        return 1
+    groups = matrix(tensors, key, *FLOATS, shape=(rows, None))[1]
+    if groups == 0:
+        refuse_part(key, f"{groups} groups", f"groups of {columns} columns")
+    return groups
+
+
+def rows_of(part: Any, first: int, last: int) -> Tensor:
+    """Read rows ``first`` to ``last - 1`` of a matrix; of one number for all rows, that number for each."""
+    shape = tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+    if len(shape) > 1:
+        rows: Tensor = part[first:last]
+    else:
+        rows = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
+    return rows.clone(memory_format=torch.contiguous_format)

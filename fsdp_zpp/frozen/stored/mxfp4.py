@@ -1,0 +1,101 @@
+"""Decodes stacks of matrices in mxfp4, as gpt-oss stores its experts.
+
+A stack of shape [experts, in, out] is stored transposed, in two tensors:
+
+- ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two of them a byte;
+- ``*_scales``, uint8 [experts, out, in / 32]: the exponent of each block, plus 127.
+
+So 32 neighbouring inputs of a matrix, with all outputs, are a group: blocks [out, 16] and scales [out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .format import Parts, StoredFormat, StoredTensors
+from .fp4_codes import unpack_fp4
+from .headers import lacking, refuse_part
+from .records import Field, RecordLayout
+
+_BLOCK = 32
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode rows of matrices.
+
+    Args:
+        blocks: uint8 [..., rows, in / 32, 16].
+        scales: uint8 [..., rows, in / 32].
+        dtype: The dtype of the result. transformers multiplies in it; fp32 and bf16 hold the products exactly.
+
+    Returns:
+        The values, [..., rows, in].
+    """
+    exponents = scales.to(torch.int32) - 127
+    return torch.ldexp(unpack_fp4(blocks, dtype), exponents.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4(StoredFormat):
+    """A stack of matrices in mxfp4."""
+
+    name: ClassVar[str] = "mxfp4"
+
+    @classmethod
+    def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
+        ends = "_blocks", "_scales"
+        names = [key.removesuffix(ends[0]) for key in tensors if key.endswith(ends[0])]
+        return {name: cls._of({end[1:]: name + end for end in ends}, tensors) for name in names}
+
+    @classmethod
+    def _of(cls, keys: dict[str, str], tensors: StoredTensors) -> Mxfp4:
+        blocks, scales = keys.values()
+        shape = tensors.shape(blocks)
+        if len(shape) != 4 or shape[3] != _BLOCK // 2:
+            refuse_part(blocks, f"a tensor of shape {shape}", f"shape [experts, out, in / {_BLOCK}, {_BLOCK // 2}]")
+        if scales not in tensors:
+            raise lacking(scales)
+        if tensors.shape(scales) != shape[:3]:
+            refuse_part(scales, f"a tensor of shape {tensors.shape(scales)}", f"shape {shape[:3]}")
+        for key in (blocks, scales):
+            if tensors.dtype(key) not in (torch.uint8, torch.float8_e8m0fnu):
+                refuse_part(key, tensors.dtype(key), "uint8")
+        return cls(torch.Size((shape[0], shape[2] * _BLOCK, shape[1])), torch.bfloat16, keys)
+
+    @property
+    def description(self) -> str:
+        return f"{self.name}, {self.shape[-1]} columns"
+
+    @property
+    def group_numel(self) -> int:
+        return _BLOCK * self.shape[-1]
+
+    @cached_property
+    def layout(self) -> RecordLayout:
+        out = self.shape[-1]
+        return RecordLayout((Field("blocks", torch.uint8, (out, _BLOCK // 2)), Field("scales", torch.uint8, (out,))))
+
+    def pack(self, parts: Parts, first: int, last: int) -> Tensor:
+        per_matrix = self.shape[1] // _BLOCK
+        values: dict[str, list[Tensor]] = {"blocks": [], "scales": []}
+        while first < last:
+            matrix, begin = divmod(first, per_matrix)
+            # The rest of a matrix, or as many whole matrices as there are.
+            whole = max(1, (last - first) // per_matrix) if begin == 0 else 1
+            end = min(per_matrix, begin + last - first)
+            for name, pieces in values.items():
+                some: Tensor = parts[name][matrix : matrix + whole, :, begin:end]
+                pieces.append(some.transpose(1, 2).flatten(0, 1))
+            first += whole * (end - begin)
+        fields = {name: torch.cat(pieces).view(torch.uint8) for name, pieces in values.items()}
+        return self.layout.pack(len(fields["scales"]), **fields)
+
+    def decode(self, records: Tensor) -> Tensor:
+        blocks, scales = self.layout.get(records, "blocks"), self.layout.get(records, "scales")
+        return decode_mxfp4(blocks.unsqueeze(-2), scales.unsqueeze(-1), torch.float32).mT.flatten(1)

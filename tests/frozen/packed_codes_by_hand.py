@@ -1,0 +1,164 @@
+"""Weights of each packed format, written code by code from the format's definition, and the values that they stand for.
+
+Each function returns the stored tensors of one weight [out, in], by the end of their names, and the values that the
+library that owns the format gives them, computed from the codes before they were packed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Stored = tuple[dict[str, Tensor], Tensor]
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # output i of eight lies in these nibbles of a word
+
+
+def words(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
+    """Pack unsigned codes of the last dimension, one by one; what is left of the last word is 0."""
+    per_word = 32 // bits
+    flat = codes.reshape(-1, codes.shape[-1]).tolist()
+    packed = []
+    for row in flat:
+        out = [0] * -(-len(row) // per_word)
+        for i, code in enumerate(row):
+            place = i % per_word if places is None else places[i % per_word]
+            out[i // per_word] |= int(code) << (place * bits)
+        packed.append(out)
+    array = np.array(packed, dtype=np.uint32).view(np.int32)
+    return torch.from_numpy(array).view(*codes.shape[:-1], -1)
+
+
+def _codes(shape: tuple[int, ...], bits: int, seed: int) -> Tensor:
+    return torch.randint(2**bits, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _scales(shape: tuple[int, ...], dtype: torch.dtype, seed: int, bits: int = 4) -> Tensor:
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.01 + 0.001
+    return (scales * 16 / 2**bits).to(dtype)
+
+
+def _values(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> Tensor:
+    """(code - zero) * scale, rounded once to the dtype of the scales; zeros and scales are [out, groups]."""
+    exact = (codes - zeros[:, group_of]).double() * scales[:, group_of].double()
+    return exact.to(scales.dtype)
+
+
+def gptq(
+    out: int,
+    inputs: int,
+    seed: int = 0,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    sym: bool = False,
+    act: bool = False,
+    v2: bool = False,
+) -> Stored:
+    """As gptqmodel and auto_gptq write it; ``v2`` is the format whose zero points are stored as they are."""
+    codes = _codes((out, inputs), bits, seed)
+    groups = inputs // group
+    zeros = torch.full((out, groups), 2 ** (bits - 1)) if sym else _codes((out, groups), bits, seed + 1)
+    if not sym:
+        zeros[:, 0] = 0  # minus one is -1, for which writers borrow from the next zero point of the word
+    scales = _scales((out, groups), torch.float16, seed + 2, bits)
+    group_of = torch.arange(inputs) // group
+    if act:
+        group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed + 3))]
+    qzeros = words(zeros.T, bits)
+    if not v2:
+        ones = sum(1 << (bits * i) for i in range(32 // bits))
+        less = (qzeros.numpy().view(np.uint32).astype(np.uint64) + 2**32 - ones) % 2**32
+        qzeros = torch.from_numpy(less.astype(np.uint32).view(np.int32))
+    parts = {
+        "qweight": words(codes, bits).T,
+        "qzeros": qzeros,
+        "scales": scales.T,
+        "g_idx": group_of.int(),
+    }
+    return {name: part.contiguous() for name, part in parts.items()}, _values(codes, zeros, scales, group_of)
+
+
+def awq(out: int, inputs: int, seed: int = 0, *, group: int = 32) -> Stored:
+    """As autoawq writes its version ``gemm``."""
+    codes, groups = _codes((out, inputs), 4, seed), inputs // group
+    zeros, scales = _codes((out, groups), 4, seed + 1), _scales((out, groups), torch.float16, seed + 2)
+    parts = {"qweight": words(codes.T, 4, _AWQ_PLACES), "qzeros": words(zeros.T, 4, _AWQ_PLACES), "scales": scales.T}
+    values = _values(codes, zeros, scales, torch.arange(inputs) // group)
+    return {name: part.contiguous() for name, part in parts.items()}, values
+
+
+def packed_integers(
+    out: int, inputs: int, seed: int = 0, *, bits: int = 4, group: int | None = 32, sym: bool = True, act: bool = False
+) -> Stored:
+    """As compressed-tensors writes ``pack-quantized``; without a group there is one scale an output."""
+    codes, groups = _codes((out, inputs), bits, seed), 1 if group is None else inputs // group
+    zeros = torch.full((out, groups), 2 ** (bits - 1)) if sym else _codes((out, groups), bits, seed + 1)
+    scales = _scales((out, groups), torch.bfloat16, seed + 2, bits)
+    group_of = torch.arange(inputs) // (group or inputs)
+    if act:
+        group_of = group_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed + 3))]
+    parts = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([out, inputs]),
+    }
+    if not sym:
+        parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+    if act:
+        parts["weight_g_idx"] = group_of.int()
+    return parts, _values(codes, zeros, scales, group_of)
+
+
+def nvfp4(out: int, inputs: int, seed: int = 0) -> Stored:
+    """As compressed-tensors writes ``nvfp4-pack-quantized``."""
+    codes = _codes((out, inputs), 4, seed)
+    scales = (_scales((out, inputs // 16), torch.float32, seed + 1) * 1e4).to(torch.float8_e4m3fn)
+    whole = torch.tensor([8700.0])
+    parts = {
+        "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_global_scale": whole,
+    }
+    each = (scales.float() / whole).repeat_interleave(16, dim=1)
+    return parts, torch.tensor(FP4)[codes] * each
+
+
+def mxfp4(experts: int, out: int, inputs: int, seed: int = 0) -> Stored:
+    """As gpt-oss stores a stack, which models have as [experts, in, out]; in bf16."""
+    codes = _codes((experts, out, inputs), 4, seed)
+    exponents = torch.randint(118, 126, (experts, out, inputs // 32), generator=torch.Generator().manual_seed(seed + 1))
+    pairs = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    parts = {"blocks": pairs.unflatten(-1, (-1, 16)), "scales": exponents.to(torch.uint8)}
+    values = torch.tensor(FP4)[codes] * 2.0 ** (exponents.repeat_interleave(32, dim=-1) - 127)
+    return parts, values.to(torch.bfloat16).mT.contiguous()
+
+
+def fp8(out: int, inputs: int, seed: int = 0, *, block: int = 32) -> Stored:
+    """As DeepSeek stores weights: a scale for each square block, at the edges for what there is of it."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(out, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-out // block), -(-inputs // block), generator=generator) * 1e-3 + 1e-4
+    each = scales.repeat_interleave(block, 0)[:out].repeat_interleave(block, 1)[:, :inputs]
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * each
+
+
+def fp8_rows(out: int, inputs: int, seed: int = 0) -> Stored:
+    """As compressed-tensors writes ``float-quantized`` with a scale for each row."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(out, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = (torch.rand(out, 1, generator=generator) * 1e-3 + 1e-4).bfloat16()
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()  # the library rounds to bf16
+
+
+def plain_integers(out: int, inputs: int, seed: int = 0, *, sym: bool = True, one: bool = False) -> Stored:
+    """As compressed-tensors writes ``int-quantized``, with one scale for each row, or ``one`` for all."""
+    shape = (1,) if one else (out, 1)
+    codes = _codes((out, inputs), 8, seed) - 128
+    zeros = torch.zeros(shape, dtype=torch.int64) if sym else _codes(shape, 8, seed + 1) - 128
+    scales = _scales(shape, torch.bfloat16, seed + 2, 8)
+    parts = {"weight": codes.to(torch.int8), "weight_scale": scales}
+    if not sym:
+        parts["weight_zero_point"] = zeros.to(torch.int8)
+    return parts, ((codes - zeros).double() * scales.double()).to(scales.dtype)
