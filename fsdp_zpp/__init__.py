@@ -11,8 +11,11 @@ from fsdp_zpp.adapters.fsdp2 import clip_grad_norm_, fully_shard
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.codecs.delta_receiver import DeltaReceiver, OutOfSyncError
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.codecs.top_k import TopK
+from fsdp_zpp.codecs.weight_update import WeightUpdate
+from fsdp_zpp.collectives.sync_token import SyncToken
 from fsdp_zpp.config.elastic import Elastic
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
@@ -39,6 +42,7 @@ __all__ = [
     "NF4",
     "Codec",
     "CodecState",
+    "DeltaReceiver",
     "Elastic",
     "Int4",
     "Int4Delta",
@@ -46,9 +50,12 @@ __all__ = [
     "LoCo",
     "LocalSteps",
     "Monitor",
+    "OutOfSyncError",
     "QuantizedReduceState",
     "Strategy",
+    "SyncToken",
     "TopK",
+    "WeightUpdate",
     "agreed_weights",
     "choose_strategy",
     "clip_grad_norm_",
