@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +22,8 @@ _HEADERS = "updates"
 class WeightUpdate:
     """One tensor of a pass of ``gathered_weights(model, since=token)``, for a :class:`DeltaReceiver` to apply.
 
-    Any transport will do: send ``data`` as a tensor (an NCCL broadcast, shared memory) and :meth:`header` beside it, or
-    use :meth:`pack` for bytes (a file, HTTP).
+    Any transport will do. One that sends named tensors takes ``header`` as the name and ``data`` as the tensor; for
+    bytes, in a file or over HTTP, there is :meth:`pack`.
 
     Attributes:
         name: The tensor's name in the unwrapped model.
@@ -60,40 +60,42 @@ class WeightUpdate:
         """Return the bytes of ``data``."""
         return self.data.nbytes
 
-    def header(self) -> dict[str, str | int | list[int]]:
-        """Return everything but ``data``, as JSON can hold it; ``data_dtype`` and ``data_shape`` say what to receive.
+    @property
+    def header(self) -> str:
+        """Return everything but ``data``, as JSON.
 
-        With them a receiver allocates memory for ``data``: ``torch.empty(header["data_shape"], dtype=getattr(torch,
-        header["data_dtype"]))``.
+        Its ``data_dtype`` and ``data_shape`` tell what a receiver has to allocate for ``data``.
         """
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "dtype": _name_of(self.dtype),
-            "shape": list(self.shape),
-            "stream": self.stream,
-            "version": self.version,
-            "since": self.since,
-            "block": self.block,
-            "data_dtype": _name_of(self.data.dtype),
-            "data_shape": list(self.data.shape),
-        }
+        return json.dumps(
+            {
+                "name": self.name,
+                "kind": self.kind,
+                "dtype": _name_of(self.dtype),
+                "shape": list(self.shape),
+                "stream": self.stream,
+                "version": self.version,
+                "since": self.since,
+                "block": self.block,
+                "data_dtype": _name_of(self.data.dtype),
+                "data_shape": list(self.data.shape),
+            }
+        )
 
     @classmethod
-    def from_header(cls, header: Mapping[str, object], data: Tensor) -> WeightUpdate:
-        """Return the update that had this :meth:`header` and ``data``.
+    def from_header(cls, header: str, data: Tensor) -> WeightUpdate:
+        """Return the update that had this ``header`` and ``data``.
 
         Raises:
-            ValueError: If ``header`` lacks something, or ``data`` has another dtype or shape than it says.
+            ValueError: If ``header`` is no such header, or ``data`` has another dtype or shape than it says.
         """
         try:
-            dtype = getattr(torch, str(header["dtype"]))
-            shape = tuple(int(size) for size in header["shape"])  # type: ignore[attr-defined]
-            kind, name, stream = (str(header[key]) for key in ("kind", "name", "stream"))
-            version, since, block = (int(header[key]) for key in ("version", "since", "block"))  # type: ignore[call-overload]
+            fields = json.loads(header)
+            dtype, shape = getattr(torch, fields["dtype"]), tuple(map(int, fields["shape"]))
+            version, since, block = (int(fields[key]) for key in ("version", "since", "block"))
+            name, kind, stream = fields["name"], fields["kind"], fields["stream"]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{header!r} is no header of a weight update: {error!r}") from error
-        return cls(name, kind, dtype, shape, stream, version, since, block, data)  # type: ignore[arg-type]
+        return cls(name, kind, dtype, shape, stream, version, since, block, data)
 
     @staticmethod
     def pack(updates: Iterable[WeightUpdate]) -> bytes:
@@ -105,7 +107,7 @@ class WeightUpdate:
         tensors: dict[str, Tensor] = {}
         headers = []
         for place, update in enumerate(updates):
-            headers.append(update.header())
+            headers.append(update.header)
             tensors[str(place)] = update.data.detach().cpu().contiguous()
         return save(tensors, metadata={"format": _FORMAT, _HEADERS: json.dumps(headers)})
 

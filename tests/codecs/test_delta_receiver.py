@@ -225,10 +225,10 @@ def test_headers_and_data_travel_apart() -> None:
     token, receiver = SyncToken(), DeltaReceiver()
     for current in (weights, walk(weights, generator)):
         for update in send(token, current):
-            header = json.loads(json.dumps(update.header()))
-            data = torch.empty(header["data_shape"], dtype=getattr(torch, header["data_dtype"]))
+            announced = json.loads(update.header)
+            data = torch.empty(announced["data_shape"], dtype=getattr(torch, announced["data_dtype"]))
             data.copy_(update.data)
-            receiver.apply(WeightUpdate.from_header(header, data))
+            receiver.apply(WeightUpdate.from_header(update.header, data))
     assert receiver.version == 2
 
 
@@ -238,12 +238,14 @@ def test_what_is_no_update_is_refused() -> None:
     with pytest.raises(ValueError, match="a safetensors file, but no packed weight updates"):
         WeightUpdate.unpack(save({"weight": torch.zeros(2)}))
     update = send(SyncToken(), {"w": torch.zeros(3, 3)})[0]
+    with pytest.raises(ValueError, match="'model.norm.weight' is no header of a weight update"):
+        WeightUpdate.from_header("model.norm.weight", update.data)
     with pytest.raises(ValueError, match="is no header of a weight update"):
-        WeightUpdate.from_header({"name": "w"}, update.data)
+        WeightUpdate.from_header('{"name": "w"}', update.data)
     with pytest.raises(ValueError, match="the whole update of w has data of dtype torch.float32 and shape"):
-        WeightUpdate.from_header(update.header(), update.data[:2])
+        WeightUpdate.from_header(update.header, update.data[:2])
     with pytest.raises(ValueError, match="the whole update of w has data of dtype torch.uint8"):
-        WeightUpdate.from_header(update.header(), update.data.byte())
+        WeightUpdate.from_header(update.header, update.data.byte())
 
 
 def test_a_tensor_that_is_not_alike_is_refused() -> None:
