@@ -24,6 +24,7 @@ from fsdp_zpp.frozen.files.loading import load_frozen_params
 from fsdp_zpp.frozen.files.saving import save_frozen_params
 from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
+from fsdp_zpp.inference.gathered_weights import gathered_weights
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.running_job import choose_strategy
 from fsdp_zpp.runtime.api import (
@@ -64,6 +65,7 @@ __all__ = [
     "end_training",
     "exchange_weights",
     "fully_shard",
+    "gathered_weights",
     "invalidate",
     "load_frozen_params",
     "members",

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 _PASSED = ("original_module", "token_adapter")
 """Children that hold the wrapped module in PEFT's wrappers of whole modules."""
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def original_path(path: str) -> str:

@@ -57,7 +57,7 @@ def save_adapter(
         lambda checked: repr(list(checked[0].peft_config)),
         "called save_adapter with a model of other adapters than",
     )
-    state = adapter_state(model)  # on all ranks, since it is collective
+    state = adapter_state(model, group)  # on all ranks, since it is collective
     error = ""
     if group is None or dist.get_rank(group) == 0:
         try:
@@ -101,18 +101,21 @@ def peft_model_in(model: nn.Module) -> PeftModel:
     return peft_model
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective."""
+def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective.
+
+    Ranks of ``group`` other than the first get none but buffers.
+    """
     peft_model = peft_model_in(model)
     prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
-    names = _names(model)
     # Adapters that are not active are frozen, so requires_grad alone would miss them.
     marks = ("lora_", "modules_to_save", "prompt_encoder.")
     state = full_parameters(
-        model, lambda name, parameter: parameter.requires_grad or any(mark in name for mark in marks)
+        model,
+        lambda name, parameter: parameter.requires_grad or any(mark in name for mark in marks),
+        group,
+        by_all_names=True,  # as PEFT stores it
     )
-    for name in list(state):
-        state |= {other: state[name].clone() for other in names.get(name, ()) if other not in state}
     state |= _adapter_buffers(model, peft_model)
     return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
 
@@ -127,14 +130,6 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
     """
     with _original_paths(peft_model), _whole_prompts(peft_model, state):
         yield
-
-
-def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter, by the first; PEFT stores a tied parameter under each of its names."""
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(original_path(name))
-    return {names[0]: names for names in names_of.values()}
 
 
 def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
