@@ -11,11 +11,8 @@ from fsdp_zpp.adapters.fsdp2 import clip_grad_norm_, fully_shard
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
-from fsdp_zpp.codecs.delta_receiver import DeltaReceiver, OutOfSyncError
 from fsdp_zpp.codecs.nf4 import NF4
 from fsdp_zpp.codecs.top_k import TopK
-from fsdp_zpp.codecs.weight_update import WeightUpdate
-from fsdp_zpp.collectives.sync_token import SyncToken
 from fsdp_zpp.config.elastic import Elastic
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
@@ -24,7 +21,10 @@ from fsdp_zpp.frozen.files.loading import load_frozen_params
 from fsdp_zpp.frozen.files.saving import save_frozen_params
 from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
+from fsdp_zpp.inference.delta_receiver import DeltaReceiver, OutOfSyncError
 from fsdp_zpp.inference.gathered_weights import gathered_weights
+from fsdp_zpp.inference.sync_token import SyncToken
+from fsdp_zpp.inference.weight_update import WeightUpdate
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.running_job import choose_strategy
 from fsdp_zpp.runtime.api import (

@@ -1,4 +1,4 @@
-"""The trainer's side of SGLang's weight updates: whole weights, their changes in 4 bits, or adapters. For SGLang 0.5.23.
+"""The trainer's side of SGLang's weight updates: whole weights, changes in 4 bits, adapters. Written for SGLang 0.5.23.
 
 Call on every rank of the training:
 
@@ -33,9 +33,7 @@ NAMED = "fsdp_zpp"
 """The name of the group."""
 
 
-def connect(
-    url: str, address: str, port: int, workers: int, backend: str = "nccl"
-) -> dist.ProcessGroup | None:
+def connect(url: str, address: str, port: int, workers: int, backend: str = "nccl") -> dist.ProcessGroup | None:
     """Join the workers of a server, as rank 0 before them; return the group on rank 0, and None on other ranks.
 
     Args:
@@ -69,7 +67,7 @@ def send_weights(url: str, model: nn.Module, group: dist.ProcessGroup | None) ->
 
 
 def send_changes(url: str, model: nn.Module, token: SyncToken, workers: int = 1) -> None:
-    """Send what has changed since the last call with ``token``, in requests; the first call sends everything. Collective.
+    """Send what has changed since the last call with ``token``; the first call sends everything. Collective.
 
     Args:
         url: The server.

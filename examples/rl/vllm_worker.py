@@ -24,7 +24,7 @@ from fsdp_zpp import DeltaReceiver, WeightUpdate
 
 
 class UpdateTransferEngine(NCCLWeightTransferEngine):
-    """Receives updates over NCCL, applies them to a copy of the weights in host memory, and loads it when all are there.
+    """Receives updates over NCCL, applies them to a copy of the weights in host memory, and loads that at the end.
 
     vLLM reloads layers whole, and fuses, shards or quantizes what it loads. So it is given every weight again, also
     those that have not changed, from the copy. Until then, the model stays as it is.

@@ -1,10 +1,10 @@
 """Changes of weights in 4 bits, added to a copy of the weights in their own dtype.
 
-A receiver holds a copy ``B`` of the weights ``W``, in bf16 for example. It is sent ``W - B`` in :class:`Int4` blocks and
-adds what it decodes; the sender adds the same to its own copy of ``B``, so that its next change includes what this one
-has rounded away (SDP4Bit's qWD, arXiv 2410.15526, section 3.1, with a full-precision base). Both take ``B`` to fp32, add
-``code * scale``, which is exact there (kernels/payload.py, [Note: Exact products]), and round once to the dtype of
-``B``: the same bits on every device.
+A receiver holds a copy ``B`` of the weights ``W``, in bf16 for example. It is sent ``W - B`` in blocks of ``Int4`` and
+adds what it decodes. The sender adds the same to its own copy of ``B``, so that its next change includes what this one
+has rounded away (SDP4Bit's qWD, arXiv 2410.15526, section 3.1, with a base that is not encoded). Both take ``B`` to
+fp32, add ``code * scale``, which is exact there (kernels/payload.py, [Note: Exact products]), and round once to the
+dtype of ``B``: the same bits on every device.
 
 The flat values go in chunks of ``CHUNK``, each of which is one row of the codec's payload, the last one shorter. Chunks
 do not depend on each other, so that ranks encode different ones, and what they send is the same for any number of them.

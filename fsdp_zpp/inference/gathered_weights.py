@@ -17,6 +17,9 @@ from fsdp_zpp.runtime.model_ranks import ranks_of
 from fsdp_zpp.runtime.tensors_of_model import TensorOfModel, in_units, tensors_of
 from fsdp_zpp.runtime.validation import DTYPES, check_module
 
+from .sync_token import SyncToken, check_token, updates_since
+from .weight_update import WeightUpdate
+
 
 @overload
 def gathered_weights(
@@ -42,15 +45,42 @@ def gathered_weights(
 ) -> Iterator[tuple[str, Tensor | None]]: ...
 
 
+@overload
 def gathered_weights(
     model: nn.Module,
     *,
     dtype: torch.dtype | None = None,
     adapters_only: bool = False,
     merged: bool = False,
+    since: SyncToken,
+    rank: None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, WeightUpdate]]: ...
+
+
+@overload
+def gathered_weights(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    adapters_only: bool = False,
+    merged: bool = False,
+    since: SyncToken,
+    rank: int,
+    process_group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, WeightUpdate | None]]: ...
+
+
+def gathered_weights(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    adapters_only: bool = False,
+    merged: bool = False,
+    since: SyncToken | None = None,
     rank: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[str, Tensor | None]]:
+) -> Iterator[tuple[str, Tensor | None]] | Iterator[tuple[str, WeightUpdate | None]]:
     """Return an iterator over the names and full tensors of a model, for an inference engine. Collective.
 
     By default these are the tensors of the full state dict, bit for bit, and by the same names: in full precision,
@@ -68,6 +98,8 @@ def gathered_weights(
         adapters_only: Hand out only the active PEFT adapter, by the names in the files that ``save_adapter`` writes.
         merged: Hand out the base model with the active PEFT adapters merged into it, by the names that it has without
             PEFT.
+        since: Hand out a :class:`WeightUpdate` for each tensor that has changed since the last call with this token,
+            instead of the tensor, for a :class:`DeltaReceiver`: its changes in 4 bits, or at the first call all of it.
         rank: The global rank that gets the tensors; the others take part and get None in their place. Default: all get
             them.
         process_group: The ranks of the model. Default: those that it is sharded over, or all ranks if it is not
@@ -89,14 +121,17 @@ def gathered_weights(
     def check() -> list[TensorOfModel]:
         check_module(model)
         _check_arguments(dtype, adapters_only, merged, rank, group)
+        check_token(since)
         return tensors_of(model, decoded_weights_of)
 
     def summary(tensors: Sequence[TensorOfModel]) -> str:
         listed = [(tensor.names, tuple(tensor.full.shape), tensor.full.stored) for tensor in tensors]
-        return repr((dtype, adapters_only, merged, rank, listed))
+        return repr((dtype, adapters_only, merged, since is not None, rank, listed))
 
     tensors = agree(group, check, summary, "called gathered_weights with other arguments or another model than")
-    return _named(GatherInTurn(in_units(tensors), dtype, rank))
+    if since is None:
+        return _named(GatherInTurn(in_units(tensors), dtype, rank))
+    return updates_since(since, _named(GatherInTurn(in_units(tensors), dtype)), group, rank)
 
 
 def _named(turn: GatherInTurn[TensorOfModel]) -> Iterator[tuple[str, Tensor | None]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import requests
 import torch
@@ -259,7 +259,7 @@ class VLLM:
 
 
 class EngineFactory:
-    registry: dict[str, type[WorkerEngine]] = {}
+    registry: ClassVar[dict[str, type[WorkerEngine]]] = {}
 
     @classmethod
     def register_engine(cls, name: str, engine: type[WorkerEngine]) -> None:

@@ -84,9 +84,7 @@ class SGLang:
         self.model.load_weights(weights)
         self.flushed += flush_cache
 
-    def load_adapter(
-        self, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: list[str]
-    ) -> None:
+    def load_adapter(self, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: list[str]) -> None:
         if lora_name in self.adapters:
             raise ValueError(f"LoRA adapter {lora_name} is loaded already")
         self.adapters[lora_name] = (config_dict, pickle.loads(base64.b64decode(serialized_named_tensors[0])))

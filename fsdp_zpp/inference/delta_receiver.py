@@ -8,7 +8,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .weight_changes import add_changes
+from fsdp_zpp.codecs.weight_changes import add_changes
+
 from .weight_update import WeightUpdate
 
 _ALIGNMENT = 16

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -49,14 +51,14 @@ def by_definition(base: Tensor, payload: Tensor, block: int) -> Tensor:
     row = memoryview(payload.numpy().tobytes())
     for first in range(0, values.size, CHUNK):
         chunk = values[first : first + CHUNK]
-        codes_end = -(-(-(-chunk.size // 2)) // 16) * 16
-        blocks = -(-chunk.size // block)
-        codes = np.frombuffer(row[: -(-chunk.size // 2)], dtype=np.uint8)
+        code_bytes, blocks = math.ceil(chunk.size / 2), math.ceil(chunk.size / block)
+        codes_end = math.ceil(code_bytes / 16) * 16
+        codes = np.frombuffer(row[:code_bytes], dtype=np.uint8)
         nibbles = np.stack([codes & 15, codes >> 4], 1).reshape(-1)[: chunk.size].astype(np.int8)
         scales = np.frombuffer(row[codes_end : codes_end + 4 * blocks], dtype=np.float32)
         signed = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.float32)
         chunk += signed * np.repeat(scales, block)[: chunk.size]
-        row = row[codes_end + -(-4 * blocks // 16) * 16 :]
+        row = row[codes_end + math.ceil(blocks / 4) * 16 :]
     assert len(row) == 0
     return torch.from_numpy(values).view(base.shape).to(base.dtype)
 
@@ -135,7 +137,7 @@ def test_passes_without_a_step_between_come_nearer() -> None:
         for _ in receiver.updated(send(token, weights)):
             pass
         errors.append(max((receiver.tensors[n] - w).abs().max().item() for n, w in weights.items() if w.numel()))
-    assert all(later <= earlier / 7 or later == 0 for earlier, later in zip(errors, errors[1:4], strict=False))
+    assert all(later <= earlier / 7 or later == 0 for earlier, later in pairwise(errors[:4]))
     assert errors[-1] == 0
     assert send(token, weights) == []
 
@@ -149,7 +151,8 @@ def test_what_is_not_finite_arrives_and_goes_again(dtype: torch.dtype, value: fl
     broken = walk(weights, generator)
     broken["odd"][5, 5] = value
     kinds = {update.name: update.kind for update in receive_all(receiver, send(token, broken))}
-    assert kinds["odd"] == "whole" and kinds["more"] == "delta"
+    assert kinds["odd"] == "whole"
+    assert kinds["more"] == "delta"
     assert same_bits(receiver.tensors["odd"], broken["odd"])
     healed = walk(weights, generator)
     receive_all(receiver, send(token, healed))
@@ -238,13 +241,13 @@ def test_what_is_no_update_is_refused() -> None:
     with pytest.raises(ValueError, match="a safetensors file, but no packed weight updates"):
         WeightUpdate.unpack(save({"weight": torch.zeros(2)}))
     update = send(SyncToken(), {"w": torch.zeros(3, 3)})[0]
-    with pytest.raises(ValueError, match="'model.norm.weight' is no header of a weight update"):
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is no header of a weight update"):
         WeightUpdate.from_header("model.norm.weight", update.data)
     with pytest.raises(ValueError, match="is no header of a weight update"):
         WeightUpdate.from_header('{"name": "w"}', update.data)
-    with pytest.raises(ValueError, match="the whole update of w has data of dtype torch.float32 and shape"):
+    with pytest.raises(ValueError, match=r"the whole update of w has data of dtype torch\.float32 and shape"):
         WeightUpdate.from_header(update.header, update.data[:2])
-    with pytest.raises(ValueError, match="the whole update of w has data of dtype torch.uint8"):
+    with pytest.raises(ValueError, match=r"the whole update of w has data of dtype torch\.uint8"):
         WeightUpdate.from_header(update.header, update.data.byte())
 
 

@@ -8,8 +8,10 @@ The update does not depend on the number of ranks.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,11 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.blockwise import Int4
 from fsdp_zpp.codecs.weight_changes import CHUNK, add_changes, changes_nbytes, encode_changes, largest_scale
-from fsdp_zpp.codecs.weight_update import WeightUpdate, takes_changes
+from fsdp_zpp.collectives.agreement import check_agreement, from_first_rank, on_any_rank
+from fsdp_zpp.collectives.devices import for_collectives
+from fsdp_zpp.runtime.full_tensors import gets
 
-from .agreement import check_agreement, from_first_rank, on_any_rank
-from .devices import for_collectives
+from .weight_update import WeightUpdate, takes_changes
 
 
 @dataclass
@@ -83,7 +86,7 @@ class SyncToken:
 
     def updates(
         self, weights: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None
-    ) -> Iterator[tuple[str, WeightUpdate]]:
+    ) -> Generator[tuple[str, WeightUpdate]]:
         """Yield what receivers need to hold ``weights``. Collective.
 
         Args:
@@ -146,6 +149,21 @@ class SyncToken:
         return WeightUpdate(
             name, "whole", weight.dtype, tuple(weight.shape), self._stream, self._version, 0, 0, weight.contiguous()
         )
+
+
+def check_token(since: object) -> None:
+    """Raise a TypeError unless ``since`` is a token or None."""
+    if not (since is None or isinstance(since, SyncToken)):
+        raise TypeError(f"since must be a SyncToken, which notes what receivers hold, or None, got {since!r}")
+
+
+def updates_since(
+    token: SyncToken, weights: Iterator[tuple[str, Tensor | None]], group: dist.ProcessGroup | None, rank: int | None
+) -> Iterator[tuple[str, WeightUpdate | None]]:
+    """Yield what :meth:`SyncToken.updates` does; on ranks other than ``rank``, if it is given, None for the updates."""
+    with closing(token.updates(cast(Iterator[tuple[str, Tensor]], weights), group)) as updates:
+        for name, update in updates:
+            yield name, update if gets(rank) else None
 
 
 def _first_rank(place: int, world: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from .blockwise import Int4
-from .weight_changes import DTYPES, changes_nbytes
+from fsdp_zpp.codecs.blockwise import Int4
+from fsdp_zpp.codecs.weight_changes import DTYPES, changes_nbytes
 
 _FORMAT = "fsdp_zpp weight updates 1"
 _HEADERS = "updates"
