@@ -13,11 +13,7 @@ from fsdp_zpp.runtime.tensors_of_model import TensorOfModel, in_units, tensors_o
 
 
 def full_parameters(
-    model: nn.Module,
-    wanted: Callable[[str, FullTensor], bool],
-    group: dist.ProcessGroup | None,
-    *,
-    by_all_names: bool = False,
+    model: nn.Module, wanted: Callable[[str, FullTensor], bool], group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
     """Copy the parameters that are ``wanted`` to the CPU, by their FQNs without wrappers. Collective.
 
@@ -27,15 +23,8 @@ def full_parameters(
         model: The model, sharded or not.
         wanted: Whether to copy a parameter, by its FQN and the parameter.
         group: The ranks of the model.
-        by_all_names: Whether a tied parameter is copied under each of its names, or under the first alone.
     """
-    chosen = [t for t in tensors_of(model) if not t.is_buffer and wanted(t.names[0], t.full)]
-    full = _on_first_rank(chosen, group)
-    if by_all_names:
-        for tensor in chosen:
-            first, *others = tensor.names
-            full |= {other: full[first].clone() for other in others if first in full}
-    return full
+    return on_first_rank((t for t in tensors_of(model) if not t.is_buffer and wanted(t.names[0], t.full)), group)
 
 
 def full_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -43,10 +32,11 @@ def full_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
 
     Ranks other than the first get nothing.
     """
-    return _on_first_rank((tensor for tensor in tensors_of(model) if tensor.is_buffer), group)
+    return on_first_rank((tensor for tensor in tensors_of(model) if tensor.is_buffer), group)
 
 
-def _on_first_rank(tensors: Iterable[TensorOfModel], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+def on_first_rank(tensors: Iterable[TensorOfModel], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Copy tensors to the CPU of the first rank of ``group``, by the first of their names. Collective."""
     first = None if group is None else dist.get_global_rank(group, 0)
     full = GatherInTurn(in_units(tensors), to=first)
     return {tensor.names[0]: value.cpu() for tensor, value in full if value is not None}

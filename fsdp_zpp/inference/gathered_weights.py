@@ -17,6 +17,8 @@ from fsdp_zpp.runtime.model_ranks import ranks_of
 from fsdp_zpp.runtime.tensors_of_model import TensorOfModel, in_units, tensors_of
 from fsdp_zpp.runtime.validation import DTYPES, check_module
 
+from .adapter_names import active_adapter_tensors
+from .merged_names import merged_tensors
 from .sync_token import SyncToken, check_token, updates_since
 from .weight_update import WeightUpdate
 
@@ -122,7 +124,12 @@ def gathered_weights(
         check_module(model)
         _check_arguments(dtype, adapters_only, merged, rank, group)
         check_token(since)
-        return tensors_of(model, decoded_weights_of)
+        if adapters_only:
+            return active_adapter_tensors(model)
+        tensors = tensors_of(model, decoded_weights_of)
+        if merged:
+            tensors = merged_tensors(model, tensors)
+        return tensors
 
     def summary(tensors: Sequence[TensorOfModel]) -> str:
         listed = [(tensor.names, tuple(tensor.full.shape), tensor.full.stored) for tensor in tensors]

@@ -79,6 +79,10 @@ class FullTensor(ABC):
         """Return the bytes that it takes in full."""
         return self.shape.numel() * self.as_delivered(dtype).itemsize
 
+    def peak_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes while it is gathered."""
+        return self.nbytes(dtype)
+
     def as_delivered(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype that it is delivered in: only floating-point numbers are cast."""
         return self.stored if dtype is None or not self.stored.is_floating_point else dtype

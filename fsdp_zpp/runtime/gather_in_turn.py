@@ -35,7 +35,7 @@ class GatherInTurn(Generic[K]):
 
     def __init__(self, units: Sequence[Unit[K]], dtype: torch.dtype | None = None, to: int | None = None) -> None:
         self._dtype, self._to = dtype, to
-        self._limit = max((sum(self._nbytes(tensor) for _, tensor in unit) for unit in units), default=0)
+        self._limit = max((sum(tensor.nbytes(dtype) for _, tensor in unit) for unit in units), default=0)
         self._batches = deque(self._in_batches([named for unit in units for named in unit]))
         self._started: deque[tuple[K, Pending]] = deque()
 
@@ -49,7 +49,7 @@ class GatherInTurn(Generic[K]):
                 if self._has_room(held):
                     self._start_batch()
                 key, pending = self._started.popleft()
-                held = self._nbytes(pending.source)
+                held = pending.source.nbytes(self._dtype)
                 tensor = pending.wait()
                 del pending
                 yield key, tensor
@@ -90,4 +90,4 @@ class GatherInTurn(Generic[K]):
         return sum(self._nbytes(tensor) for _, tensor in batch)
 
     def _nbytes(self, tensor: FullTensor) -> int:
-        return tensor.nbytes(self._dtype)
+        return tensor.peak_nbytes(self._dtype)
