@@ -16,6 +16,7 @@ import base64
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import requests
@@ -25,7 +26,7 @@ from engine_calls import BUCKET, EngineCalls, buckets
 from sglang_loader import LOADER
 from torch import Tensor, nn
 
-from fsdp_zpp import SyncToken, gathered_weights
+from fsdp_zpp import SyncToken, WeightUpdate, gathered_weights
 
 DTYPE = torch.bfloat16
 TIMEOUT = 300
@@ -56,17 +57,24 @@ def connect(url: str, address: str, port: int, workers: int, backend: str = "ncc
     return group
 
 
-def send_weights(url: str, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Send whole tensors over the group of :func:`connect`. Collective."""
+def send_weights(url: str, model: nn.Module, group: dist.ProcessGroup | None, merged: bool = False) -> None:
+    """Send whole tensors over the group of :func:`connect`. Collective.
+
+    Args:
+        url: The server.
+        model: The sharded model.
+        group: The group.
+        merged: Whether it is a PEFT model, whose adapters are merged into what is sent.
+    """
     call = EngineCalls()
     call(_post, url, "begin_weight_update")
-    for bucket in _whole_buckets(iter(gathered_weights(model, dtype=DTYPE, merged=True))):
+    for bucket in _whole_buckets(gathered_weights(model, dtype=DTYPE, merged=merged)):
         call(_broadcast, url, bucket, group)
     call(_post, url, "end_weight_update")
     call.finish()
 
 
-def send_changes(url: str, model: nn.Module, token: SyncToken, workers: int = 1) -> None:
+def send_changes(url: str, model: nn.Module, token: SyncToken, workers: int = 1, merged: bool = False) -> None:
     """Send what has changed since the last call with ``token``; the first call sends everything. Collective.
 
     Args:
@@ -74,16 +82,15 @@ def send_changes(url: str, model: nn.Module, token: SyncToken, workers: int = 1)
         model: The sharded model.
         token: The token of this server.
         workers: The number of the server's workers, its ``tp_size``: SGLang has each of them read its own copy.
+        merged: As of :func:`send_weights`.
 
     Raises:
         RuntimeError: On every rank, if the server refuses an update. The next call then sends everything.
     """
     call = EngineCalls()
     call(_post, url, "begin_weight_update")
-    for bucket in buckets(gathered_weights(model, dtype=DTYPE, merged=True, since=token)):
-        copies = [_pickled([(update.header, update.data.cpu()) for update in bucket])] * workers
-        fields = {"load_format": LOADER, "weight_version": str(token.version), "flush_cache": False}
-        call(_post, url, "update_weights_from_tensor", serialized_named_tensors=copies, **fields)
+    for bucket in buckets(gathered_weights(model, dtype=DTYPE, merged=merged, since=token)):
+        call(_hand_over, url, bucket, workers, str(token.version))
     call(_post, url, "end_weight_update")
     call(_post, url, "flush_cache")
     call.finish(token)
@@ -104,7 +111,7 @@ def send_adapter(url: str, model: nn.Module, config: dict[str, Any], name: str, 
     call(_unload, url, name)
     copies = [_pickled(adapter)] * workers
     fields = {"lora_name": name, "config_dict": config, "serialized_named_tensors": copies}
-    call(lambda: _post(url, "load_lora_adapter_from_tensors", **fields))
+    call(partial(_post, url, "load_lora_adapter_from_tensors", **fields))
     call.finish()
 
 
@@ -131,6 +138,13 @@ def _broadcast(url: str, bucket: list[tuple[str, Tensor]], group: dist.ProcessGr
         for _, tensor in bucket:
             dist.broadcast(tensor.contiguous(), src=0, group=group)
         answer.result()
+
+
+def _hand_over(url: str, bucket: list[WeightUpdate], workers: int, version: str) -> None:
+    """Send updates as tensors that have headers for names."""
+    copies = [_pickled([(update.header, update.data.cpu()) for update in bucket])] * workers
+    fields = {"load_format": LOADER, "weight_version": version, "flush_cache": False}
+    _post(url, "update_weights_from_tensor", serialized_named_tensors=copies, **fields)
 
 
 def _pickled(tensors: object) -> str:

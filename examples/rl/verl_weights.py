@@ -46,11 +46,12 @@ def weights_of(
         ValueError: If an adapter is to be sent to a rollout without its base.
     """
     adapters = getattr(engine.module, "peft_config", None)
-    if adapters is None or engine.model_config.lora.get("merge", False):
-        return iter(gathered_weights(engine.module, dtype=DTYPE, merged=True)), None
+    merge = adapters is not None and engine.model_config.lora.get("merge", False)
+    if adapters is None or merge:
+        return gathered_weights(engine.module, dtype=DTYPE, merged=merge), None
     if not base_sync_done:
         raise ValueError("the rollout must read the base itself: set rollout.load_format=safetensors")
-    return iter(gathered_weights(engine.module, dtype=DTYPE, adapters_only=True)), adapters["default"].to_dict()
+    return gathered_weights(engine.module, dtype=DTYPE, adapters_only=True), adapters["default"].to_dict()
 
 
 @CheckpointEngineRegistry.register("fsdp_zpp")

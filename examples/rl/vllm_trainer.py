@@ -2,7 +2,7 @@
 
 Start the server with the engine of vllm_worker.py, and call on every rank of the training:
 
-    engine = connect(model, "http://localhost:8000", "10.0.0.1", 29600, workers=2)
+    engine = connect(GatheredSource(model), "http://localhost:8000", "10.0.0.1", 29600, workers=2)
     token = SyncToken()
     for batch in batches:
         train(model, batch)
@@ -30,15 +30,18 @@ from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast
 from fsdp_zpp import SyncToken, WeightUpdate, gathered_weights
 
 DTYPE = torch.bfloat16
-MERGED = {"dtype": DTYPE, "merged": True}
-"""What engines are sent: weights in bf16, with adapters, if there are any, merged into them."""
 
 
 class GatheredSource(WeightSource):
-    """The weights of a sharded model, for vLLM's own trainer engines."""
+    """The weights of a sharded model, for vLLM's own trainer engines.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        model: The sharded model.
+        merged: Whether it is a PEFT model, whose adapters are merged into what is sent.
+    """
+
+    def __init__(self, model: nn.Module, merged: bool = False) -> None:
+        self._model, self._merged = model, merged
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
@@ -47,16 +50,16 @@ class GatheredSource(WeightSource):
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors, on every rank."""
-        return iter(gathered_weights(self._model, **MERGED))
+        return iter(gathered_weights(self._model, dtype=DTYPE, merged=self._merged))
 
 
 def connect(
-    model: nn.Module, url: str, address: str, port: int, workers: int, timeout: float = 300
+    source: GatheredSource, url: str, address: str, port: int, workers: int, timeout: float = 300
 ) -> NCCLTrainerWeightTransferEngine:
     """Join the workers of a server over NCCL, as rank 0 before them.
 
     Args:
-        model: The sharded model.
+        source: What is sent.
         url: The server.
         address: Where the workers reach this training's rank 0.
         port: A free port there.
@@ -66,19 +69,27 @@ def connect(
     return NCCLTrainerWeightTransferEngine.trainer_init(
         NCCLTrainerInitInfo(address, port, workers + 1, rank=dist.get_rank()),
         client=HTTPVLLMWeightSyncClient(url, timeout),
-        source=GatheredSource(model),
+        source=source,
     )
 
 
-def send_changes(engine: NCCLTrainerWeightTransferEngine, model: nn.Module, token: SyncToken) -> None:
+def send_changes(
+    engine: NCCLTrainerWeightTransferEngine, model: nn.Module, token: SyncToken, merged: bool = False
+) -> None:
     """Send what has changed since the last call with ``token``; the first one sends everything. Collective.
+
+    Args:
+        engine: What :func:`connect` has returned.
+        model: The sharded model.
+        token: The token of this server.
+        merged: Whether it is a PEFT model, whose adapters are merged into what is sent.
 
     Raises:
         RuntimeError: On every rank, if the server refuses an update. The next call then sends everything.
     """
     call = EngineCalls()
     call(engine.client.start_weight_update)
-    for bucket in buckets(gathered_weights(model, since=token, **MERGED)):
+    for bucket in buckets(gathered_weights(model, since=token, dtype=DTYPE, merged=merged)):
         call(_broadcast, engine, bucket)
     call(engine.client.finish_weight_update, str(token.version))
     call.finish(token)

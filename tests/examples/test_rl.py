@@ -6,9 +6,9 @@ import asyncio
 import base64
 import importlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from queue import Queue
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +16,20 @@ import engine_stubs
 import pytest
 import torch
 import torch.distributed as dist
-from engine_stubs import VLLM, EngineModel, LoRAModel, modules, server
+from engine_stubs import VLLM, LoRAModel, modules, server
 from harness import llama, models
 from harness.adapter import Adapter, Case
 from harness.covering import over_adapters
+from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
 from harness.training import train
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from sglang_stub import SGLang, sglang
 from torch import Tensor
+from verl_stub import Rollout, Worker, verl
 
-from fsdp_zpp import Strategy, SyncToken, WeightUpdate, fully_shard, gathered_weights
+from fsdp_zpp import Strategy, SyncToken, WeightUpdate, fully_shard, gathered_weights, save_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins receive on the CPU")
 
@@ -38,10 +41,11 @@ def expected(model: Any) -> dict[str, Tensor]:
     return dict(gathered_weights(model, dtype=torch.bfloat16))
 
 
-def check_close(loaded: dict[str, Tensor], model: Any, exact: bool) -> None:
-    """Compare what an engine holds with the model's weights."""
+def check_close(loaded: dict[str, Tensor], model: Any, exact: bool, on: int = 0) -> None:
+    """Compare what an engine beside the rank ``on`` holds with the model's weights."""
     truth = expected(model)
-    if not loaded:  # another rank's engine
+    if dist.get_rank() != on:
+        assert not loaded
         return
     assert loaded.keys() == truth.keys()
     for name, tensor in truth.items():
@@ -66,7 +70,7 @@ def with_vllm(adapter: Adapter, changes: bool) -> None:
         vllm = VLLM(engine_of)
         assert engine_stubs.EngineFactory.registry["fsdp_zpp"] is worker.UpdateTransferEngine
         with server(vllm.routes()) if dist.get_rank() == 0 else nullcontext() as url:
-            engine = trainer.connect(model, url_for_all(url), "localhost", 1, workers=1)
+            engine = trainer.connect(trainer.GatheredSource(model), url_for_all(url), "localhost", 1, workers=1)
             token = SyncToken()
             for step in range(3):
                 if not changes:
@@ -113,7 +117,7 @@ def with_sglang(adapter: Adapter, changes: bool) -> None:
                     assert rank != 1 or (stub.version, stub.flushed) == (str(step + 1), step + 1)
                 else:
                     trainer.send_weights(urls[0], model, group)
-                check_close(stub.model.loaded, model, exact=not changes or step == 0)
+                check_close(stub.model.loaded, model, exact=not changes or step == 0, on=1)
                 train(adapter, model, CASE, first_step=step)
             dist.barrier()  # the server listens until all are done
     if changes and rank == 1:
@@ -127,55 +131,119 @@ def test_sglang_holds_the_weights(pool: Callable[[int], Pool], adapter: Adapter,
     pool(4).run(with_sglang, adapter, changes)
 
 
-class VerlStub:
-    """What verl_weights.py imports of verl."""
+def with_verl(changes: bool) -> None:
+    """In a worker: updates of a rollout, beside the trainer or by the checkpoint engine."""
+    with modules(**verl()):
+        example = importlib.import_module("verl_weights")
+        fsdp_utils = importlib.import_module("verl.utils.fsdp_utils")
+        net = models.make_net(**dict(CASE.model), frozen=True)
+        for module in (*net.blocks, net):
+            fsdp_utils.fully_shard(module, mesh=None, reshard_after_forward=True)
+        engine_class = importlib.import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
+        sender, receiver = (example.DeltaCheckpointEngine(bucket_size=1) for _ in range(2))
+        rollout = Rollout()
+        worker = Worker(engine_class(net), rollout, sender if changes else None)
+        for step in range(3):
+            asyncio.run(worker.update_weights(step))
+            if changes and dist.get_rank() == 0:
+                asyncio.run(rollout.update_weights(receiver.receive_weights(step)))
+            on = 0 if changes else dist.get_rank()  # where a rollout is
+            check_close(rollout.loaded, net, exact=not changes or step == 0, on=on)
+            train(Fsdp2(), net, CASE, first_step=step)
+        if changes and dist.get_rank() == 0:
+            assert not any("blocks.0." in name for name in rollout.last), "that is frozen"
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["whole", "changes"])
+def test_verls_rollout_holds_the_weights(pool: Callable[[int], Pool], changes: bool) -> None:
+    pool(4).run(with_verl, changes)
+
+
+def adapted() -> Any:
+    """A small Llama with adapters that do something, sharded."""
+    model = get_peft_model(llama.make_base(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, strategy=ZEROPP)
+    return fully_shard(model, strategy=ZEROPP)
+
+
+def adapters_in_memory(folder: Path) -> None:
+    """In a worker: an adapter reaches vLLM, SGLang and verl as the file that ``save_adapter`` writes has it."""
+    model = adapted()
+    save_adapter(model, folder)
+    saved = {name: tensor.bfloat16() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    config = json.loads((folder / "adapter_config.json").read_text())
+    packed = WeightUpdate.pack(
+        update for _, update in gathered_weights(model, adapters_only=True, dtype=torch.bfloat16, since=SyncToken())
+    )
+
+    with modules(**engine_stubs.vllm()):
+        extension = importlib.import_module("vllm_worker").AdapterExtension
+        manager = AdapterManager()
+        worker = type("Worker", (extension,), {})()
+        worker.model_runner = SimpleNamespace(
+            lora_manager=SimpleNamespace(
+                _adapter_manager=manager, lora_config=SimpleNamespace(max_lora_rank=8, lora_dtype=torch.bfloat16)
+            )
+        )
+        for _ in range(2):  # the second replaces the first
+            worker.set_adapter("1", json.dumps(config), base64.b64encode(packed).decode())
+        assert_equal(manager.active[1].tensors, saved)
+        with pytest.raises(ValueError, match="greater than max_lora_rank"):
+            worker.set_adapter("1", json.dumps(config | {"r": 64}), base64.b64encode(packed).decode())
+
+    stub = SGLang([])
+    with modules(**sglang(None)), server(stub.routes()) if dist.get_rank() == 0 else nullcontext() as url:
+        trainer = importlib.import_module("sglang_trainer")
+        for _ in range(2):
+            trainer.send_adapter(url, model, config, "policy")
+        if dist.get_rank() == 0:
+            assert stub.adapters["policy"][0] == config
+            assert_equal(stub.adapters["policy"][1], saved)
+
+    with modules(**verl()):
+        importlib.import_module("verl_weights")
+        engine_class = importlib.import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
+        rollout = Rollout()
+        asyncio.run(Worker(engine_class(model), rollout).update_weights(0))
+        assert rollout.adapter is not None
+        assert rollout.adapter["r"] == config["r"]
+        assert_equal(rollout.loaded, saved)
+        merged = Rollout()
+        asyncio.run(Worker(engine_class(model, merge=True), merged).update_weights(0))
+        assert merged.adapter is None
+        assert_equal(merged.loaded, dict(gathered_weights(model, merged=True, dtype=torch.bfloat16)))
+        with pytest.raises(ValueError, match="the rollout must read the base itself"):
+            engine_class(model).get_per_tensor_param(base_sync_done=False)
+
+
+class AdapterManager:
+    """vLLM's adapters of a worker."""
 
     def __init__(self) -> None:
-        registered: dict[str, type] = {}
-        wire: Queue[tuple[str, Tensor] | None] = Queue()
+        self.registered: dict[int, LoRAModel] = {}
+        self.active: dict[int, LoRAModel] = {}
 
-        class Registry:
-            get = staticmethod(registered.__getitem__)
+    def remove_adapter(self, number: int) -> bool:
+        self.active.pop(number, None)
+        return self.registered.pop(number, None) is not None
 
-            @staticmethod
-            def register(backend: str) -> Callable[[type], type]:
-                return lambda cls: registered.setdefault(backend, cls)
+    def add_adapter(self, adapter: LoRAModel) -> bool:
+        return self.registered.setdefault(adapter.id, adapter) is adapter
 
-        @Registry.register("nccl")
-        class NCCLCheckpointEngine:
-            async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-                for name, weight in weights:
-                    if dist.get_rank() == 0:
-                        wire.put((name, weight.clone()))
-                wire.put(None)
+    def activate_adapter(self, number: int) -> bool:
+        return self.active.setdefault(number, self.registered[number]) is not None
 
-            async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
-                while (named := wire.get()) is not None:
-                    yield named
 
-        self.registered = registered
-        self.fsdp_utils = SimpleNamespace(fully_shard=None)
-        self.engine = type("FSDPEngine", (), {})
+def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
 
-    def modules(self) -> dict[str, Any]:
-        registry = SimpleNamespace(register=None)
-        del registry
-        return {
-            "verl__checkpoint_engine__base": {"CheckpointEngineRegistry": self.registry()},
-            "verl__utils__fsdp_utils": {"fully_shard": None},
-            "verl__workers__engine__fsdp__transformer_impl": {"FSDPEngine": self.engine},
-        }
 
-    def registry(self) -> Any:
-        registered = self.registered
-
-        class CheckpointEngineRegistry:
-            @staticmethod
-            def get(backend: str) -> type:
-                return registered[backend]
-
-            @staticmethod
-            def register(backend: str) -> Callable[[type], type]:
-                return lambda cls: registered.setdefault(backend, cls)
-
-        return CheckpointEngineRegistry
+def test_adapters_reach_engines_in_memory(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    pool(4).run(adapters_in_memory, tmp_path)
