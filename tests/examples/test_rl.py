@@ -134,13 +134,14 @@ def test_sglang_holds_the_weights(pool: Callable[[int], Pool], adapter: Adapter,
 def with_verl(changes: bool) -> None:
     """In a worker: updates of a rollout, beside the trainer or by the checkpoint engine."""
     with modules(**verl()):
-        example = importlib.import_module("verl_weights")
+        importlib.import_module("verl_weights")
+        changed = importlib.import_module("verl_changes")
         fsdp_utils = importlib.import_module("verl.utils.fsdp_utils")
         net = models.make_net(**dict(CASE.model), frozen=True)
         for module in (*net.blocks, net):
             fsdp_utils.fully_shard(module, mesh=None, reshard_after_forward=True)
         engine_class = importlib.import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
-        sender, receiver = (example.DeltaCheckpointEngine(bucket_size=1) for _ in range(2))
+        sender, receiver = (changed.DeltaCheckpointEngine(bucket_size=1) for _ in range(2))
         rollout = Rollout()
         worker = Worker(engine_class(net), rollout, sender if changes else None)
         for step in range(3):
