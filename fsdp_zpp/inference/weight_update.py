@@ -106,9 +106,14 @@ class WeightUpdate:
         """
         tensors: dict[str, Tensor] = {}
         headers = []
+        addresses: set[int] = set()
         for place, update in enumerate(updates):
             headers.append(update.header)
-            tensors[str(place)] = update.data.detach().cpu().contiguous()
+            data = update.data.detach().cpu().contiguous()
+            # safetensors saves no memory twice, and tied tensors are the same one.
+            address = data.data_ptr()
+            tensors[str(place)] = data.clone() if address in addresses else data
+            addresses.add(address)
         return save(tensors, metadata={"format": _FORMAT, _HEADERS: json.dumps(headers)})
 
     @staticmethod

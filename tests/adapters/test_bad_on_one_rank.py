@@ -34,7 +34,7 @@ NOT_COLLECTIVE = {
     *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Monitor", "Strategy", "TopK"),
     *("Elastic", "count_tokens", "end_training", "members"),
     *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "monitor", "plan", "quantized_reduce_hook"),
-    "traffic",
+    *("traffic", "DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"),
 }
 """The public names that ranks may use one by one, or that communicate in training alone."""
 

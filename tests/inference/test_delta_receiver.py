@@ -235,6 +235,23 @@ def test_headers_and_data_travel_apart() -> None:
     assert receiver.version == 2
 
 
+def test_tied_tensors_are_packed() -> None:
+    weight = torch.randn(40, 40)
+    token, receiver = SyncToken(), DeltaReceiver()
+    for current in (weight, weight + 1e-3):
+        receive_all(receiver, send(token, {"embedding": current, "head": current}))
+        assert same_bits(receiver.tensors["embedding"], receiver.tensors["head"])
+        assert receiver.tensors["embedding"].data_ptr() != receiver.tensors["head"].data_ptr()
+
+
+def test_a_tensor_that_has_another_dtype_or_shape_now_is_sent_whole() -> None:
+    token, receiver = SyncToken(), DeltaReceiver()
+    for weight in (torch.randn(40, 40), torch.randn(40, 40).bfloat16(), torch.randn(40, 41).bfloat16()):
+        update = receive_all(receiver, send(token, {"w": weight}))[0]
+        assert update.kind == "whole"
+        assert same_bits(receiver.tensors["w"], weight)
+
+
 def test_what_is_no_update_is_refused() -> None:
     with pytest.raises(ValueError, match="are no packed weight updates"):
         WeightUpdate.unpack(b"nonsense")
