@@ -101,3 +101,15 @@ def test_ranks_that_pass_different_tokens_raise_together(pool: Callable[[int], P
 def test_a_block_that_no_codec_has_is_refused(block: int) -> None:
     with pytest.raises(ValueError, match=f"block is {block}"):
         SyncToken(block=block)
+
+
+def bytes_of_small_tensors() -> int:
+    """In a worker: the bytes that this rank keeps of eight tensors of a chunk each."""
+    token = SyncToken()
+    weights = ((str(number), torch.zeros(CHUNK, device=device())) for number in range(8))
+    assert len(list(token.updates(weights, dist.group.WORLD))) == 8
+    return token.nbytes
+
+
+def test_small_tensors_are_spread_over_ranks(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(bytes_of_small_tensors) == [2 * 4 * CHUNK] * 4
