@@ -236,7 +236,7 @@ def test_files(pool: Callable[[int], Pool], adapter: Adapter, tmp_path: Path) ->
 
 
 def updated(adapter: Adapter) -> bool:
-    """In a worker: whether a receiver that has missed an update is refused the next, and follows again after a reset."""
+    """In a worker: whether a receiver that has missed an update refuses the next, and follows again after a reset."""
     model = adapter.make(Case(), Strategy.zeropp(gpus_per_node=2))
     token, receiver = fsdp_zpp.SyncToken(), fsdp_zpp.DeltaReceiver()
 

@@ -21,6 +21,7 @@ from fsdp_zpp.codecs.blockwise import Int4
 from fsdp_zpp.codecs.weight_changes import CHUNK, add_changes, changes_nbytes, encode_changes, largest_scale
 from fsdp_zpp.collectives.agreement import check_agreement, from_first_rank, on_any_rank
 from fsdp_zpp.collectives.devices import for_collectives
+from fsdp_zpp.collectives.hops import all_gather_single
 from fsdp_zpp.runtime.full_tensors import gets
 
 from .weight_update import WeightUpdate, takes_changes
@@ -101,8 +102,8 @@ class SyncToken:
         """
         self._begin(group)
         for place, (name, weight) in enumerate(weights):
-            weight = weight.detach()
-            update = self._next(name, weight, place, group)
+            update = self._next(name, weight.detach(), place, group)
+            del weight  # the receiver of its changes may take time, and has no use for it
             if update is not None:
                 yield name, update
         self._complete = True
@@ -198,6 +199,6 @@ def _of_all_ranks(own: Tensor, numel: int, place: int, codec: Int4, group: dist.
     padded = own if len(own) == longest else torch.cat([own, own.new_zeros(longest - len(own))])
     padded = for_collectives(padded, group)
     gathered = padded.new_empty(world * longest)
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    all_gather_single()(gathered, padded, group=group)
     in_order = gathered.view(world, longest).roll(-_first_rank(place, world), 0).view(-1)
     return in_order if len(in_order) == nbytes else in_order[:nbytes].clone()
