@@ -1,7 +1,8 @@
 """FQNs of modules and parameters, without the parts that FSDP, activation checkpointing, torch.compile and PEFT insert.
 
 Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is its
-FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in the base. A tied tensor has several names, of which files have at least one.
+FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in the
+base. A tied tensor has several names, of which files have at least one.
 """
 
 from __future__ import annotations

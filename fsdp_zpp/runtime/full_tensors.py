@@ -7,6 +7,7 @@ free when its reader is done with it. Shards are cast before they are sent if th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,6 +136,15 @@ class ShardedRows(FullTensor):
         self._tensor = tensor
         self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self._group = tensor.device_mesh.get_group(dim)
+        # As torch.chunk cuts them: equal parts, of which the last may be cut short, or empty.
+        self._rows = -(-self.shape[0] // dist.get_world_size(self._group))
+
+    def peak_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes while it is gathered: in full, padded, and this rank's part, cast."""
+        world = dist.get_world_size(self._group)
+        padded = self._rows * world * self.shape[1:].numel() * self._on_the_wire(dtype).itemsize
+        widened = self.nbytes(dtype) if self.as_delivered(dtype) != self._on_the_wire(dtype) else 0
+        return padded + padded // world * (self._on_the_wire(dtype) != self.stored) + widened
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
@@ -142,15 +152,10 @@ class ShardedRows(FullTensor):
         pending = Pending(self, dtype, to)
         if not _takes_part(to, group):
             return pending
-        # As torch.chunk cuts them: equal parts, of which the last may be cut short, or empty.
-        rows = -(-self.shape[0] // world)
-        own = for_collectives(self._tensor.to_local().detach(), group).to(self._on_the_wire(dtype))
-        if own.shape[0] < rows:
-            padding = own.new_zeros(rows - own.shape[0], *own.shape[1:])
-            own = torch.cat((own, padding))
-        own = own.contiguous()
+        own = _padded(self._tensor.to_local().detach(), self._rows)
+        own = for_collectives(own, group).to(self._on_the_wire(dtype))
         if gets(to):
-            pending.out = own.new_empty(rows * world, *own.shape[1:])
+            pending.out = own.new_empty(self._rows * world, *own.shape[1:])
         pending.works, pending.sent = [_gather(pending.out, own, group, to)], [own]
         return pending
 
@@ -173,7 +178,11 @@ class AnyDTensor(FullTensor):
 
 
 class PartOfFlat(FullTensor):
-    """An original parameter of a flat one, of which each rank has a range of values, or none."""
+    """An original parameter of a flat one, of which each rank has a range of values, or none.
+
+    Each range is broadcast by the rank that has it, also where one rank gets the parameter: gloo hangs if it sends
+    several messages between two ranks at once.
+    """
 
     def __init__(self, part: FlatPart) -> None:
         self._part = part
@@ -183,23 +192,18 @@ class PartOfFlat(FullTensor):
     def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
         part, group = self._part, self._part.group
         pending = Pending(self, dtype, to)
-        to = None if part.has_other_axes else to  # its ranks along other axes need it, too
-        if not _takes_part(to, group):
+        if not part.has_other_axes and not _takes_part(to, group):  # ranks along other axes need it, too
             return pending
-        wire, shard = self._on_the_wire(dtype), part.shard
-        if gets(to):
-            pending.out = torch.empty(self.shape.numel(), dtype=wire, device=part.device)
-        works, sent = [], []
+        shard, out = part.shard, torch.empty(self.shape.numel(), dtype=self._on_the_wire(dtype), device=part.device)
+        works = []
         for owner, first, last in _owners(part, self.shape.numel(), shard.numel()):
-            target = None if pending.out is None else pending.out[first - part.start : last - part.start]
-            if owner == _rank_in(group):
-                offset = owner * shard.numel()
-                own = shard[first - offset : last - offset]
-                target = own.to(part.device, wire) if target is None else target.copy_(own)
-                sent.append(target)
-            if group is not None and (work := _send(target, owner, group, to)) is not None:
-                works.append(work)
-        pending.works, pending.sent = works, sent
+            target, offset = out[first - part.start : last - part.start], owner * shard.numel()
+            if group is None or owner == dist.get_rank(group):
+                target.copy_(shard[first - offset : last - offset])
+            if group is not None:
+                source = dist.get_global_rank(group, owner)
+                works.append(dist.broadcast(target, source, group=group, async_op=True))
+        pending.out, pending.works = out, works
         return pending
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
@@ -224,13 +228,18 @@ def gets(to: int | None) -> bool:
     return to is None or not dist.is_initialized() or dist.get_rank() == to
 
 
+def _padded(own: Tensor, rows: int) -> Tensor:
+    """Return rows of a shard, contiguous, with any values in those that it lacks."""
+    shape = (rows, *own.shape[1:])
+    behind = own.untyped_storage().nbytes() // own.itemsize - own.storage_offset()
+    if own.is_contiguous() and math.prod(shape) <= behind:  # FSDP has room for padding behind a shard
+        return own.as_strided(shape, torch.empty(shape, device="meta").stride())
+    return torch.cat((own, own.new_empty(rows - own.shape[0], *own.shape[1:]))).contiguous()
+
+
 def _takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether ranks of ``group``, which share a tensor, gather it for the rank ``to``."""
     return to is None or group is None or to in dist.get_process_group_ranks(group)
-
-
-def _rank_in(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
 
 
 def _owners(part: FlatPart, numel: int, shard_numel: int) -> list[tuple[int, int, int]]:
@@ -250,17 +259,3 @@ def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int |
         work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
     assert isinstance(work, dist.Work)
     return work
-
-
-def _send(values: Tensor | None, owner: int, group: dist.ProcessGroup, to: int | None) -> dist.Work | None:
-    """Start to send values from the rank ``owner`` of ``group`` to all of its ranks, or to ``to`` alone."""
-    source = dist.get_global_rank(group, owner)
-    if to is None:
-        assert values is not None
-        work: dist.Work | None = dist.broadcast(values, source, group=group, async_op=True)
-        return work
-    if source == to or values is None:
-        return None
-    if dist.get_rank() == to:
-        return dist.irecv(values, source, group=group)
-    return dist.isend(values, to, group=group)
