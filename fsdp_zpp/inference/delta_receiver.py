@@ -26,7 +26,8 @@ class DeltaReceiver:
     it, see :meth:`apply`. Several receivers may follow one token, if each gets all of its updates.
 
     Args:
-        device: Where the copies are, and where changes are decoded; None means where updates arrive.
+        device: Where the copies are; None means where updates arrive. Changes are decoded on an accelerator if either
+            the copies or the updates are there.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -84,10 +85,7 @@ class DeltaReceiver:
         else:
             if target is None or held != (update.stream, update.since):
                 raise OutOfSyncError(_out_of_sync(update, held, target))
-            payload = update.data.to(target.device)
-            if payload.storage_offset() % _ALIGNMENT or payload.data_ptr() % _ALIGNMENT or not payload.is_contiguous():
-                payload = payload.clone(memory_format=torch.contiguous_format)
-            add_changes(target.view(-1), payload, update.codec())
+            _add(update, target)
         self._versions[update.name] = (update.stream, update.version)
         return target
 
@@ -98,6 +96,17 @@ class DeltaReceiver:
                 into = torch.empty(update.shape, dtype=update.dtype, device=self._device or update.data.device)
             self._tensors[update.name] = into
         return into.copy_(update.data)
+
+
+def _add(update: WeightUpdate, target: Tensor) -> None:
+    """Add changes to ``target``, on an accelerator if either of both is there: the bits are the same."""
+    device = update.data.device if target.device.type == "cpu" else target.device
+    payload, values = update.data.to(device), target.to(device)
+    if payload.storage_offset() % _ALIGNMENT or payload.data_ptr() % _ALIGNMENT or not payload.is_contiguous():
+        payload = payload.clone(memory_format=torch.contiguous_format)
+    add_changes(values.view(-1), payload, update.codec())
+    if values is not target:
+        target.copy_(values)
 
 
 def _check_target(update: WeightUpdate, into: Tensor) -> None:
