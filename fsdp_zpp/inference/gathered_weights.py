@@ -14,6 +14,7 @@ from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.frozen.decoded import decoded_weights_of
 from fsdp_zpp.runtime.gather_in_turn import GatherInTurn
 from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.packed_weights import holds_packed_values
 from fsdp_zpp.runtime.tensors_of_model import TensorOfModel, in_units, tensors_of
 from fsdp_zpp.runtime.validation import DTYPES, check_module
 
@@ -127,6 +128,8 @@ def gathered_weights(
         if adapters_only:
             return active_adapter_tensors(model)
         tensors = tensors_of(model, decoded_weights_of)
+        if merged or dtype is not None:
+            _refuse_packed(tensors)
         if merged:
             tensors = merged_tensors(model, tensors)
         return tensors
@@ -147,6 +150,19 @@ def _named(turn: GatherInTurn[TensorOfModel]) -> Iterator[tuple[str, Tensor | No
             for name in tensor.names:
                 yield name, value
             del value
+
+
+def _refuse_packed(tensors: Sequence[TensorOfModel]) -> None:
+    """Raise if parameters hold bytes that another quantizer has packed: neither casts nor merges understand them."""
+    for tensor in tensors:
+        for module, name in tensor.sites:
+            parameter = module._parameters.get(name)
+            by_bitsandbytes = any(cls.__module__.partition(".")[0] == "bitsandbytes" for cls in type(module).__mro__)
+            if by_bitsandbytes or (parameter is not None and holds_packed_values(parameter)):
+                raise ValueError(
+                    f"{tensor.names[0]} is packed by another quantizer, so it can be handed out as it is stored, but "
+                    "neither cast nor merged; quantize the base by quantize_frozen_params(model, NF4()) instead"
+                )
 
 
 def _check_arguments(

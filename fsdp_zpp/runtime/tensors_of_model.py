@@ -57,10 +57,11 @@ def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[Ten
     found: dict[object, TensorOfModel] = {}
     for path, module in modules.items():
         parts = flat.get(module, {})
-        own: dict[str, object] = {name: p for name, p in module._parameters.items() if p is not None and not is_flat(p)}
+        own: dict[str, Tensor] = {name: p for name, p in module._parameters.items() if p is not None and not is_flat(p)}
         buffers = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
         own |= {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        for name, tensor in {**own, **parts, **others(module)}.items():
+        everything: dict[str, Tensor | FlatPart | FullTensor] = {**own, **parts, **others(module)}
+        for name, tensor in everything.items():
             key = id(tensor) if isinstance(tensor, Tensor) else tensor
             fqn = parameter_name(path, name)
             if key not in found:
@@ -71,15 +72,12 @@ def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[Ten
     return list(found.values())
 
 
-def _in_full(tensor: object, dtypes: Mapping[Tensor, torch.dtype]) -> FullTensor:
-    match tensor:
-        case FlatPart():
-            return PartOfFlat(tensor)
-        case FullTensor():
-            return tensor
-        case Tensor():
-            return Whole(tensor, dtypes[tensor]) if tensor in dtypes else full_tensor_of(tensor)
-    raise TypeError(f"{type(tensor)} is no tensor of a model")
+def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, torch.dtype]) -> FullTensor:
+    if isinstance(tensor, FlatPart):
+        return PartOfFlat(tensor)
+    if isinstance(tensor, FullTensor):
+        return tensor
+    return Whole(tensor, dtypes[tensor]) if tensor in dtypes else full_tensor_of(tensor)
 
 
 def in_units(tensors: Iterable[TensorOfModel]) -> list[list[tuple[TensorOfModel, FullTensor]]]:
