@@ -109,7 +109,7 @@ def gathered_weights(
             sharded.
 
     Returns:
-        An iterator of names and tensors, in the same order on all ranks.
+        An iterator of names and tensors, or updates, in the same order on all ranks.
 
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.

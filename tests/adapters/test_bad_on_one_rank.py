@@ -129,6 +129,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         adapters_only=("default", "adapters_only must be a bool"),
         adapters_only_1=(True, "called gathered_weights with other arguments"),
         merged=(1, "merged must be a bool"),
+        since=("yesterday", "since must be a SyncToken"),
         rank=(2, "rank must be a rank of the model: one of [0, 1], got 2"),
         rank_1=("first", "rank must be a rank of the model, or None for all"),
     ),
