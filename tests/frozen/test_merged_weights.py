@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import moe
+import pytest
 import torch
 import torch.distributed as dist
 from adapted_llama import CODEC, MIXZPP, oracle, sharded
@@ -14,7 +15,7 @@ from harness import llama
 from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
 from harness.pool import Pool
-from peft import PeftModel
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
