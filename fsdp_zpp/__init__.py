@@ -21,6 +21,10 @@ from fsdp_zpp.frozen.files.loading import load_frozen_params
 from fsdp_zpp.frozen.files.saving import save_frozen_params
 from fsdp_zpp.frozen.hugging_face.peft_saving import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
+from fsdp_zpp.inference.delta_receiver import DeltaReceiver, OutOfSyncError
+from fsdp_zpp.inference.gathered_weights import gathered_weights
+from fsdp_zpp.inference.sync_token import SyncToken
+from fsdp_zpp.inference.weight_update import WeightUpdate
 from fsdp_zpp.planner.plan import plan
 from fsdp_zpp.planner.running_job import choose_strategy
 from fsdp_zpp.runtime.api import (
@@ -39,6 +43,7 @@ __all__ = [
     "NF4",
     "Codec",
     "CodecState",
+    "DeltaReceiver",
     "Elastic",
     "Int4",
     "Int4Delta",
@@ -46,9 +51,12 @@ __all__ = [
     "LoCo",
     "LocalSteps",
     "Monitor",
+    "OutOfSyncError",
     "QuantizedReduceState",
     "Strategy",
+    "SyncToken",
     "TopK",
+    "WeightUpdate",
     "agreed_weights",
     "choose_strategy",
     "clip_grad_norm_",
@@ -57,6 +65,7 @@ __all__ = [
     "end_training",
     "exchange_weights",
     "fully_shard",
+    "gathered_weights",
     "invalidate",
     "load_frozen_params",
     "members",

@@ -1,8 +1,8 @@
-"""FQNs of modules and parameters, without the parts that FSDP, activation checkpointing and PEFT insert.
+"""FQNs of modules and parameters, without the parts that FSDP, activation checkpointing, torch.compile and PEFT insert.
 
-Files hold the base and must be readable whether or not PEFT's adapters, FSDP or activation checkpointing wrap the
-model. So a tensor's name in files is its FQN without the parts that those insert, which the modules themselves reveal.
-Tensors of adapters have no name in the base. A tied tensor has several names, of which files have at least one.
+Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is its
+FQN without the parts that those insert, which the modules themselves reveal. Tensors of adapters have no name in the
+base. A tied tensor has several names, of which files have at least one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 _PASSED = ("original_module", "token_adapter")
 """Children that hold the wrapped module in PEFT's wrappers of whole modules."""
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""Children that hold the wrapped module in wrappers of FSDP, activation checkpointing and torch.compile."""
 
 
 def original_path(path: str) -> str:
     """Return a path without the parts that wrappers insert."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def parameter_name(path: str, own_name: str) -> str:

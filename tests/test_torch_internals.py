@@ -19,7 +19,7 @@ from fsdp_zpp.torch_internals import Needed, check_needed, check_torch_version, 
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
-FOLDERS = ("adapters/fsdp1", "adapters/fsdp2", "collectives", "frozen")
+FOLDERS = ("adapters/fsdp1", "adapters/fsdp2", "collectives", "frozen", "runtime")
 over_folders = pytest.mark.parametrize("folder", FOLDERS)
 
 

@@ -10,19 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
 from torch.distributed.tensor import DTensor
 
 Shown = dict[str, tuple[nn.Parameter, torch.Size]]
 """Parameters by their names in a module, with the shapes that they had before they were sharded."""
-
-
-def reshard(model: nn.Module) -> None:
-    """Make ``model.parameters()`` the shards: a forward without a backward leaves those of the root unsharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:

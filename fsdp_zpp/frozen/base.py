@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_zpp.collectives.agreement import check_agreement
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.module_names import original_path, parameter_name
 from fsdp_zpp.runtime.full_shard import FullShardUnit
+from fsdp_zpp.runtime.tensors_of_model import unit_path
 
 from ._torch_replacing import refuse_replacing
 from .double_buffer import DoubleBuffer
@@ -238,11 +238,6 @@ def _named_units(root: nn.Module) -> list[tuple[str, str, FrozenWeight]]:
     modules = dict(root.named_modules())
     named = []
     for path, _, name, weight in frozen_sites(root):
-        parts = path.split(".")
-        ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
-        wrapped = [a for a in ancestors if isinstance(modules[a], (FullyShardedDataParallel, FSDPModule))]
-        items = [a for a in ancestors if isinstance(modules[a.rpartition(".")[0]], nn.ModuleList)]
-        # The innermost wrapped module or the outermost item of a list, whichever is further down: the longer path.
-        unit = original_path(max(wrapped[-1:] + items[:1] or [path], key=len))
+        unit = original_path(unit_path(path, modules))
         named.append((parameter_name(path, name), unit, weight))
     return named

@@ -20,9 +20,10 @@ from fsdp_zpp.collectives.agreement import check_agreement
 from fsdp_zpp.module_names import model_name, parameter_name
 from fsdp_zpp.runtime.packed_weights import holds_packed_values
 from fsdp_zpp.runtime.rank_layout import launched_node_size
+from fsdp_zpp.runtime.tensors_of_model import reshard
 from fsdp_zpp.runtime.validation import DTYPES
 
-from ._torch_sharded import reshard, sharded_parameters
+from ._torch_sharded import sharded_parameters
 from .finite import refuse_infinite_values
 from .packed_linear import PackedLinear, packed_linear
 

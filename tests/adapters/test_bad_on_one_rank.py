@@ -24,6 +24,7 @@ from fsdp_zpp import (
     choose_strategy,
     dequantize_frozen_params,
     exchange_weights,
+    gathered_weights,
     load_frozen_params,
     quantize_frozen_params,
     save_adapter,
@@ -34,7 +35,7 @@ NOT_COLLECTIVE = {
     *("NF4", "Codec", "Int4", "Int4Delta", "Int8", "LoCo", "LocalSteps", "Monitor", "Strategy", "TopK"),
     *("Elastic", "count_tokens", "end_training", "members"),
     *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "monitor", "plan", "quantized_reduce_hook"),
-    "traffic",
+    *("traffic", "DeltaReceiver", "OutOfSyncError", "SyncToken", "WeightUpdate"),
 }
 """The public names that ranks may use one by one, or that communicate in training alone."""
 
@@ -118,6 +119,19 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         adapters=("default", "adapters must be a list of names such as ['default'], got 'default'"),
         adapters_1=(["missing"], "there is no adapter ['missing'] in this model"),
         adapters_2=(3, "adapters must be a list of names"),
+    ),
+    "gathered_weights": case(
+        lambda **arguments: dict(gathered_weights(**arguments)),
+        {"model": adapted},
+        model=(lambda: 3, "model must be an nn.Module"),
+        model_1=(files.make_base, "called gathered_weights with other arguments or another model than rank"),
+        dtype=(torch.int8, "dtype must be one of"),
+        adapters_only=("default", "adapters_only must be a bool"),
+        adapters_only_1=(True, "called gathered_weights with other arguments"),
+        merged=(1, "merged must be a bool"),
+        since=("yesterday", "since must be a SyncToken"),
+        rank=(2, "rank must be a rank of the model: one of [0, 1], got 2"),
+        rank_1=("first", "rank must be a rank of the model, or None for all"),
     ),
     "exchange_weights": case(
         exchange_weights,

@@ -69,7 +69,6 @@ NEEDED = (
     Needed(_HANDLE, "_training_state", "telling which phase a unit is in"),
     # ---- what modules show in place of parameters
     Needed(_HANDLE, "_use_sharded_views _use_unsharded_views", "showing views of flat parameters"),
-    Needed(_HANDLE, "_get_unflat_views", "views of a flat parameter, one for each original parameter"),
     Needed(_HANDLE, "_setattr_tensor _setattr_param", "setting views on modules"),
     Needed(_HANDLE, "_unsharded_flat_param_for_skipped_views", "gathered weights that modules show after a reshard"),
     Needed(_FLAT, "_tensors", "the views that modules show in a forward"),

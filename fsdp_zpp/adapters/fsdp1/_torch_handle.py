@@ -12,6 +12,7 @@ from fsdp_zpp.adapters._torch_shard_version import ShardVersion
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced_shards
 from fsdp_zpp.runtime.unit import StrategyUnit
 
 from ._torch import FlatParamHandle, HandleTrainingState, no_dispatch_record_stream
@@ -211,12 +212,7 @@ class StrategyHandle(FlatParamHandle):
 
     def prepare_read(self) -> int:
         """Copy parameters that have other storage by now to the shard, as FSDP does; return this rank's value count."""
-        # In a backward, FSDP keeps gradients where a writeback does not look for them.
-        may_differ = (
-            torch._C._current_graph_task_id() == -1 and self._use_orig_params and not self._skip_writeback_check
-        )
-        if may_differ and self._writeback_orig_params():
-            self._use_sharded_views()  # or FSDP would do it again, which counts as a write
+        copy_replaced_shards(self)
         return self.flat_param._local_shard.numel()
 
     def read(self) -> ShardValues:

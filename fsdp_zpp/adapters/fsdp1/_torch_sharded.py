@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced
 from fsdp_zpp.runtime.sharded import Sharded
 
 from ._torch_flat_layout import FlatParameterLayout, axes_of
 from ._torch_handle import StrategyHandle
-from ._torch_replaced import copy_replaced
 
 
 class ShardedInstance(Sharded):

@@ -21,6 +21,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime._torch_flat_parts import copy_replaced
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
 from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.packed_weights import packed_sites
@@ -29,7 +30,7 @@ from fsdp_zpp.runtime.summary import log_reduction
 from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
-from . import _torch, _torch_adoption, _torch_backward, _torch_replaced, _torch_step_gradients
+from . import _torch, _torch_adoption, _torch_backward, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
 from .validation import (
     check_arguments,
@@ -172,7 +173,7 @@ def _before_move(instance: FullyShardedDataParallel) -> None:
     for each in FullyShardedDataParallel.fsdp_modules(instance):
         if (handle := _torch_adoption.handle_of(each)) is not None:
             handle.drop_cleared_gradients()
-            _torch_replaced.copy_replaced(handle)
+            copy_replaced(handle)
 
 
 def _after_move(instance: FullyShardedDataParallel) -> None:

@@ -60,7 +60,7 @@ def save_frozen_params(
         lambda task: repr(list(task.stored.items())),
         "called save_frozen_params with other quantized weights than",
     )
-    rest = _not_quantized(model)
+    rest = _not_quantized(model, group)
     writer = BaseWriter(task.folder, task.limit) if group is None or dist.get_rank(group) == 0 else None
     for weight, name in task.weights.items():  # on all ranks, since gathering is collective
         codes, scales = full_codes(weight)
@@ -103,8 +103,11 @@ def _nbytes(size: object) -> int:
     return size
 
 
-def _not_quantized(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the rest of the base by names in the base: frozen parameters and persistent buffers. Collective."""
+def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Gather the rest of the base by names in the base: frozen parameters and persistent buffers. Collective.
+
+    Ranks other than the first get nothing.
+    """
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
 
     def name_of(path: str) -> str | None:
@@ -112,6 +115,6 @@ def _not_quantized(model: nn.Module) -> dict[str, Tensor]:
         base = bases[module]
         return None if base is None else f"{base}.{own_name}".removeprefix(".")
 
-    parameters = full_parameters(model, lambda path, p: not p.requires_grad and name_of(path) is not None)
-    named = {name_of(path): tensor for path, tensor in (parameters | full_buffers(model)).items()}
+    parameters = full_parameters(model, lambda path, p: not p.requires_grad and name_of(path) is not None, group)
+    named = {name_of(path): tensor for path, tensor in (parameters | full_buffers(model, group)).items()}
     return {name: tensor for name, tensor in named.items() if name is not None}

@@ -14,9 +14,10 @@ from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.module_names import original_path, parameter_name
 from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.tensors_of_model import TensorOfModel, tensors_of
 from fsdp_zpp.runtime.validation import check_folder, check_module
 
-from ..full_tensors import full_parameters
+from ..full_tensors import on_first_rank
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,7 +58,7 @@ def save_adapter(
         lambda checked: repr(list(checked[0].peft_config)),
         "called save_adapter with a model of other adapters than",
     )
-    state = adapter_state(model)  # on all ranks, since it is collective
+    state = adapter_state(model, group)  # on all ranks, since it is collective
     error = ""
     if group is None or dist.get_rank(group) == 0:
         try:
@@ -94,27 +95,44 @@ def peft_model_in(model: nn.Module) -> PeftModel:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ImportError(f"save_adapter needs peft: {how_to_install('peft')}") from error
+        raise ImportError(f"adapters need peft: {how_to_install('peft')}") from error
     peft_model = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
     if peft_model is None:
         raise ValueError(f"there is no PeftModel in this {type(model).__name__}; make one with peft.get_peft_model")
     return peft_model
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective."""
+def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Gather full tensors of adapters and of everything trainable, by the names that PEFT gives them. Collective.
+
+    Ranks of ``group`` other than the first get none but buffers.
+    """
     peft_model = peft_model_in(model)
-    prefix = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
-    names = _names(model)
+    parameters = [tensor for tensor in adapter_tensors(model, peft_model) if not tensor.is_buffer]
+    state = on_first_rank(parameters, group)
+    for first, *others in (tensor.names for tensor in parameters):  # PEFT stores tied ones by all of their names
+        state |= {other: state[first].clone() for other in others if first in state}
+    state |= _adapter_buffers(model, peft_model)
+    prefix = path_of(peft_model, model)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfModel]:
+    """Return the tensors of all adapters, active or not, and of everything trainable."""
     # Adapters that are not active are frozen, so requires_grad alone would miss them.
     marks = ("lora_", "modules_to_save", "prompt_encoder.")
-    state = full_parameters(
-        model, lambda name, parameter: parameter.requires_grad or any(mark in name for mark in marks)
-    )
-    for name in list(state):
-        state |= {other: state[name].clone() for other in names.get(name, ()) if other not in state}
-    state |= _adapter_buffers(model, peft_model)
-    return {name.removeprefix(f"{prefix}." if prefix else ""): tensor for name, tensor in state.items()}
+    return [
+        tensor
+        for tensor in tensors_of(model)
+        if (tensor.is_buffer and any(name in peft_model.peft_config for _, name in tensor.sites))
+        or (not tensor.is_buffer and (tensor.full.requires_grad or any(mark in tensor.names[0] for mark in marks)))
+    ]
+
+
+def path_of(peft_model: PeftModel, model: nn.Module) -> str:
+    """Return what names in ``model`` have before those in ``peft_model``, which is it or a part of it."""
+    path = next(original_path(path) for path, module in model.named_modules() if module is peft_model)
+    return f"{path}." if path else ""
 
 
 @contextmanager
@@ -127,14 +145,6 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
     """
     with _original_paths(peft_model), _whole_prompts(peft_model, state):
         yield
-
-
-def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter, by the first; PEFT stores a tied parameter under each of its names."""
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(original_path(name))
-    return {names[0]: names for names in names_of.values()}
 
 
 def _adapter_buffers(model: nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ All else stays as it is with accelerate's FSDP2. What ``accelerate launch`` or a
 (what to wrap, mixed precision, activation checkpointing, the kind of state dict) holds, too, or is refused.
 """
 
-from fsdp_zpp.frozen._torch_sharded import reshard
 from fsdp_zpp.integrations._requirement import require
+from fsdp_zpp.runtime.tensors_of_model import reshard
 
 require("accelerate", "1.13")
 

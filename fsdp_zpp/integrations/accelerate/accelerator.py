@@ -21,6 +21,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.files.whole_state_dicts import dequantized_weights
 from fsdp_zpp.frozen.hugging_face.peft_saving import adapter_state, save_adapter
 from fsdp_zpp.integrations._cut_off_saves import MarkedSave, check_complete
+from fsdp_zpp.runtime.model_ranks import ranks_of
 
 from .checkpoints import load_codec_states, model_of, paired, remember_model, save_codec_states
 from .checks import check_accelerator, check_plugin, check_tensor_parallel
@@ -134,7 +135,7 @@ class ShardingAccelerator(Accelerator):
         For a PEFT model, these are the weights that its ``save_pretrained`` saves, without the base.
         """
         if is_peft_model(model):
-            return adapter_state(model)
+            return adapter_state(model, ranks_of(model))
         weights: dict[str, Tensor] = super().get_state_dict(model, unwrap)
         return weights | dequantized_weights(model, kept=self.is_main_process)
 

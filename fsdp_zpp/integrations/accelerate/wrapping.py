@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from fsdp_zpp.adapters.fsdp2 import fully_shard
 from fsdp_zpp.config.strategy import Strategy
-from fsdp_zpp.frozen._torch_sharded import reshard
 from fsdp_zpp.planner.model_size import layers
+from fsdp_zpp.runtime.tensors_of_model import reshard
 from fsdp_zpp.runtime.unit import unit_of
 
 

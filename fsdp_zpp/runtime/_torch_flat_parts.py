@@ -1,0 +1,168 @@
+"""Private names of torch's flat parameters: the original parameters as parts of them, sharded or not.
+
+It concerns all instances of FullyShardedDataParallel, those of torch's own strategies, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
+from torch.distributed.tensor import DTensor
+
+Site = tuple[nn.Module, str]
+"""A module, and the name of a parameter on it."""
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """One original parameter of a flat parameter.
+
+    Attributes:
+        handle: The flat parameter's handle.
+        place: The parameter's place among the original ones.
+        start: Where its values begin in the flat parameter.
+        sites: Where modules have it.
+    """
+
+    handle: FlatParamHandle
+    place: int
+    start: int
+    sites: tuple[Site, ...]
+
+    @property
+    def _flat_param(self) -> FlatParameter:
+        return self.handle.flat_param
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return its shape; under another parallelism, that of what FSDP shards."""
+        return self._flat_param._shapes[self.place]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether it is trained, as an optimizer sees it."""
+        originals = self._flat_param._params
+        return (originals[self.place] if originals else self._flat_param).requires_grad
+
+    @property
+    def shard(self) -> Tensor:
+        """Return what this rank holds of the flat parameter, in full precision."""
+        # There is no _local_shard until FSDP's lazy initialization; the flat parameter is the shard then.
+        return getattr(self._flat_param, "_local_shard", self._flat_param).detach()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that gathers, even where shards are offloaded."""
+        device: torch.device = self.handle.device
+        return device
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks of which each holds a shard; None if this rank holds all of it."""
+        return self.handle.process_group if self.handle.uses_sharded_strategy else None
+
+    def with_other_axes(self, part: Tensor) -> Tensor:
+        """Gather a parameter that another parallelism shards over its ranks, too. Collective over these."""
+        spec: Any = self._flat_param._param_extensions[self.place]
+        if spec is None:
+            return part
+        sharded = DTensor.from_local(
+            part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+        return sharded.full_tensor()
+
+    @property
+    def has_other_axes(self) -> bool:
+        """Return whether another parallelism shards it, too."""
+        return self._flat_param._param_extensions[self.place] is not None
+
+
+def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
+    """Yield the parts of all flat parameters below ``model``, whose shards have what was written to parameters."""
+    for instance in FullyShardedDataParallel.fsdp_modules(model):
+        handle = instance._handle
+        if handle is None:
+            continue
+        copy_replaced(handle)
+        flat_param = handle.flat_param
+        sites = [[(info.module, info.param_name)] for info in flat_param._param_infos]
+        places = {site: place for place, [site] in enumerate(sites)}
+        for info in flat_param._shared_param_infos:
+            sites[places[info.prim_module, info.prim_param_name]].append((info.module, info.param_name))
+        start = place = 0
+        for size, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
+            if not is_padding:
+                yield FlatPart(handle, place, start, tuple(sites[place]))
+                place += 1
+            start += size
+
+
+def is_flat(parameter: Tensor) -> bool:
+    """Return whether a parameter that a module shows is a flat one."""
+    return isinstance(parameter, FlatParameter)
+
+
+def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return the dtypes that buffers had before mixed precision cast them; state dicts show buffers in these."""
+    dtypes = {}
+    for instance in FullyShardedDataParallel.fsdp_modules(model):
+        if instance.mixed_precision.buffer_dtype is None:
+            continue
+        for name, buffer in instance.named_buffers():
+            if (clean := clean_tensor_name(name)) not in instance._ignored_buffer_names:
+                [dtypes[buffer]] = _get_orig_buffer_dtypes(instance, [clean])
+    return dtypes
+
+
+# ---- original parameters that were given other memory, by ``p.data = ...``
+
+
+def copy_replaced(handle: FlatParamHandle) -> None:
+    """Copy the values of parameters that were replaced to the shard, from FSDP's lazy initialization on.
+
+    FSDP does so before it gathers. Whatever else reads the shard, or has parameters show it again, must have it done.
+    """
+    flat_param = handle.flat_param
+    if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
+        return
+    if handle.uses_sharded_strategy:
+        copy_replaced_shards(handle)
+    elif flat_param._params:
+        _copy_unsharded(handle)
+
+
+def copy_replaced_shards(handle: FlatParamHandle) -> None:
+    """Copy parameters that have other storage by now to a sharded handle's shard, as FSDP does."""
+    # In a backward, FSDP keeps gradients where a writeback does not look for them.
+    may_differ = (
+        torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
+    )
+    if may_differ and handle._writeback_orig_params():
+        handle._use_sharded_views()  # or FSDP would do it again, which counts as a write
+
+
+def _shows_parameters(flat_param: FlatParameter) -> bool:
+    """Return whether modules have parameters, which torch takes away while it moves a model."""
+    return all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
+
+
+@torch.no_grad()
+def _copy_unsharded(handle: FlatParamHandle) -> None:
+    """Copy as FSDP does where nothing is sharded, but no gradients: FSDP would take accumulated ones for a user's."""
+    flat_param = handle.flat_param
+    own = {tensor.untyped_storage().data_ptr() for tensor in (flat_param, flat_param._local_shard)}
+    views = handle._get_unflat_views(flat_param._local_shard)
+    for (name, module, _), view in zip(flat_param._param_infos, views, strict=True):
+        shown = getattr(module, name, None)
+        if isinstance(shown, nn.Parameter) and shown.untyped_storage().data_ptr() not in own:
+            view.copy_(shown)
+            shown.data = view

@@ -1,0 +1,261 @@
+"""Tensors of a model that can be had in full: how each is gathered from its shards.
+
+A gather reads shards and fills memory of its own. It does not unshard modules, so it changes nothing that training
+sees, whenever it is broken off. Each parameter is gathered by itself, into a tensor of its own, so that its memory is
+free when its reader is done with it. Shards are cast before they are sent if that makes them smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_zpp.collectives.devices import for_collectives
+from fsdp_zpp.collectives.hops import all_gather_single
+
+from ._torch_flat_parts import FlatPart
+
+
+@dataclass
+class Pending:
+    """A tensor that is being gathered.
+
+    Args:
+        source: What is gathered.
+        dtype: The dtype that it will have; None as it is stored.
+        to: The rank that gets it; None means all.
+        out: Memory that it arrives in; None if this rank gets nothing, or if gathering begins with :meth:`wait`.
+        works: The collectives.
+        sent: What they send, which must not be freed before they are done.
+    """
+
+    source: FullTensor
+    dtype: torch.dtype | None
+    to: int | None
+    out: Tensor | None = None
+    works: Sequence[dist.Work] = ()
+    sent: Sequence[Tensor] = ()
+
+    @torch.no_grad()
+    def wait(self) -> Tensor | None:
+        """Return the tensor, which nothing else refers to; None if this rank gets nothing.
+
+        On a GPU the current stream waits, not the host. Pending tensors must be waited for in the same order on all
+        ranks.
+        """
+        self.drain()
+        out, self.out = self.out, None
+        full = self.source.finish(out, self.dtype, self.to)
+        return full if gets(self.to) else None
+
+    def drain(self) -> None:
+        """Wait for the collectives alone."""
+        for work in self.works:
+            work.wait()
+        self.works = self.sent = ()
+
+
+class FullTensor(ABC):
+    """A tensor of a model, which every rank or one of them can have in full.
+
+    Attributes:
+        shape: Its shape, in full.
+        stored: The dtype in which it is stored.
+        requires_grad: Whether it is trained.
+    """
+
+    shape: torch.Size
+    stored: torch.dtype
+    requires_grad: bool = False
+
+    def nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes in full."""
+        return self.shape.numel() * self.as_delivered(dtype).itemsize
+
+    def peak_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes while it is gathered."""
+        return self.nbytes(dtype)
+
+    def as_delivered(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype that it is delivered in: only floating-point numbers are cast."""
+        return self.stored if dtype is None or not self.stored.is_floating_point else dtype
+
+    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
+        """Start to gather it; collective over the ranks that share it.
+
+        Args:
+            dtype: The dtype to cast it to; None as it is stored.
+            to: The global rank that gets it; None means all.
+        """
+        return Pending(self, dtype, to)
+
+    @abstractmethod
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        """Return the tensor from what :meth:`start` has gathered; None if this rank gets nothing."""
+
+    def _on_the_wire(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype in which shards are sent."""
+        delivered = self.as_delivered(dtype)
+        return delivered if delivered.itemsize <= self.stored.itemsize else self.stored
+
+
+class Whole(FullTensor):
+    """A tensor that every rank has already.
+
+    Args:
+        tensor: The tensor.
+        stored: The dtype that it is delivered in by default. Default: its own.
+    """
+
+    def __init__(self, tensor: Tensor, stored: torch.dtype | None = None) -> None:
+        self._tensor = tensor
+        self.shape, self.requires_grad = tensor.shape, tensor.requires_grad
+        self.stored = stored or tensor.dtype
+
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        return self._tensor.detach().to(self.as_delivered(dtype), copy=True) if gets(to) else None
+
+
+class ShardedRows(FullTensor):
+    """A DTensor of which the ranks of one mesh dimension have some rows each.
+
+    Args:
+        tensor: The tensor.
+        dim: The mesh dimension; along all others, it is replicated.
+    """
+
+    def __init__(self, tensor: DTensor, dim: int) -> None:
+        self._tensor = tensor
+        self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
+        self._group = tensor.device_mesh.get_group(dim)
+        # As torch.chunk cuts them: equal parts, of which the last may be cut short, or empty.
+        self._rows = -(-self.shape[0] // dist.get_world_size(self._group))
+
+    def peak_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes while it is gathered: in full, padded, and this rank's part, cast."""
+        world = dist.get_world_size(self._group)
+        padded = self._rows * world * self.shape[1:].numel() * self._on_the_wire(dtype).itemsize
+        widened = self.nbytes(dtype) if self.as_delivered(dtype) != self._on_the_wire(dtype) else 0
+        return padded + padded // world * (self._on_the_wire(dtype) != self.stored) + widened
+
+    @torch.no_grad()
+    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
+        group, world = self._group, dist.get_world_size(self._group)
+        pending = Pending(self, dtype, to)
+        if not _takes_part(to, group):
+            return pending
+        own = _padded(self._tensor.to_local().detach(), self._rows)
+        own = for_collectives(own, group).to(self._on_the_wire(dtype))
+        if gets(to):
+            pending.out = own.new_empty(self._rows * world, *own.shape[1:])
+        pending.works, pending.sent = [_gather(pending.out, own, group, to)], [own]
+        return pending
+
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        return None if out is None else out[: self.shape[0]].to(self.as_delivered(dtype))
+
+
+class AnyDTensor(FullTensor):
+    """A DTensor that only torch knows how to gather: sharded by several parallelisms, or made of other tensors."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._tensor = tensor
+        self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
+
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        # Offloaded shards are on the CPU, from which NCCL can't gather.
+        on_device: Any = self._tensor.detach().to(self._tensor.device_mesh.device_type)
+        full = on_device.full_tensor()
+        return full.to(self.as_delivered(dtype), copy=True) if gets(to) else None
+
+
+class PartOfFlat(FullTensor):
+    """An original parameter of a flat one, of which each rank has a range of values, or none.
+
+    Each range is broadcast by the rank that has it, also where one rank gets the parameter: gloo hangs if it sends
+    several messages between two ranks at once.
+    """
+
+    def __init__(self, part: FlatPart) -> None:
+        self._part = part
+        self.shape, self.stored, self.requires_grad = part.shape, part.shard.dtype, part.requires_grad
+
+    @torch.no_grad()
+    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
+        part, group = self._part, self._part.group
+        pending = Pending(self, dtype, to)
+        if not part.has_other_axes and not _takes_part(to, group):  # ranks along other axes need it, too
+            return pending
+        shard, out = part.shard, torch.empty(self.shape.numel(), dtype=self._on_the_wire(dtype), device=part.device)
+        works = []
+        for owner, first, last in _owners(part, self.shape.numel(), shard.numel()):
+            target, offset = out[first - part.start : last - part.start], owner * shard.numel()
+            if group is None or owner == dist.get_rank(group):
+                target.copy_(shard[first - offset : last - offset])
+            if group is not None:
+                source = dist.get_global_rank(group, owner)
+                works.append(dist.broadcast(target, source, group=group, async_op=True))
+        pending.out, pending.works = out, works
+        return pending
+
+    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
+        if out is None:
+            return None
+        return self._part.with_other_axes(out.view(self.shape)).to(self.as_delivered(dtype))
+
+
+def full_tensor_of(tensor: Tensor) -> FullTensor:
+    """Return how a parameter or buffer is had in full that is none of a flat parameter's."""
+    if not isinstance(tensor, DTensor):
+        return Whole(tensor)
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    is_plain = type(tensor.to_local().detach()) is Tensor
+    if len(sharded) == 1 and tensor.placements[sharded[0]] == Shard(0) and tensor.ndim and is_plain:
+        return ShardedRows(tensor, sharded[0])
+    return AnyDTensor(tensor)
+
+
+def gets(to: int | None) -> bool:
+    """Return whether this rank gets what is delivered to the rank ``to``, or to all."""
+    return to is None or not dist.is_initialized() or dist.get_rank() == to
+
+
+def _padded(own: Tensor, rows: int) -> Tensor:
+    """Return rows of a shard, contiguous, with any values in those that it lacks."""
+    shape = (rows, *own.shape[1:])
+    behind = own.untyped_storage().nbytes() // own.itemsize - own.storage_offset()
+    if own.is_contiguous() and math.prod(shape) <= behind:  # FSDP has room for padding behind a shard
+        return own.as_strided(shape, torch.empty(shape, device="meta").stride())
+    return torch.cat((own, own.new_empty(rows - own.shape[0], *own.shape[1:]))).contiguous()
+
+
+def _takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
+    """Return whether ranks of ``group``, which share a tensor, gather it for the rank ``to``."""
+    return to is None or group is None or to in dist.get_process_group_ranks(group)
+
+
+def _owners(part: FlatPart, numel: int, shard_numel: int) -> list[tuple[int, int, int]]:
+    """Return the ranks that hold values of a parameter, each with the range of the flat parameter that it holds."""
+    start, stop = part.start, part.start + numel
+    ranks = range(start // shard_numel, -(-stop // shard_numel)) if numel else range(0)
+    return [(rank, max(start, rank * shard_numel), min(stop, (rank + 1) * shard_numel)) for rank in ranks]
+
+
+def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int | None) -> dist.Work:
+    """Start to gather equal chunks into ``out`` on all ranks of ``group``, or on ``to`` alone."""
+    if to is None:
+        assert out is not None
+        work = all_gather_single()(out, own, group=group, async_op=True)
+    else:
+        chunks = None if out is None else list(out.chunk(dist.get_world_size(group)))
+        work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
+    assert isinstance(work, dist.Work)
+    return work

@@ -1,0 +1,52 @@
+"""Counts the bytes of tensors that a block of code allocates and that are still alive, and the most there were."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that knows every memory that an operation in it has allocated for a plain tensor.
+
+    Attributes:
+        now: Bytes that are alive.
+        peak: The most that were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **kwargs or {})
+        for storage in _storages(result):
+            if storage._cdata not in given | self._known:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, nbytes)
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    tensors = [value for value in tree_iter(values) if type(value) in (Tensor, torch.nn.Parameter)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta"]
