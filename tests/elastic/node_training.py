@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
 from harness.fsdp2 import Fsdp2
+from harness.pool import device_type
 from torch import Tensor
 
 from fsdp_zpp import (
@@ -189,7 +190,15 @@ def work(training: Training, node: int, endpoint: str, path: Path) -> None:
             file.write(json.dumps({"time": time.monotonic(), **values}) + "\n")
 
         log(pid=os.getpid())
-        dist.init_process_group("gloo")
+        if device_type() == "cuda":
+            # A node is a machine of its own to NCCL, so nodes may share GPUs, but its ranks may not.
+            os.environ |= {"NCCL_HOSTID": f"node{node}"}
+            torch.cuda.set_device(
+                (node * int(os.environ["WORLD_SIZE"]) + int(os.environ["RANK"])) % torch.cuda.device_count()
+            )
+            dist.init_process_group("nccl", device_id=models.device())
+        else:
+            dist.init_process_group("gloo")
         try:
             (train if training.trainer is None else train_with_trainer)(training, node, endpoint, log)
         except Exception as error:

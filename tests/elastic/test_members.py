@@ -19,7 +19,7 @@ from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.decisions import Decisions
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
+from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.weights_of_nodes import relative_weights
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.topology import Topology
@@ -127,15 +127,15 @@ def test_weights_of_nodes_make_a_weighted_mean(trained: tuple[int, ...]) -> None
 
 
 def among(ranks: Sequence[int]) -> ProcessMesh:
-    """In a worker: some ranks as nodes of one; collective over all."""
-    group = dist.new_group(list(ranks))
+    """In a worker: some ranks as nodes of one, over gloo as elastic nodes; collective over all."""
+    group = dist.new_group(list(ranks), backend="gloo")
     return ProcessMesh(Topology(len(ranks), 1), ranks.index(dist.get_rank()), None, group, group)
 
 
 def outer_step(codec: Codec | None = None, feedback: LoCo | None = None, **options: float) -> ElasticOuterStep:
     """In a worker: an exchange between all ranks as nodes."""
     config = LocalSteps(codec=codec, error_feedback=feedback, elastic=Elastic(4), **options)  # type: ignore[arg-type]
-    outer = ElasticOuterStep(config, process_mesh(dist.group.WORLD, 1), Traffic())
+    outer = ElasticOuterStep(config, among(range(dist.get_world_size())), Traffic())
     outer.start({name: torch.zeros(shape, device=device()) for name, shape in SHAPES.items()})
     return outer
 
@@ -200,7 +200,7 @@ def test_chunks_of_the_momentum_change_owners(pool: Callable[[int], Pool], left:
 def differences_after_rollback() -> list[str]:
     """In a worker: what an exchange that was taken back has left."""
     outer, twin = (outer_step(Int4(32), LoCo()) for _ in range(2))
-    mesh = process_mesh(dist.group.WORLD, 1)
+    mesh = among(range(dist.get_world_size()))
     numels = {name: agreed.numel() for name, agreed in outer.agreed.items()}
     found = []
     for round_ in range(3):
