@@ -192,12 +192,13 @@ def peak_bytes(adapter: Adapter, strategy: Any, sizes: Any, dtype: torch.dtype |
     """In a worker: the most that is alive while weights pass through a loop, and the largest unit."""
     model = adapter.make(Case(model=sizes), strategy)
     net = models.make_net(**dict(sizes))
-    with LiveBytes() as live:
-        for _ in gathered_weights(model, dtype=dtype, rank=to):
-            pass
     itemsize = (dtype or torch.float32).itemsize
     units = [[*net.embedding.parameters(), *net.head.parameters()], *([*b.parameters()] for b in net.blocks)]
-    return [live.peak, max(sum(4 * -(-p.shape[0] // 4) * p[0].numel() for p in unit) for unit in units) * itemsize]
+    largest = max(sum(4 * -(-p.shape[0] // 4) * p[0].numel() for p in unit) for unit in units) * itemsize
+    with LiveBytes(largest) as live:
+        for _ in gathered_weights(model, dtype=dtype, rank=to):
+            pass
+    return [live.peak, largest]
 
 
 @over_pairs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +17,18 @@ from torch.utils._pytree import tree_iter
 class LiveBytes(TorchDispatchMode):
     """A context that knows every memory that an operation in it has allocated for a plain tensor.
 
+    Args:
+        bound: What is expected. Gloo's threads let go of what they have sent shortly after a wait for it has returned;
+            before the bound is exceeded, they get the time for that.
+
     Attributes:
         now: Bytes that are alive.
         peak: The most that were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bound: int) -> None:
         super().__init__()
+        self._bound = bound
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -37,6 +44,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
+        deadline = time.monotonic() + 10
+        while self.now + nbytes > self._bound and time.monotonic() < deadline:
+            os.sched_yield()
         self._known.add(key)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
