@@ -7,6 +7,7 @@ values that they stand for.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -139,8 +140,7 @@ class FourBit(StoredFormat):
     def decode(self, records: Tensor) -> Tensor:
         codes = self.layout.get(records, "codes")
         pairs = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)  # the first value is the high nibble
-        table = torch.tensor(TABLES[self.kind], device=records.device)
-        return table[pairs.long()] * self.layout.get(records, "scale")
+        return _table_on(self.kind, records.device)[pairs.long()] * self.layout.get(records, "scale")
 
     @cached_property
     def codec(self) -> Codec:
@@ -209,6 +209,13 @@ class Int8Rows(StoredFormat):
     def decode(self, records: Tensor) -> Tensor:
         codes = self.layout.get(records, "codes").view(torch.int8).float()
         return codes.mul_(self.layout.get(records, "scale")).mul_(_RECIPROCAL)
+
+
+@functools.cache
+def _table_on(kind: str, device: torch.device) -> Tensor:
+    """Return a table of :data:`TABLES` on a device; the CPU waits only for the first copy to a GPU."""
+    with torch.inference_mode(False):
+        return torch.tensor(TABLES[kind], device=device)
 
 
 def _bytes_of(part: Any, first: int, last: int) -> Tensor:

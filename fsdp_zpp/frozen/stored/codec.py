@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
+import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec, Place
@@ -50,6 +51,11 @@ class StoredCodec(Codec):
         """Return the records in chunks of ``numel`` values, uint8 [chunks, nbytes(numel)]: [chunks, groups, bytes]."""
         groups = self.groups(numel)
         return payload[:, : groups * self.record_nbytes].unflatten(1, (groups, self.record_nbytes))
+
+    def prepare_decode(self, device: torch.device) -> None:
+        if device.type == "cuda":  # a format may keep a table on the device, for whose first copy the CPU waits
+            record = torch.zeros(1, self.record_nbytes, dtype=torch.uint8, device=device)
+            self.decode_into(record, torch.empty(self.block, device=device))
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         self._refuse()
