@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 from fsdp_zpp.codecs.as_stored import as_codec
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
@@ -152,12 +152,6 @@ class Strategy:
         """Return the codecs of the intra-node and the inter-node hop of the gradient reduction."""
         return intra_node_codec(self.intra_gradients, self.gradients), self.gradients
 
-    @property
-    def frozen_codec(self) -> Codec | None:
-        """Return the codec of frozen parameters; one that stands for ``"as stored"`` if that was given."""
-        assert not isinstance(self.frozen, str)  # it has been replaced
-        return self.frozen
-
     def resolve(self, topology: Topology) -> ResolvedStrategy:
         """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
         return resolve(
@@ -166,7 +160,7 @@ class Strategy:
             gradients=self.gradients,
             intra_gradients=self.intra_gradients,
             error_feedback=self.error_feedback,
-            frozen=self.frozen_codec,
+            frozen=cast(Codec | None, self.frozen),  # a str has been replaced
             topology=topology,
         )
 

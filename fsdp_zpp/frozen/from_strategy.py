@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.codecs.as_stored import AsStored
+from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
@@ -59,9 +60,10 @@ def quantize_for(
     """
     if not is_part:
         follow_strategy(module, mesh)
-    codec = strategy.frozen_codec
+    codec = strategy.frozen
     if codec is None:
         return {}
+    assert isinstance(codec, Codec)  # a str has been replaced
     options = FrozenOptions(
         codec,
         Placement(strategy.parameters, as_launched(mesh)),

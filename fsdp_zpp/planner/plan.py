@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -213,7 +213,8 @@ def make_plan(
     """Return the plan of arguments that are checked already. The letters of ``codecs`` do not matter."""
     parts = parts_of(size, cluster, axes, experts)
     letters = lettered(codecs, cluster, local_steps)
-    named = [*of_torch(cluster, work), *with_presets(size, cluster, work, codecs.frozen_codec)] if presets else []
+    frozen = cast(Codec | None, codecs.frozen)  # a str has been replaced
+    named = [*of_torch(cluster, work), *with_presets(size, cluster, work, frozen)] if presets else []
     asked = size, cluster, axes, work, budget, precision
     estimates = tuple(estimate_of(candidate, parts, *asked) for candidate in letters)
     rows = (*(estimate_of(candidate, parts, *asked) for candidate in named), *estimates)

@@ -11,11 +11,11 @@ from harness.launch import launch
 from harness.pool import device_type
 
 MOST = {
-    "fsdp1 wrapping of a block": (84, 51),
+    "fsdp1 wrapping of a block": (85, 52),
     "fsdp1 gather": (70, 24),
-    "fsdp1 gather that prefetches": (86, 29),
+    "fsdp1 gather that prefetches": (87, 31),
     "fsdp1 gradient": (75, 29),
-    "fsdp2 wrapping of a block": (67, 46),
+    "fsdp2 wrapping of a block": (69, 48),
     "fsdp2 gather": (52, 22),
     "fsdp2 gather that prefetches": (62, 26),
     "fsdp2 gradient": (67, 30),

@@ -57,24 +57,18 @@ class GatherInputs:
         group: The group, initialized lazily.
         dtype: The dtype of the values that a codec encodes; uint8 for bytes that none does.
         mixed: Whether torch is given values of several dtypes, which it takes as bytes.
-
-    Attributes:
-        numel: The number of elements; 0 before the first :meth:`put_together`, and the same after each.
-        result: What an ``AllGatherResult`` tells besides the output and its event; nothing before that.
     """
 
     def __init__(self, group: FSDPParamGroup, dtype: torch.dtype, mixed: bool) -> None:
         self._group, self._dtype, self._as_bytes = group, dtype, dtype == torch.uint8
         self._in_bytes = mixed or self._as_bytes
         self._extensions: list[_Extension] = []
-        self.numel = 0
-        self.result = gather_result([], [], [])
 
     @torch.no_grad()
-    def put_together(self) -> Tensor:
-        """Return what is to be gathered of the shards as they are now, flat [numel].
+    def put_together(self) -> tuple[Tensor, GatherResult]:
+        """Return what is to be gathered of the shards as they are now, flat, and what torch needs to know of it.
 
-        It is collective if a parameter's own encoding is.
+        The number of elements is the same each time. It is collective if a parameter's own encoding is.
         """
         params = self._group.fsdp_params
         # What an evaluation has encoded, metadata above all, may be saved for a backward later.
@@ -82,8 +76,7 @@ class GatherInputs:
             by_param = _get_param_all_gather_inputs(params)
             flat = [each.view(-1) for inputs in by_param for each in inputs]
             joined = torch.cat([each.view(torch.uint8) if self._as_bytes else each.to(self._dtype) for each in flat])
-        self.numel = joined.numel()
-        self.result = gather_result(
+        result = gather_result(
             [[each.dtype for each in inputs] for inputs in by_param],
             [[each.numel() for each in inputs] for inputs in by_param],
             [each.nbytes if self._in_bytes else each.numel() for each in flat],
@@ -92,7 +85,7 @@ class GatherInputs:
         self._extensions = [
             _Extension(param, data.all_gather_metadata, data.all_gather_input_sizes) for param, data in extensions
         ]
-        return joined
+        return joined, result
 
     def tell_torch(self) -> None:
         """Give torch the metadata of what was put together last, which it forgets whenever it has unsharded."""

@@ -135,8 +135,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         secondary, inputs, shard = gather.secondary, plan.inputs, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
-            if inputs is not None and (secondary.encoded_by is None or inputs.numel == 0):
-                shard = inputs.put_together()
+            if inputs is not None and (secondary.encoded_by is None or plan.numel == 0):
+                shard = plan.put_together(inputs)
             # A stale secondary shard that is made from what ``weights`` reads has the version of that.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ._torch_flat_layout import layout_of
-from ._torch_gather_inputs import GatherInputs, GatherResult, encodes_itself, gather_result
+from ._torch_gather_inputs import GatherInputs, encodes_itself, gather_result
 
 
 class GatherPlan:
@@ -28,6 +28,10 @@ class GatherPlan:
             else None, and it is the shards themselves.
         dtype: The dtype in which parameters are gathered; if theirs differ, one that can hold the values of all, and
             uint8 if ``inputs`` are bytes.
+        shard_numel: The number of elements that a rank contributes to a gather; with ``inputs``, 0 until they were put
+            together, and the same ever after.
+        numel: The number of elements that a gather leaves on a rank.
+        result: What an ``AllGatherResult`` tells besides the output and its event.
         layout: Where parameters lie in a rank's part of a gather.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose writes torch counts: the parameters and their shards.
@@ -49,31 +53,24 @@ class GatherPlan:
             self.dtype = self.dtype if encodes else torch.uint8
             self.inputs = GatherInputs(group, self.dtype, self.mixed)
         self.layout = layout_of(group, params, range(len(params)))
-        self._numel = sum(numels)
         self.memory = [shard for shard in shards if type(shard) is Tensor]
         self.counted = [each for p in params for each in (p.sharded_param, p._sharded_local_tensor)] + shards
         sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)] if self.mixed else numels
-        self._result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
+        self.shard_numel = sum(numels) if self.inputs is None else 0
+        self.numel = self.shard_numel * self._world
+        self.result = gather_result([[dtype] for dtype in dtypes], [[numel] for numel in numels], sizes)
         # Joined as they are, shards of several dtypes would be promoted, and packed bytes would not survive that.
         self.cast_before_joining = not encodes and any(shard.dtype != shards[0].dtype for shard in shards)
         self._numels, self._dtypes = numels, dtypes
         self.swaps: list[Swap] = []
         self._views: list[Tensor] = []
 
-    @property
-    def shard_numel(self) -> int:
-        """Return the number of elements that a rank contributes to a gather; 0 if that is not known yet."""
-        return self._numel if self.inputs is None else self.inputs.numel
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements that a gather leaves on a rank; 0 if that is not known yet."""
-        return self.shard_numel * self._world
-
-    @property
-    def result(self) -> GatherResult:
-        """Return what an ``AllGatherResult`` tells besides the output and its event."""
-        return self._result if self.inputs is None else self.inputs.result
+    def put_together(self, inputs: GatherInputs) -> Tensor:
+        """Return what ``inputs`` put together of the shards as they are now, flat [shard_numel]."""
+        joined, self.result = inputs.put_together()
+        self.shard_numel = joined.numel()
+        self.numel = self.shard_numel * self._world
+        return joined
 
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """Prepare to unshard a group in fewer steps, if its parameters are plain and torch has unsharded it once."""

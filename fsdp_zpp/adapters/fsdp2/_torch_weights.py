@@ -103,9 +103,9 @@ class GroupWeights:
         """Return whether the shards may be read: not in a backward, nor if it is not known yet how much there is."""
         if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
             return False
-        inputs, group = (self.plan or self.make_plan()).inputs, self._group
+        plan, group = self.plan or self.make_plan(), self._group
         # Of what is gathered already, torch still needs the metadata.
-        return inputs is None or (inputs.numel > 0 and group.is_sharded and group._all_gather_result is None)
+        return plan.inputs is None or (plan.numel > 0 and group.is_sharded and group._all_gather_result is None)
 
     def prepare_read(self) -> int:
         """Return this rank's number of values; nothing is written back, for parameters are views of the shard."""
@@ -116,8 +116,8 @@ class GroupWeights:
         plan, device = self.plan or self.make_plan(), self._group.device
         params = self._group.fsdp_params
         if plan.inputs is not None:
-            joined = plan.inputs.put_together()
-            return ShardValues([joined], joined.numel(), self.shard_version(), self.is_trained())
+            joined = plan.put_together(plan.inputs)
+            return ShardValues([joined], plan.shard_numel, self.shard_version(), self.is_trained())
         shards = [param._sharded_param_data for param in params]
         if shards[0].device != device:
             shards = [shard.to(device, non_blocking=True) for shard in shards]
