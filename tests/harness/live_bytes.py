@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         bound: What is expected. Gloo's threads let go of what they have sent shortly after a wait for it has returned;
-            before the bound is exceeded, they get the time for that.
+            before the bound is exceeded, they get the time for that, ten seconds in all.
 
     Attributes:
         now: Bytes that are alive.
@@ -31,6 +31,7 @@ class LiveBytes(TorchDispatchMode):
         self._bound = bound
         self.now = self.peak = 0
         self._known: set[int] = set()
+        self._patience = 10.0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -44,9 +45,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        deadline = time.monotonic() + 10
-        while self.now + nbytes > self._bound and time.monotonic() < deadline:
+        while self.now + nbytes > self._bound and self._patience > 0:
+            began = time.monotonic()
             os.sched_yield()
+            self._patience -= time.monotonic() - began
         self._known.add(key)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
