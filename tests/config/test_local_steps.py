@@ -68,16 +68,16 @@ def test_it_is_a_value() -> None:
     assert LocalSteps() == LocalSteps(every=64, codec=Int4(128))
     assert len({LocalSteps(), LocalSteps(every=8), LocalSteps()}) == 2
     assert str(LocalSteps()) == "every 64 steps as int4(128), outer lr 0.7, Nesterov momentum auto"
-    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum 0.9, arriving 2 steps later, mixed in at 0.5")
-    assert str(LocalSteps(outer_momentum="auto")).endswith("outer lr 0.7, Nesterov momentum auto")
+    assert str(LocalSteps(overlap=2, mix=0.5)).endswith("momentum auto, arriving 2 steps later, mixed in at 0.5")
+    assert str(LocalSteps(outer_momentum=0.9)).endswith("outer lr 0.7, Nesterov momentum 0.9")
     assert str(LocalSteps(mix=0)).endswith("mixed in at 0")
     assert len({LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8), (100, 32))), LocalSteps(((0, 8),))}) == 2
     assert str(LocalSteps(((0, 8), (100, 32)), start=50, stop=900, nesterov=False)) == (
-        "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum 0.9, after 50 synchronous "
+        "every 8 steps, from step 100 on every 32 as int4(128), outer lr 0.7, momentum auto, after 50 synchronous "
         "steps, synchronous again from step 900 on"
     )
-    assert str(LocalSteps(moments_every=3)).endswith("momentum 0.9, moments in 1 of 3 exchanges as int8(128)")
-    assert str(LocalSteps(moments_every=1)).endswith("momentum 0.9, moments in each exchange as int8(128)")
+    assert str(LocalSteps(moments_every=3)).endswith("momentum auto, moments in 1 of 3 exchanges as int8(128)")
+    assert str(LocalSteps(moments_every=1)).endswith("momentum auto, moments in each exchange as int8(128)")
 
 
 @given(every=st.integers(1, 200), fragments=st.integers(1, 200), first=st.integers(1, 10**6), spread=st.booleans())
