@@ -13,7 +13,7 @@ ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"
 class Elastic:
     """Says where nodes that train on their own find each other, and how long they wait for one that is silent.
 
-    Each node is a job of its own (``torchrun --nnodes 1``). Nodes meet in a rendezvous of torch.distributed.elastic
+    Each node is a job of its own (``torchrun --standalone``). Nodes meet in a rendezvous of torch.distributed.elastic
     (``DynamicRendezvousHandler``) over a ``TCPStore``, which must outlive every node: start it where no node runs.
 
     Args:

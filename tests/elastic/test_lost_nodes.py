@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from harness.fsdp1 import Fsdp1
-from harness.pool import free_port
 from node_jobs import LONGEST, Event, Jobs, Outcome, outcome
 from node_training import PATIENT, Training
 
@@ -83,10 +82,11 @@ def test_trainer_takes_over_the_step_and_its_learning_rate(tmp_path: Path) -> No
 def test_torchrun_starts_a_node_again(tmp_path: Path) -> None:
     jobs = Jobs(Training(members=2), 2, tmp_path)
     script = str(Path(__file__).with_name("node_training.py"))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    # Otherwise ranks that start again find the addresses of those that were killed, in the store that torchrun keeps.
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def command(number: int) -> list[str]:
-        how = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(free_port())]
+        how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
         return [sys.executable, "-m", "torch.distributed.run", *how, script, str(number), jobs.endpoint, str(tmp_path)]
 
     running = [subprocess.Popen(command(number), env=environment) for number in range(2)]
