@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors
-from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_part, refuse_setting
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_setting
 from .packed_codes import scale_codes, unpack_awq_codes
 from .records import Field, RecordLayout
 
@@ -71,7 +71,7 @@ class Awq(StoredFormat):
         groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, words * 8))
         matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
         if groups == 0 or inputs % groups:
-            refuse_part(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
+            refuse_misfit(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((words * 8, inputs)), dtype, keys, dtype, groups)
 

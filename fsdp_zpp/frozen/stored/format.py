@@ -236,10 +236,5 @@ def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeig
 
 
 def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
-    """Raise the error of :func:`misfit`."""
-    raise misfit(key, found, expected)
-
-
-def misfit(key: str, found: object, expected: object) -> ValueError:
-    """Return the error about a tensor that is not what the weight that it belongs to needs."""
-    return ValueError(f"the checkpoint has {key} as {found}, but its weight needs {expected}; {REMEDY}")
+    """Raise the error about a tensor that is not what the weight that it belongs to needs."""
+    raise ValueError(f"the checkpoint has {key} as {found}, but its weight needs {expected}; {REMEDY}")

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .group_order import GroupOrder
-from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_part, refuse_setting
+from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_setting
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
 
@@ -104,10 +104,10 @@ class Gptq(StoredFormat):
         bits = int(bits)
         inputs, per_word = words * 32 // bits, 32 // bits
         if out % per_word or groups == 0:
-            refuse_part(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
+            refuse_misfit(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
         matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
         if stored_order is None and inputs % groups:
-            refuse_part(keys["scales"], f"{groups} groups", f"a g_idx to divide {inputs} inputs among them")
+            refuse_misfit(keys["scales"], f"{groups} groups", f"a g_idx to divide {inputs} inputs among them")
         order = None if stored_order is None else GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((out, inputs)), dtype, keys, bits, minus_one, dtype, groups, order)

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .headers import refuse_part
+from .format import refuse_misfit
 
 
 class GroupOrder:
@@ -35,12 +35,12 @@ class GroupOrder:
             ValueError: If there is no group of some input.
         """
         if stored.shape != (inputs,) or stored.dtype.is_floating_point:
-            refuse_part(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
+            refuse_misfit(key, f"{stored.dtype} {tuple(stored.shape)}", f"the group of each of {inputs} inputs")
         if -1 in stored:
             return None
         low, high = int(stored.min()), int(stored.max())
         if low < 0 or high >= groups:
-            refuse_part(key, f"groups from {low} to {high}", f"groups from 0 to {groups - 1}")
+            refuse_misfit(key, f"groups from {low} to {high}", f"groups from 0 to {groups - 1}")
         neighbours = torch.arange(inputs) // max(1, len(stored) // groups)
         if inputs % groups == 0 and torch.equal(stored.long(), neighbours):
             return None

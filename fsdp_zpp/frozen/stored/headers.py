@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .format import REMEDY, Parts, StoredTensors, misfit
+from .format import REMEDY, Parts, StoredTensors, refuse_misfit
 from .records import RecordLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -32,10 +32,10 @@ def matrix(
         raise lacking(key)
     found, dtype = tensors.shape(key), tensors.dtype(key)
     if dtype not in dtypes:
-        refuse_part(key, dtype, " or ".join(map(str, dtypes)))
+        refuse_misfit(key, dtype, " or ".join(map(str, dtypes)))
     if len(found) != 2 or any(want not in (None, size) for size, want in zip(found, shape, strict=True)):
         expected = tuple("any" if size is None else size for size in shape)
-        refuse_part(key, f"a tensor of shape {found}", f"shape {expected}")
+        refuse_misfit(key, f"a tensor of shape {found}", f"shape {expected}")
     return found[0], found[1]
 
 
@@ -49,11 +49,6 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
     dtype = tensors.dtype(key)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def refuse_part(key: str, found: object, expected: object) -> NoReturn:
-    """Raise the error about a tensor that is not what the weight that it belongs to needs."""
-    raise misfit(key, found, expected)
 
 
 def refuse_setting(format: str, setting: str, value: object, allowed: str) -> NoReturn:
@@ -88,7 +83,7 @@ def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors) -> i
         return 1
     groups = matrix(tensors, key, *FLOATS, shape=(rows, None))[1]
     if groups == 0:
-        refuse_part(key, f"{groups} groups", f"groups of {columns} columns")
+        refuse_misfit(key, f"{groups} groups", f"groups of {columns} columns")
     return groups
 
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .fp4_codes import unpack_fp4
-from .headers import lacking, refuse_part
+from .headers import lacking
 from .records import Field, RecordLayout
 
 _BLOCK = 32
@@ -58,14 +58,14 @@ class Mxfp4(StoredFormat):
         blocks, scales = keys.values()
         shape = tensors.shape(blocks)
         if len(shape) != 4 or shape[3] != _BLOCK // 2:
-            refuse_part(blocks, f"a tensor of shape {shape}", f"shape [experts, out, in / {_BLOCK}, {_BLOCK // 2}]")
+            refuse_misfit(blocks, f"a tensor of shape {shape}", f"shape [experts, out, in / {_BLOCK}, {_BLOCK // 2}]")
         if scales not in tensors:
             raise lacking(scales)
         if tensors.shape(scales) != shape[:3]:
-            refuse_part(scales, f"a tensor of shape {tensors.shape(scales)}", f"shape {shape[:3]}")
+            refuse_misfit(scales, f"a tensor of shape {tensors.shape(scales)}", f"shape {shape[:3]}")
         for key in (blocks, scales):
             if tensors.dtype(key) not in (torch.uint8, torch.float8_e8m0fnu):
-                refuse_part(key, tensors.dtype(key), "uint8")
+                refuse_misfit(key, tensors.dtype(key), "uint8")
         return cls(torch.Size((shape[0], shape[2] * _BLOCK, shape[1])), torch.bfloat16, keys)
 
     @property

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .fp4_codes import unpack_fp4
-from .headers import matrix, refuse_part, rows_of
+from .headers import matrix, rows_of
 from .records import Field, RecordLayout
 
 _BLOCK = 16
@@ -58,7 +58,7 @@ class Nvfp4(StoredFormat):
         matrix(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _BLOCK))
         whole_scale = tensors.shape(keys["global_scale"]), tensors.dtype(keys["global_scale"])
         if whole_scale not in (((), torch.float32), ((1,), torch.float32)):
-            refuse_part(keys["global_scale"], f"{whole_scale[1]} {whole_scale[0]}", "one number in fp32")
+            refuse_misfit(keys["global_scale"], f"{whole_scale[1]} {whole_scale[0]}", "one number in fp32")
         return cls(torch.Size((out, octets * 2)), torch.bfloat16, keys)
 
     @property

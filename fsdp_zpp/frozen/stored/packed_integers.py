@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from .compressed_config import may_be_symmetric, refuse_other_formats
-from .format import Parts, StoredFormat, StoredTensors
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .group_order import GroupOrder
-from .headers import float_dtype, matrix, refuse_part, refuse_setting, rows_of, scale_groups
+from .headers import float_dtype, matrix, refuse_setting, rows_of, scale_groups
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
 
@@ -84,12 +84,12 @@ class PackedIntegers(StoredFormat):
         if keys["zero_point"] in tensors:
             matrix(tensors, keys["zero_point"], torch.int32, shape=(-(-out * bits // 32), groups))
         elif not may_be_symmetric(config):
-            refuse_part(keys["zero_point"], "missing", "zero points, since no weights are symmetric")
+            refuse_misfit(keys["zero_point"], "missing", "zero points, since no weights are symmetric")
         order = None
         if (key := keys["g_idx"]) in tensors:
             order = GroupOrder.of(tensors.read(key), inputs, groups, key)
         if order is None and inputs % groups:
-            refuse_part(keys["scale"], f"{groups} groups", f"a number that divides {inputs} inputs")
+            refuse_misfit(keys["scale"], f"{groups} groups", f"a number that divides {inputs} inputs")
         used = {role: key for role, key in keys.items() if key in tensors}
         dtype = float_dtype(tensors, keys["scale"])
         return cls(torch.Size((out, inputs)), dtype, used, bits, dtype, groups, order)
@@ -145,10 +145,10 @@ class PackedIntegers(StoredFormat):
 def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors) -> tuple[int, int]:
     """Return the number of inputs of a weight, which its shape says, and the bits of its codes."""
     if key not in tensors or tensors.shape(key) != (2,) or tensors.dtype(key) not in (torch.int32, torch.int64):
-        refuse_part(key, tensors.shape(key) if key in tensors else "missing", "the shape of the weight")
+        refuse_misfit(key, tensors.shape(key) if key in tensors else "missing", "the shape of the weight")
     rows, inputs = tensors.read(key).tolist()
     if rows != out:
-        refuse_part(key, f"{rows} rows", f"{out} rows, as many as its codes have")
+        refuse_misfit(key, f"{rows} rows", f"{out} rows, as many as its codes have")
     bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), 0)
     if not bits:
         refuse_setting(PackedIntegers.name, f"bits of {key}", 32 * words / max(1, inputs), "4 and 8")

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors
-from .headers import float_dtype, matrix, refuse_part, rows_of, scale_groups
+from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
+from .headers import float_dtype, matrix, rows_of, scale_groups
 from .packed_codes import scale_codes
 from .records import Field, RecordLayout
 
@@ -54,7 +54,7 @@ class PlainIntegers(StoredFormat):
             torch.int8,
         ):
             found = f"{tensors.dtype(keys['zero_point'])} {tensors.shape(keys['zero_point'])}"
-            refuse_part(keys["zero_point"], found, f"int8 {tensors.shape(keys['scale'])}")
+            refuse_misfit(keys["zero_point"], found, f"int8 {tensors.shape(keys['scale'])}")
         dtype = float_dtype(tensors, keys["scale"])
         return cls(torch.Size((out, inputs)), dtype, keys, dtype, groups)
 
