@@ -71,7 +71,7 @@ def main(given: list[str]) -> None:
         settings = settings_of(arguments, sha256, RecipeSettings)
         settings = replace(settings, warmup=min(0.5, WARMUP_STEPS / settings.steps))
         label = f"{arguments.nodes}x{arguments.gpus_per_node}"
-        label = f"{label}-{{}}-lr{arguments.lr:.4g}-batch{arguments.batch}"
+        label = f"{label}-{{}}-lr{arguments.lr:.4g}-batch{arguments.batch}-{arguments.tokens / 1e6:.0f}M"
         return [Run(name, seed, settings, label.format(name)) for seed in arguments.seeds for name in arguments.configs]
 
     carry_out(arguments, runs, report, train_run)

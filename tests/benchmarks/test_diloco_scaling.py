@@ -12,9 +12,9 @@ from harness.launch import launch
 diloco_table = load("loss", "diloco_table")
 
 
-def test_gaps_are_above_the_best_synchronous_runs() -> None:
-    def result(nodes: int, name: str, lr: float, loss: float) -> dict[str, object]:
-        arguments = {"nodes": nodes, "lr": lr, "batch": 48 // nodes}
+def test_gaps_are_above_the_best_synchronous_runs_on_as_much_data() -> None:
+    def result(nodes: int, name: str, lr: float, loss: float, tokens: int = 700_000_000) -> dict[str, object]:
+        arguments = {"nodes": nodes, "lr": lr, "batch": 48 // nodes, "tokens": tokens}
         return {"arguments": arguments, "rows": [{"name": name, "validation": [[0, 5.0], [9, loss]]}]}
 
     results = [
@@ -22,11 +22,15 @@ def test_gaps_are_above_the_best_synchronous_runs() -> None:
         result(1, "synchronous", 0.01, 0.5),
         result(2, "local30:none", 0.005, 0.404),
         result(2, "local30:none", 0.005, 0.412),
+        result(1, "synchronous", 0.005, 0.5, tokens=350_000_000),
+        result(2, "local30:none", 0.005, 0.52, tokens=350_000_000),
     ]
     assert diloco_table.table(results).splitlines()[2:] == [
-        "| 1 | synchronous | 0.0050 | 48 | 1 | 0.4000 |  |  |",
-        "| 1 | synchronous | 0.0100 | 48 | 1 | 0.5000 |  |  |",
-        "| 2 | local30:none | 0.0050 | 48 | 2 | 0.4080 ± 0.0057 | +2.00 ± 1.41 | +0.7 |",
+        "| 1 | synchronous | 700 M | 0.0050 | 48 | 1 | 0.4000 |  |  |",
+        "| 1 | synchronous | 700 M | 0.0100 | 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:none | 700 M | 0.0050 | 48 | 2 | 0.4080 ± 0.0057 | +2.00 ± 1.41 | +0.7 |",
+        "| 1 | synchronous | 350 M | 0.0050 | 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:none | 350 M | 0.0050 | 48 | 1 | 0.5200 | +4.00 |  |",
     ]
 
 
