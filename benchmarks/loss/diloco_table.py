@@ -33,8 +33,8 @@ def table(results: Sequence[Result]) -> str:
     for (data, nodes, name, lr, batch), losses in sorted(runs.items()):
         published = PUBLISHED.get(nodes) if -data == TOKENS else None
         gaps = [] if data not in best or name == SYNCHRONOUS else [100 * (loss / best[data] - 1) for loss in losses]
-        cells = [f"{-data / 1e6:.0f} M", f"{lr:.4f}", f"{nodes * batch}", str(len(losses)), spread(losses, ".4f")]
+        cells = [f"{-data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
         cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
         rows.append([str(nodes), name, *cells])
-    head = ("replicas", "configuration", "bytes read", "lr", "sequences a step", "seeds", "validation loss")
+    head = ("replicas", "configuration", "bytes read", "lr, sequences a step", "seeds", "validation loss")
     return markdown((*head, "above synchronous, %", "published, %"), rows)

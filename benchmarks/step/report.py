@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
+import first_page
 import headline
 import result_files
 import result_pages
@@ -43,7 +44,7 @@ def pages(results: Results) -> dict[Path, Tables]:
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
-        ROOT / "README.md": {"headline": headline.table(results[headline.RUN]["rows"])},
+        ROOT / "README.md": {"first-page": first_page.table(results)},
     }
 
 

@@ -26,11 +26,11 @@ def test_gaps_are_above_the_best_synchronous_runs_on_as_much_data() -> None:
         result(2, "local30:none", 0.005, 0.52, tokens=350_000_000),
     ]
     assert diloco_table.table(results).splitlines()[2:] == [
-        "| 1 | synchronous | 700 M | 0.0050 | 48 | 1 | 0.4000 |  |  |",
-        "| 1 | synchronous | 700 M | 0.0100 | 48 | 1 | 0.5000 |  |  |",
-        "| 2 | local30:none | 700 M | 0.0050 | 48 | 2 | 0.4080 ± 0.0057 | +2.00 ± 1.41 | +0.7 |",
-        "| 1 | synchronous | 350 M | 0.0050 | 48 | 1 | 0.5000 |  |  |",
-        "| 2 | local30:none | 350 M | 0.0050 | 48 | 1 | 0.5200 | +4.00 |  |",
+        "| 1 | synchronous | 700 M | 0.0050, 48 | 1 | 0.4000 |  |  |",
+        "| 1 | synchronous | 700 M | 0.0100, 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:none | 700 M | 0.0050, 48 | 2 | 0.4080 ± 0.0057 | +2.00 ± 1.41 | +0.7 |",
+        "| 1 | synchronous | 350 M | 0.0050, 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:none | 350 M | 0.0050, 48 | 1 | 0.5200 | +4.00 |  |",
     ]
 
 
