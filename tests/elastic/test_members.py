@@ -165,16 +165,16 @@ def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Te
     """In a worker: this rank's chunks of the momentum among all, then among those ``left``, and ``then``."""
     outer = outer_step()
     outer.send(change(dist.get_rank()))
-    whole = {name: [each.clone()] for name, each in outer.state_dict()["momentum"].items()}
+    whole = {name: [each.to("cpu", copy=True)] for name, each in outer.state_dict()["momentum"].items()}
     numels = {name: agreed.numel() for name, agreed in outer.agreed.items()}
     for ranks in (left, then):
         member = dist.get_rank() in ranks
-        mesh = among(ranks) if member else dist.new_group(list(ranks))
+        mesh = among(ranks) if member else dist.new_group(list(ranks), backend="gloo")
         if member:
             was_member = ranks is left or dist.get_rank() in left
             outer.connect(mesh, outer.momentum_among(mesh, numels, owned=was_member))  # type: ignore[arg-type]
             for name, each in outer.state_dict()["momentum"].items():
-                whole[name].append(each.clone())
+                whole[name].append(each.to("cpu", copy=True))
     return whole
 
 
@@ -194,7 +194,7 @@ def test_chunks_of_the_momentum_change_owners(pool: Callable[[int], Pool], left:
         assert expected.any() or name == "small"
         for ranks, at in ((left, 1), (then, 2)):
             chunks = [found[rank][name][at if rank in left else -1] for rank in ranks]
-            assert torch.equal(torch.cat(chunks)[:numel].cpu(), expected.cpu())
+            assert torch.equal(torch.cat(chunks)[:numel], expected)
 
 
 def differences_after_rollback() -> list[str]:
