@@ -1,8 +1,8 @@
 """Charts as SVG: the same bytes every time, legible on light and on dark pages, as wide as the column they stand in.
 
-[Note: Colors] In the SVG each color of COLORS becomes a CSS variable, to which a style sheet in the file gives one value,
-and another one where the reader prefers dark pages. The background is transparent. Diagrams that are drawn by hand have
-the same variables, the same width and text of about the same size.
+[Note: Colors] In the SVG each color of COLORS becomes a CSS variable, to which a style sheet in the file gives one
+value, and another one where the reader prefers dark pages. The background is transparent. Diagrams that are drawn by
+hand have the same variables, the same width and text of about the same size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot there is no window and no global figure
 
-from fsdp_zpp.bench.chart import INK, OURS, PEER, SOFT, TEXT, WIDTH, new_figure
+from fsdp_zpp.bench.chart import INK, SOFT, TEXT, new_figure
 
-GRID, WEIGHTS, GRADIENTS = "#d3d8e0", "#1f55bd", "#d9730d"
+GRID, WEIGHTS, GRADIENTS = "#d3d8e0", "#2b66d1", "#bf5408"
 SERIES = (WEIGHTS, GRADIENTS, "#23804f", "#8a3fa0", "#b8354a")
 """Colors of lines, in their order."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)), (0, (9, 3)))
@@ -29,8 +29,8 @@ COLORS = {
     INK: ("ink", "#e8ebf1"),
     SOFT: ("soft", "#a9b2c0"),
     GRID: ("grid", "#3b424e"),
-    WEIGHTS: ("weights", "#6f9ff5"),
-    GRADIENTS: ("gradients", "#ffb877"),
+    WEIGHTS: ("weights", "#7fadff"),
+    GRADIENTS: ("gradients", "#ffa45c"),
     SERIES[2]: ("good", "#63cf95"),
     SERIES[3]: ("fourth", "#d3a4f5"),
     SERIES[4]: ("fifth", "#ff8f96"),

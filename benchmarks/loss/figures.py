@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from charts import INK, PEER, SERIES, End, Figure, drawn, entitle, label_ends, laid_out, look
-from gaps import FAMILIES, REFERENCE, Runs
+from charts import INK, SERIES, End, Figure, drawn, entitle, label_ends, laid_out, look
+from gaps import CHANGES, FAMILIES, REFERENCE, Runs
 from matplotlib.axes import Axes
 from result_files import Result, Row
 from words import in_words
+
+from fsdp_zpp.bench.chart import PEER
 
 _WARM = 0.15
 """Share of a run left out of the convergence figures: losses fall so far there that no difference would be seen."""
@@ -37,7 +39,7 @@ def draw_losses(runs: Sequence[Row], path: Path) -> None:
 @drawn
 def seeds_compared(results: Sequence[Result]) -> Figure:
     """Draw FULL_SHARD and a strategy: losses of the first seed, and differences of validation losses for all seeds."""
-    figure = laid_out(430)
+    figure = laid_out(450)
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(1.2, 1))
     for run, color, width in zip(results[0]["rows"], (PEER, SERIES[0]), (5, 1.6), strict=True):
         # In a run's legend the line that is easier to see stands for both.
@@ -46,7 +48,7 @@ def seeds_compared(results: Sequence[Result]) -> Figure:
         losses.plot(done, validation, "o-", color=color, lw=width, ms=width + 3, label=in_words(run["label"]))
     first = results[0]["rows"][1]
     size = size_of(first, len(first["losses"]) * first["tokens_per_step"])
-    entitle(figure, f"{in_words(first['label'])} beside FULL_SHARD: Llama, {size}")
+    entitle(figure, f"{in_words(first['label'])} beside FULL_SHARD", f"Llama, {size}")
     losses.set_title("Validation loss, and training loss (thin), nats a byte")
     losses.legend(loc="upper left", bbox_to_anchor=(1, 1))
     ends = []
@@ -72,9 +74,15 @@ def gaps_svg(runs: Runs, prefix: str = "") -> Figure:
         runs: Runs of the convergence study.
         prefix: ``w8:`` for int8 weights.
     """
-    families = {prefix + family: title for family, title in FAMILIES.items() if runs.members(prefix + family)}
     reference = prefix + REFERENCE
+    members = {
+        prefix + family: [name for name in runs.members(prefix + family) if runs.seeds(name, reference)]
+        for family in FAMILIES
+    }
+    families = {prefix + family: title for family, title in FAMILIES.items() if members[prefix + family]}
     figure = laid_out(60 + 190 * len(families))
+    if not families:
+        return figure
     panels = figure.subplots(len(families), 1, squeeze=False, sharex=True)[:, 0]
     seed = runs.seeds(reference)[0]
     size = size_of(runs.row(reference, seed), runs.curve(reference, seed)[-1][0])
@@ -83,12 +91,13 @@ def gaps_svg(runs: Runs, prefix: str = "") -> Figure:
     ends: list[list[End]] = []
     for (family, title), axes in zip(families.items(), panels, strict=True):
         ends.append([])
-        for index, name in enumerate(runs.members(family)):
+        for name in members[family]:
+            index = CHANGES.index(name.removeprefix(family))
             last = _band(axes, runs, name, reference, index)
             change = in_words(name.removeprefix(prefix)).partition(", ")[2] or "Plain"
             ends[-1].append(End(last, f"{change}: {last:+.1f}", look(index)))
         axes.axhline(0, color=INK, lw=1)
-        axes.set_title(f"{title}, {len(runs.seeds(family, reference))} seeds")
+        axes.set_title(f"{title}, {len(runs.seeds(members[family][0], reference))} seeds")
         axes.grid()
     panels[-1].set(xlabel="Bytes trained on, millions")
     figure.draw_without_rendering()
@@ -101,15 +110,10 @@ def _band(axes: Axes, runs: Runs, name: str, reference: str, index: int) -> floa
     """Draw the mean gap over seeds as a line, in a band from the lowest to the highest; return the last mean."""
     seeds = runs.seeds(name, reference)
     tokens = np.array(runs.curve(name, seeds[0]))[:, 0]
-    curves = np.array(
-        [
-            [
-                100 * (loss / of_reference - 1)
-                for (_, loss), (_, of_reference) in zip(runs.curve(name, seed), runs.curve(reference, seed), strict=True)
-            ]
-            for seed in seeds
-        ]
+    losses, of_reference = (
+        np.array([np.array(runs.curve(each, seed))[:, 1] for seed in seeds]) for each in (name, reference)
     )
+    curves = 100 * (losses / of_reference - 1)
     shown = tokens >= _WARM * tokens[-1]
     tokens, curves = tokens[shown] / 1e6, curves[:, shown]
     axes.plot(tokens, curves.mean(axis=0), **look(index))

@@ -76,8 +76,10 @@ def _draw(axes: Axes, lines: Lines, xlabel: str) -> list[End]:
     for index, (points, own) in enumerate(zip(lines.values(), words, strict=True)):
         means = np.array([np.mean(gaps) for gaps in points.values()])
         extremes = np.array([(min(gaps), max(gaps)) for gaps in points.values()]).T
-        axes.errorbar(range(len(points)), means, np.abs(extremes - means), marker="o", ms=5, elinewidth=3, alpha=0.9, **look(index))
-        text = f"{', '.join(word for word in own if word not in common)}: {means[-1]:+.1f}"
+        bars = np.abs(extremes - means)
+        axes.errorbar(range(len(points)), means, bars, marker="o", ms=5, elinewidth=3, alpha=0.9, **look(index))
+        differs = ", ".join(word for word in own if word not in common)
+        text = f"{differs}: {means[-1]:+.1f}" if differs else f"{means[-1]:+.1f}"
         ends.append(End(float(means[-1]), textwrap.fill(text, 20), look(index)))
     ticks = sorted({place for points in lines.values() for place in points})
     axes.axhline(0, color=INK, lw=1)

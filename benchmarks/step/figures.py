@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from charts import GRADIENTS, OURS, PEER, TEXT, WEIGHTS, Figure, drawn, laid_out
+from charts import GRADIENTS, TEXT, WEIGHTS, Figure, drawn, laid_out
 from labels import label
 from matplotlib.patches import Patch
-from result_files import Result, Row
+from result_files import Result
 
-from fsdp_zpp.bench.chart import Bar, peaks_figure, steps_figure
+from fsdp_zpp.bench.chart import OURS, PEER, Bar, peaks_figure, steps_figure
 from fsdp_zpp.bench.columns import times_as_fast
 
 REFERENCE = "full_shard"
 _SPEEDUP = times_as_fast(REFERENCE, "", "{:.1f}")
-_KINDS = {"gather": ("Weights", WEIGHTS, 0.5), "reduce": ("Gradients", GRADIENTS, 0.8), "": ("", PEER, 0.8)}
-"""Names, colors and heights of what a lane shows."""
+_KINDS = {"gather": ("Weights", WEIGHTS, 0.6), "reduce": ("Gradients", GRADIENTS, 1.0), "": ("", PEER, 1.0)}
+"""Names, colors and opacities of what a lane shows."""
 
 
 @drawn
@@ -35,9 +35,7 @@ def step_time(result: Result, strategies: Iterable[str] = ()) -> Figure:
 def memory(result: Result) -> Figure:
     """Draw the peak memory of each strategy of a result, the largest first."""
     rows = sorted(result["rows"], key=lambda row: -row["peak_gib"])
-    bars = [
-        Bar(label(row["strategy"]), f"{row['peak_gib']:.1f}", "", _color(row["strategy"]), [row]) for row in rows
-    ]
+    bars = [Bar(label(row["strategy"]), f"{row['peak_gib']:.1f}", "", _color(row["strategy"]), [row]) for row in rows]
     return peaks_figure(bars, "Peak memory of a GPU, GiB", _setting(result))
 
 
@@ -49,14 +47,15 @@ def trace(result: Result) -> Figure:
     figure = laid_out(190)
     axes = figure.subplots()
     for place, lane in enumerate(lanes):
-        for kind, (_, color, height) in _KINDS.items():
+        for kind, (_, color, alpha) in _KINDS.items():
             own = (row for row in rows if (row["lane"], row["kind"]) == (lane, kind))
             bars = [(row["start_ms"], row["end_ms"] - row["start_ms"]) for row in own]
-            axes.broken_barh(bars, (place - height / 2, height), color=color, lw=0)
-    axes.set(yticks=range(len(lanes)), yticklabels=[lane.capitalize() for lane in lanes], ylim=(len(lanes) - 0.4, -0.6), xlim=(0, step_ms))
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=color, alpha=alpha, lw=0)
+    axes.set(yticks=range(len(lanes)), yticklabels=[lane.capitalize() for lane in lanes])
+    axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, step_ms))
     axes.set_xlabel(f"ms since the last optimizer step; this step takes {step_ms:.0f}")
     axes.tick_params(axis="y", length=0)
-    patches = [Patch(color=color, label=name) for name, color, _ in _KINDS.values() if name]
+    patches = [Patch(color=color, alpha=alpha, lw=0, label=name) for name, color, alpha in _KINDS.values() if name]
     figure.legend(handles=patches, loc="outside upper right", ncols=2, fontsize=TEXT)
     return figure
 

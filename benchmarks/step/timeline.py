@@ -2,9 +2,9 @@
 
     python benchmarks/step/timeline.py runs/step/zeropp.trace.json.gz --gpus-per-node 2 --out runs/step/timeline.json
 
-Prints how much of each hop's time lies beside computation or the other hop, and writes a result, which ``figures.trace``
-draws; the picture is written beside it. A kernel tells its group's ranks, so a group across nodes is the inter-node hop.
-A trace has a rank's clock, and a NCCL kernel waits for the other ranks within itself ([Note: Time of communication] in
+Prints how much of each hop's time lies beside computation or the other hop. Writes the intervals as a result, and their
+picture beside it. A kernel tells its group's ranks, so a group across nodes is the inter-node hop. A trace has a rank's
+clock, and a NCCL kernel waits for the other ranks within itself ([Note: Time of communication] in
 fsdp_zpp/bench/overlap.py).
 """
 

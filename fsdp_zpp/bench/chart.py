@@ -21,10 +21,10 @@ INK, SOFT, PEER, OURS = "#1f2430", "#5b6472", "#8a93a3", "#2f7fe0"
 """Colors: of text, of what is less important, of other libraries' bars, of fsdp_zpp's."""
 ON_BAR = {PEER: "#10141b", OURS: "#ffffff"}
 """Colors of text on bars."""
-WIDTH, TEXT = 640, 15
+WIDTH, TEXT = 640, 16
 """Width of a figure and size of its text, in points: on 640 pixels, text is as large as that of a page."""
-_ROW, _LINE, _BAR, _GAP = 30, 19, 20, 9
-_PEAKS = 128
+_ROW, _LINE, _BAR, _GAP = 31, 20, 20, 9
+_PEAKS = 132
 """Width of the bars of memory with their text and heading."""
 
 
@@ -74,7 +74,9 @@ def draw_steps(rows: Sequence[Row], path: Path) -> None:
         )
         for row in measured
     ]
-    steps_figure(bars, f"Step time in ms, and speedup over {first['label']}").savefig(path, dpi=150)
+    steps_figure(bars, f"Step time in ms, and speedup over {first['label']}").savefig(
+        path, dpi=150, bbox_inches="tight", pad_inches=0.1
+    )
 
 
 def check_format(path: Path) -> None:
@@ -113,7 +115,7 @@ def steps_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
     """
     names = [textwrap.fill(bar.name, 26, break_long_words=False) for bar in bars]
     rows = [_ROW + _LINE * name.count("\n") for name in names]
-    figure, axes = _canvas(_ROW + sum(rows) + (_ROW if note else 0))
+    figure, axes = _canvas(_ROW + sum(rows) + (_ROW if note else 4))
     peak = max(bar.peak for bar in bars)
     left = max(width_of(line) for name in names for line in name.splitlines()) + _GAP
     right = WIDTH - (_PEAKS + 2 * _GAP if peak else 0)
@@ -138,7 +140,7 @@ def steps_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
 
 def peaks_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
     """Return a figure with peaks of memory alone; arguments are as for :func:`steps_figure`."""
-    figure, axes = _canvas(_ROW * (len(bars) + (2 if note else 1)))
+    figure, axes = _canvas(_ROW * (len(bars) + 1) + (_ROW if note else 4))
     left = max(width_of(bar.name) for bar in bars) + _GAP
     scale = (WIDTH - left - 2 * _GAP - max(width_of(bar.text) for bar in bars)) / max(bar.peak for bar in bars)
     _write(axes, 0, _ROW / 2, heading, weight="bold")
@@ -151,9 +153,13 @@ def peaks_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
     return figure
 
 
-def width_of(text: str) -> float:
-    """Return about how wide a text is, in points; system fonts are narrower than matplotlib's."""
-    return 0.61 * TEXT * len(text)
+def width_of(text: str, weight: str = "normal") -> float:
+    """Return how wide a text is in matplotlib's font, in points; fonts of most systems are narrower."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=TEXT, weight=weight)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
 
 def _canvas(height: float) -> tuple[Figure, Axes]:
@@ -170,8 +176,8 @@ def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", color: s
 
 
 def _texts_width(bar: Bar) -> float:
-    """Return the width of the texts at a bar; bold ones are wider."""
-    return 3 * _GAP + width_of(bar.text) + 1.15 * width_of(bar.speedup)
+    """Return the width of the texts at a bar, with the gaps around them."""
+    return 3 * _GAP + width_of(bar.text) + width_of(bar.speedup, "bold")
 
 
 def _ends(bar: Bar, key: str) -> tuple[float, float]:
@@ -181,12 +187,12 @@ def _ends(bar: Bar, key: str) -> tuple[float, float]:
 
 
 def _text_place(bar: Bar, scale: float, room: float) -> float | None:
-    """Return where texts start: behind the bar if there is room, else in it if it is among the longest; or None."""
+    """Return where texts start: behind the bar if there is room, else in one of the longest; None if neither."""
     behind = _ends(bar, "slowest_ms")[1] * scale
     if behind + _texts_width(bar) <= room:
         return behind + _GAP
-    fits = _ends(bar, "step_ms")[0] * scale >= max(_texts_width(bar), room / 2)
-    return _GAP if fits else None
+    is_long = behind >= 0.7 * room and _ends(bar, "step_ms")[0] * scale >= _texts_width(bar)
+    return _GAP if is_long else None
 
 
 def _scale(bars: Sequence[Bar], room: float) -> float:
