@@ -48,7 +48,9 @@ class Bar:
 
     @property
     def peak(self) -> float:
-        """Return the largest peak of memory in GiB, 0 if none is known."""
+        """Return the largest peak of memory in GiB, 0 if it is not known."""
+        if any(row.get("peak_counts_others") for row in self.rows):
+            return 0.0
         return max((row.get("peak_gib") or 0.0 for row in self.rows), default=0.0)
 
 
@@ -171,8 +173,8 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", color: str = INK, weight: str = "") -> None:
-    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, color=color, weight=weight or "normal", clip_on=False)
+def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", color: str = INK, weight: str = "normal") -> None:
+    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, color=color, weight=weight)
 
 
 def _texts_width(bar: Bar) -> float:
