@@ -173,8 +173,8 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", color: str = INK, weight: str = "normal") -> None:
-    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, color=color, weight=weight)
+def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", **look: str) -> None:
+    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, **{"color": INK, **look})
 
 
 def _texts_width(bar: Bar) -> float:
