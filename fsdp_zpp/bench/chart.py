@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_zpp.extras import how_to_install
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, SOFT, PEER, OURS = "#1f2430", "#5b6472", "#8a93a3", "#2f7fe0"
+INK, SOFT, PEER, OURS = "#1f2430", "#5b6472", "#8a93a3", "#2b66d1"
 """Colors: of text, of what is less important, of other libraries' bars, of fsdp_zpp's."""
 ON_BAR = {PEER: "#10141b", OURS: "#ffffff"}
 """Colors of text on bars."""
@@ -173,8 +173,8 @@ def _canvas(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", **look: str) -> None:
-    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, **{"color": INK, **look})
+def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", **look: Any) -> None:
+    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, **({"color": INK} | look))
 
 
 def _texts_width(bar: Bar) -> float:
