@@ -25,24 +25,34 @@ Figures = Mapping[str, Callable[[], str]]
 
 
 def with_origin(table: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
-    """Return a table with a line under it that says where it is from; runs that were made alike are named together.
+    """Return a table with a line under it that says where it is from; :func:`origins` has the arguments."""
+    return f"{table}\n\n{origins(folder, results, names)}"
+
+
+def svg_with_origin(svg: str, folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
+    """Return a figure with a comment that says where it is from, and what draws it."""
+    said = f"{origins(folder, results, names)} Drawn by: python benchmarks/{folder}/report.py"
+    return svg.replace("<svg ", f"<!-- {said} -->\n<svg ", 1)
+
+
+def origins(folder: str, results: Mapping[str, Result], names: Iterable[str]) -> str:
+    """Return the sentence that says where a table or a figure is from; runs that were made alike are named together.
 
     Args:
-        table: Table in Markdown.
         folder: Folder in benchmarks/, whose ``results/`` the results are in.
         results: Results by path there, without ``.json``.
-        names: Names of the results that the table shows. Of those in folders below, the folder is named.
+        names: Names of the results that are shown. Of those in folders below, the folder is named.
     """
-    origins: dict[str, list[str]] = {}
+    alike_by_origin: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         below, _, file = name.rpartition("/")
-        alike = origins.setdefault(origin(results[name]), [])
+        alike = alike_by_origin.setdefault(origin(results[name]), [])
         alike.append(f"`{below}/`" if below else f"`{file}.json`")
     groups = []
-    for run, files in origins.items():
+    for run, files in alike_by_origin.items():
         runs = f"{len(files)} runs, " if len(set(files)) < len(files) else ""
         groups.append(f"{', '.join(dict.fromkeys(files))} ({runs}{run})")
-    return f"{table}\n\nFrom `benchmarks/{folder}/results`: {'; '.join(groups)}."
+    return f"From `benchmarks/{folder}/results`: {'; '.join(groups)}."
 
 
 def origin(result: Result) -> str:

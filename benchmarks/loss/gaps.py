@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Sequence
 
 from markdown_tables import markdown
-from result_files import Result
+from result_files import Result, Row
 
 REFERENCE = "full_shard"
 FAMILIES = {
-    "int4": "int4(128) between nodes, int8(128) inside",
-    "int4c": "int4(2048) between nodes, int8(128) inside",
-    "int4x2": "int4(2048) on both hops",
-    "int2": "2 bits, blocks of 128, between nodes, int8(128) inside",
+    "int4": "4 bits in blocks of 128 between nodes, 8 bits inside",
+    "int4c": "4 bits in blocks of 2048 between nodes, 8 bits inside",
+    "int4x2": "4 bits in blocks of 2048 on both hops",
+    "int2": "2 bits in blocks of 128 between nodes, 8 bits inside",
 }
 """The plain configurations whose gap is to be closed."""
 CHANGES = ("", "+loco", "+loco-beta0", "+hadamard", "+stochastic")
@@ -40,6 +40,10 @@ class Runs:
     def seeds(self, *names: str) -> list[int]:
         """Return the seeds that all ``names`` have been trained with."""
         return sorted(set.intersection(*({seed for name, seed in self._rows if name == each} for each in names)))
+
+    def row(self, name: str, seed: int) -> Row:
+        """Return a run's row of its result."""
+        return self._rows[name, seed]
 
     def curve(self, name: str, seed: int) -> list[tuple[int, float]]:
         """Return validation losses, each with the tokens trained on before it."""

@@ -1,64 +1,88 @@
-"""Figure of the study of local steps: how far above synchronous training it ends, against ``every``."""
+"""Figure of the study of local steps: how far above synchronous training it ends, and what decides that."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import re
+import textwrap
+from collections.abc import Mapping
 
 import numpy as np
-from charts import INK, SERIES, Figure, drawn
+from charts import INK, End, Figure, drawn, entitle, label_ends, laid_out, look
+from figures import size_of
 from gaps import REFERENCE
-from local_gaps import TunedRuns, every
+from local_gaps import TunedRuns, every, variant
 from matplotlib.axes import Axes
+from words import in_words
 
-_LINES: tuple[dict[str, Any], ...] = ({"fmt": "o-"}, {"fmt": "s--", "mfc": "none"}, {"fmt": "^:", "mfc": "none"})
-"""Styles of lines, each in all colors before the next."""
+_LEAST = 3
+"""Points that make a line worth drawing."""
+_START = re.compile(r":start(\d+)")
+Lines = dict[tuple[int, str], dict[int, list[float]]]
+"""Gaps of all seeds in percent, by place on the axis, of each line: nodes, and the configuration without the place."""
 
 
 @drawn
-def every_svg(runs: Mapping[int, TunedRuns], drawn_variants: Collection[str] | None = None) -> Figure:
-    """Draw a panel for each number of nodes, with a line for each codec and other change.
+def local_steps_svg(runs: Mapping[int, TunedRuns]) -> Figure:
+    """Draw gaps to the reference against the steps between exchanges, and against the synchronous steps at the start.
 
     Args:
         runs: Runs by the number of nodes; those that have the reference, too, are drawn.
-        drawn_variants: The variants to draw; all by default.
     """
-    shown = {nodes: tuned for nodes, tuned in runs.items() if REFERENCE in tuned.rates and tuned.variants()}
-    figure = Figure(figsize=(2.6 + 3 * max(len(shown), 1), 4), layout="constrained")
-    if not shown:
+    shown = {nodes: tuned for nodes, tuned in runs.items() if REFERENCE in tuned.rates}
+    by_every, by_start = _lines(shown)
+    kinds = {"Steps between exchanges": by_every, "Synchronous steps at the start": by_start}
+    panels = {xlabel: lines for xlabel, lines in kinds.items() if lines}
+    figure = laid_out(60 + 220 * len(panels))
+    if not panels:
         return figure
-    panels = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
-    # A color means the same in all panels.
-    known = dict.fromkeys(variant for tuned in shown.values() for variant in tuned.variants())
-    variants = [variant for variant in known if drawn_variants is None or variant in drawn_variants]
-    lines: dict[str, Any] = {}
-    for axes, (nodes, tuned) in zip(panels, shown.items(), strict=True):
-        for variant, names in tuned.variants().items():
-            if variant not in variants:
-                continue
-            _line(axes, tuned, names, variant, variants.index(variant))
-        axes.axhline(0, color=INK, lw=1)
-        ticks = sorted({every(name) for name in tuned.names if name != REFERENCE})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-        axes.set_title(f"{nodes} nodes", loc="left")
-        axes.set(xlabel="steps between exchanges", xlim=(ticks[0] / 1.5, ticks[-1] * 1.5))
-        axes.grid()
-        handles, labels = axes.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
-    panels[0].set_ylabel(f"validation loss above {REFERENCE}, %")
-    figure.legend(lines.values(), lines.keys(), loc="outside right center")
+    tuned = next(iter(shown.values())).runs
+    seed = tuned.seeds(REFERENCE)[0]
+    size = size_of(tuned.row(REFERENCE, seed), tuned.curve(REFERENCE, seed)[-1][0])
+    entitle(figure, "Validation loss above FULL_SHARD, %", f"GPT-2, {size}")
+    drawn_panels = [
+        (axes, _draw(axes, lines, xlabel))
+        for axes, (xlabel, lines) in zip(
+            figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
+        )
+    ]
+    figure.draw_without_rendering()
+    for axes, ends in drawn_panels:
+        label_ends(axes, ends)
     return figure
 
 
-def _line(axes: Axes, tuned: TunedRuns, names: list[str], variant: str, index: int) -> None:
-    """Draw the mean gaps over seeds, with bars from the lowest to the highest, beside the bars of others."""
-    gaps = {name: of_seeds for name in names if (of_seeds := tuned.runs.gaps(name, REFERENCE))}
-    if not gaps:
-        return
-    means = np.array([np.mean(of_seeds) for of_seeds in gaps.values()])
-    extremes = np.array([(min(of_seeds), max(of_seeds)) for of_seeds in gaps.values()]).T
-    places = np.array([every(name) for name in gaps]) * 1.03 ** (index - 2)
-    look = {"color": SERIES[index % len(SERIES)], **_LINES[index // len(SERIES) % len(_LINES)]}
-    axes.errorbar(places, means, np.abs(extremes - means), lw=1.4, ms=4.5, capsize=3, label=variant, **look)
+def _lines(shown: Mapping[int, TunedRuns]) -> tuple[Lines, Lines]:
+    """Return the lines over the steps between exchanges and over the synchronous steps at the start."""
+    by_every: Lines = {}
+    by_start: Lines = {}
+    for nodes, tuned in shown.items():
+        for name in (name for name in tuned.names if name != REFERENCE):
+            gaps = tuned.runs.gaps(name, REFERENCE)
+            start = _START.search(name)
+            by_start.setdefault((nodes, _START.sub("", name)), {})[int(start[1]) if start else 0] = gaps
+            by_every.setdefault((nodes, variant(name)), {})[every(name)] = gaps
+    worth: list[Lines] = [
+        {line: dict(sorted(points.items())) for line, points in lines.items() if len(points) >= _LEAST}
+        for lines in (by_every, by_start)
+    ]
+    return worth[0], worth[1]
+
+
+def _draw(axes: Axes, lines: Lines, xlabel: str) -> list[End]:
+    """Draw lines of means over seeds, with bars from the lowest to the highest; return their ends."""
+    words = [[f"{nodes} nodes", *in_words(name).split(", ")] for nodes, name in lines]
+    common = [word for word in words[0] if all(word in others for others in words)]
+    ends = []
+    for index, (points, own) in enumerate(zip(lines.values(), words, strict=True)):
+        means = np.array([np.mean(gaps) for gaps in points.values()])
+        extremes = np.array([(min(gaps), max(gaps)) for gaps in points.values()]).T
+        bars = np.abs(extremes - means)
+        axes.errorbar(range(len(points)), means, bars, marker="o", ms=5, elinewidth=3, alpha=0.9, **look(index))
+        differs = ", ".join(word for word in own if word not in common)
+        text = f"{differs}: {means[-1]:+.1f}" if differs else f"{means[-1]:+.1f}"
+        ends.append(End(float(means[-1]), textwrap.fill(text, 20), look(index)))
+    ticks = sorted({place for points in lines.values() for place in points})
+    axes.axhline(0, color=INK, lw=1)
+    axes.set(xticks=range(len(ticks)), xticklabels=ticks, xlabel=xlabel, title=", ".join(common).capitalize())
+    axes.grid()
+    return ends

@@ -19,7 +19,7 @@ from pathlib import Path
 from configurations import local_steps
 from gaps import REFERENCE
 from jobs import Run, add_options, carry_out, parser_of, settings_of
-from local_figures import every_svg
+from local_figures import local_steps_svg
 from local_gaps import LOCAL_NAMES, by_nodes, comparable, learning_rates, table
 from markdown_tables import aligned
 from result_files import Result
@@ -75,7 +75,7 @@ def report(folder: Path, results: list[Result], settings: Settings) -> None:
     print(f"\n{aligned(table(results))}")
     if any(len(tried) > 1 for tuned in by_nodes(results).values() for tried in tuned.tried.values()):
         print(f"\n{aligned(learning_rates(results))}")
-    (folder / "local-steps.svg").write_text(every_svg(by_nodes(results)))
+    (folder / "local-steps.svg").write_text(local_steps_svg(by_nodes(results)))
 
 
 def main(given: list[str]) -> None:

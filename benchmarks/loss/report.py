@@ -19,20 +19,11 @@ import muon_table
 import result_pages
 import tables
 from result_files import Result, read
-from result_pages import RESULTS_PAGES, Figures, with_origin
+from result_pages import RESULTS_PAGES, Figures, svg_with_origin, with_origin
 
 RESULTS = Path(__file__).parent / "results"
 ON_2X1, ON_2X2 = "convergence-2x1-h200/*", "convergence-2x2-h200/*"
 LOCAL_STEPS = "local-steps-*/*"
-DRAWN_VARIANTS = (
-    "none:outer0.7:momentum0.5",
-    "int4+loco:outer0.7:momentum0.5",
-    "int4+loco:momentum-auto",
-    "int4+loco:momentum-auto:start256",
-    "int4+loco:momentum-auto:start512",
-    "int4+loco:momentum-auto:start768",
-)
-"""Variants in the figure of local steps."""
 
 
 def seeds(name: str) -> tuple[str, ...]:
@@ -71,27 +62,29 @@ def table(name: str) -> str:
     return with_origin(make(list(results.values())), "loss", results, results)
 
 
-def draw(kind: str, *given: str) -> str:
+def draw(kind: str, paths: tuple[str, ...], *given: str) -> str:
     """Return a figure's SVG: of the losses of a comparison's seeds, of gaps, or of those of local steps."""
     import figures  # tables need no matplotlib
     import local_figures
 
-    name, *others = given
-    results = list(read(RESULTS, *(seeds(name) if kind == "losses" else (name,))).values())
+    results = read(RESULTS, *paths)
+    runs = list(results.values())
     if kind == "losses":
-        return figures.seeds_compared(results)
-    if kind == "local steps":
-        return local_figures.every_svg(local_gaps.by_nodes(results), others)
-    return figures.gaps_svg(gaps.Runs(results), *others)
+        drawing = figures.seeds_compared(runs)
+    elif kind == "local steps":
+        drawing = local_figures.local_steps_svg(local_gaps.by_nodes(runs))
+    else:
+        drawing = figures.gaps_svg(gaps.Runs(runs), *given)
+    return svg_with_origin(drawing, "loss", results, results)
 
 
 FIGURES: Figures = {
-    "loss.svg": partial(draw, "losses", "compare-h200-zeropp"),
-    "loss-cpu.svg": partial(draw, "losses", "compare-cpu-zeropp"),
-    "coarse-gradients.svg": partial(draw, "gaps", ON_2X1),
-    "coarse-gradients-int8-weights.svg": partial(draw, "gaps", ON_2X1, "w8:"),
-    "coarse-gradients-2x2.svg": partial(draw, "gaps", ON_2X2),
-    "local-steps-loss.svg": partial(draw, "local steps", LOCAL_STEPS, *DRAWN_VARIANTS),
+    "loss.svg": partial(draw, "losses", seeds("compare-h200-zeropp")),
+    "loss-cpu.svg": partial(draw, "losses", seeds("compare-cpu-zeropp")),
+    "coarse-gradients.svg": partial(draw, "gaps", (ON_2X1,)),
+    "coarse-gradients-int8-weights.svg": partial(draw, "gaps", (ON_2X1,), "w8:"),
+    "coarse-gradients-2x2.svg": partial(draw, "gaps", (ON_2X2,)),
+    "local-steps-loss.svg": partial(draw, "local steps", (LOCAL_STEPS,)),
 }
 
 

@@ -1,49 +1,77 @@
-"""Figures of steps on pages: step times beside peak memory, and peak memory alone."""
+"""Figures of steps on pages: step times beside peak memory, peak memory alone, and the trace of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
-from charts import OURS, PEER, Figure, drawn
-from headline import LABELS, times_text
+from charts import GRADIENTS, TEXT, WEIGHTS, Figure, drawn, laid_out
 from labels import label
-from result_files import Row
+from matplotlib.patches import Patch
+from result_files import Result
 
-from fsdp_zpp.bench.chart import Bar, draw_bar, frame, name_above, new_figure, steps_figure
+from fsdp_zpp.bench.chart import OURS, PEER, Bar, peaks_figure, steps_figure
+from fsdp_zpp.bench.columns import times_as_fast
 
-
-@drawn
-def step_time(entries: Mapping[str, list[Row]]) -> Figure:
-    """Draw a bar for each strategy's step, a thin line from the fastest to the slowest, and a bar for peak memory."""
-    return steps_figure(
-        [
-            Bar(
-                LABELS[name].replace("`", "").replace("Strategy.", "").replace(" 0.19.8", ""),
-                times_text(rows),
-                _color(name),
-                rows,
-            )
-            for name, rows in entries.items()
-        ]
-    )
+REFERENCE = "full_shard"
+_SPEEDUP = times_as_fast(REFERENCE, "", "{:.1f}")
+_KINDS = {"gather": ("Weights", WEIGHTS, 0.6), "reduce": ("Gradients", GRADIENTS, 1.0), "": ("", PEER, 1.0)}
+"""Names, colors and opacities of what a lane shows."""
 
 
 @drawn
-def memory(runs: Mapping[str, list[Row]]) -> Figure:
-    """Draw peak memory of each strategy, a panel for each run."""
-    counts = [len(rows) for rows in runs.values()]
-    figure = new_figure(0.8 * len(runs) + 0.44 * sum(counts))
-    panels = figure.subplots(len(runs), 1, height_ratios=counts, sharex=True)
-    for axes, (title, rows) in zip(panels, runs.items(), strict=True):
-        for place, row in enumerate(sorted(rows, key=lambda row: -row["peak_gib"])):
-            name_above(axes, place, label(row["strategy"]))
-            draw_bar(axes, place, row["peak_gib"], f"{row['peak_gib']:.1f}", _color(row["strategy"]))
-        frame(axes, "peak memory, GiB" if axes is panels[-1] else "", len(rows))
-        axes.set_title(title, loc="left", weight="bold")
-        axes.margins(x=0.12)
+def step_time(result: Result, strategies: Iterable[str] = ()) -> Figure:
+    """Draw step times with speedups over FULL_SHARD, and peak memory, of a result's strategies; by default, of all."""
+    rows = result["rows"]
+    bars = []
+    for strategy in strategies or sorted(dict.fromkeys(row["strategy"] for row in rows), key=_is_ours):
+        own = [row for row in rows if row["strategy"] == strategy]
+        times = " to ".join(sorted({f"{row['step_ms']:.0f}" for row in own}, key=float))
+        speedup = "" if strategy == REFERENCE else _SPEEDUP.cell(own, rows)
+        bars.append(Bar(label(strategy), times, speedup, _color(strategy), own))
+    return steps_figure(bars, "Step time in ms, and speedup over FULL_SHARD", _setting(result))
+
+
+@drawn
+def memory(result: Result) -> Figure:
+    """Draw the peak memory of each strategy of a result, the largest first."""
+    rows = sorted(result["rows"], key=lambda row: -row["peak_gib"])
+    bars = [Bar(label(row["strategy"]), f"{row['peak_gib']:.1f}", "", _color(row["strategy"]), [row]) for row in rows]
+    return peaks_figure(bars, "Peak memory of a GPU, GiB", _setting(result))
+
+
+@drawn
+def trace(result: Result) -> Figure:
+    """Draw when each hop and the computation run in one step."""
+    rows, step_ms = result["rows"], result["step_ms"]
+    lanes = list(dict.fromkeys(row["lane"] for row in rows))
+    figure = laid_out(190)
+    axes = figure.subplots()
+    for place, lane in enumerate(lanes):
+        for kind, (_, color, alpha) in _KINDS.items():
+            own = (row for row in rows if (row["lane"], row["kind"]) == (lane, kind))
+            bars = [(row["start_ms"], row["end_ms"] - row["start_ms"]) for row in own]
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=color, alpha=alpha, lw=0)
+    axes.set(yticks=range(len(lanes)), yticklabels=[lane.capitalize() for lane in lanes])
+    axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, step_ms))
+    axes.set_xlabel(f"ms since the last optimizer step; this step takes {step_ms:.0f}")
+    axes.tick_params(axis="y", length=0)
+    patches = [Patch(color=color, alpha=alpha, lw=0, label=name) for name, color, alpha in _KINDS.values() if name]
+    figure.legend(handles=patches, loc="outside upper right", ncols=2, fontsize=TEXT)
     return figure
 
 
+def _setting(result: Result) -> str:
+    """Return what was trained on what."""
+    given, gpu = result["arguments"], result["manifest"]["machine"]["gpu"].removeprefix("NVIDIA ")
+    nodes, gpus = given["nodes"], given["gpus_per_node"]
+    lora = " LoRA," if given["lora"] else ""
+    return f"{given['size']} Llama,{lora} {nodes * gpus} {gpu} as {nodes} emulated nodes of {gpus}; blue: fsdp_zpp"
+
+
+def _is_ours(strategy: str) -> bool:
+    """Return whether a strategy is one of fsdp_zpp's."""
+    return "zeropp" in strategy and "deepspeed" not in strategy
+
+
 def _color(strategy: str) -> str:
-    """Return the color of fsdp_zpp's strategies, or of others."""
-    return OURS if "zeropp" in strategy and "deepspeed" not in strategy else PEER
+    return OURS if _is_ours(strategy) else PEER

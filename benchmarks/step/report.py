@@ -12,11 +12,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 
 import first_page
-import headline
 import result_files
 import result_pages
 from comparisons import LORA, NO_NVLINK, STEP_TIME, Comparison, Results
-from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, with_origin
+from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, svg_with_origin, with_origin
 from single_runs import cpu, hops, planned
 
 FOLDER = Path(__file__).parent
@@ -25,7 +24,24 @@ SINGLE = {
     "cpu": (cpu, "cpu-1.35B-2x2"),
     "planned": (planned, "planned-1.35B-2x2"),
 }
-MEMORY = {"6.7B, all parameters trained": "6.7B-2x2", "6.7B, LoRA on a frozen base": "lora-6.7B-2x2"}
+BESIDE_PEERS = (
+    "full_shard",
+    "fsdp2:hybrid_shard",
+    "deepspeed-zeropp",
+    "megatron-hfsdp",
+    "zeropp",
+    "fsdp2:zeropp",
+    "zeropp-delta",
+    "fsdp2:zeropp-delta",
+)
+"""Strategies in the figure on the first page, in its order."""
+FIGURES = {
+    "step-time.svg": ("step_time", "1.35B-2x2-eager", BESIDE_PEERS),
+    "step-time-6.7B.svg": ("step_time", "6.7B-2x2"),
+    "lora-memory.svg": ("memory", "lora-6.7B-2x2"),
+    "step-trace.svg": ("trace", "trace-1.35B-2x2-shared"),
+}
+"""Functions of figures.py, the results that they draw, and what else they are given."""
 
 
 def compared(results: Results, comparisons: dict[str, Comparison]) -> dict[str, str]:
@@ -52,12 +68,15 @@ def draw(name: str, results: Results) -> str:
     """Return a figure's SVG."""
     import figures  # tables need no matplotlib
 
-    if name == "step-time.svg":
-        return figures.step_time(headline.entries(results[headline.RUN]["rows"]))
-    return figures.memory({title: results[run]["rows"] for title, run in MEMORY.items()})
+    function, run, *given = FIGURES[name]
+    return svg_with_origin(getattr(figures, function)(results[run], *given), "step", results, [run])
+
+
+def drawings(results: Results) -> Figures:
+    """Return the functions that draw the figures."""
+    return {name: partial(draw, name, results) for name in FIGURES}
 
 
 if __name__ == "__main__":
     read = result_files.read(FOLDER / "results")
-    figures_of: Figures = {name: partial(draw, name, read) for name in ("step-time.svg", "memory.svg")}
-    result_pages.main(__doc__, pages(read), figures_of)
+    result_pages.main(__doc__, pages(read), drawings(read))

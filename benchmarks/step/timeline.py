@@ -1,38 +1,48 @@
-"""A picture of one step from a trace of ``run.py --profile``: when each hop runs beside computation.
+"""When each hop of a step runs beside computation: intervals of one step, from a trace of ``run.py --profile``.
 
-    python benchmarks/step/timeline.py runs/step/zeropp.trace.json.gz --gpus-per-node 2 --out runs/step/timeline.png
+    python benchmarks/step/timeline.py runs/step/zeropp.trace.json.gz --gpus-per-node 2 --out runs/step/timeline.json
 
-Also prints how much of each hop's time lies beside computation or the other hop. A kernel tells its group's ranks, so a
-group across nodes is the inter-node hop. A trace has a rank's clock, and a NCCL kernel waits for the
-other ranks within itself ([Note: Time of communication] in fsdp_zpp/bench/overlap.py).
+Prints how much of each hop's time lies beside computation or the other hop. Writes the intervals as a result, and their
+picture beside it. A kernel tells its group's ranks, so a group across nodes is the inter-node hop. A trace has a rank's
+clock, and a NCCL kernel waits for the other ranks within itself ([Note: Time of communication] in
+fsdp_zpp/bench/overlap.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_zpp.bench.overlap import Interval, events_of, kernels, length, union
+sys.path.append(str(Path(__file__).parents[1] / "common"))
 
-BETWEEN, INSIDE, COMPUTATION = "between nodes", "inside the node", "computation"
-COLORS = {BETWEEN: "tab:red", INSIDE: "tab:blue", COMPUTATION: "tab:gray"}
+from manifest import manifest
+from result_files import Row
+
+from fsdp_zpp.bench.overlap import Interval, events_of, kernels, length, union
+from fsdp_zpp.bench.result_file import write
+
+_NARROW = 100
+"""Microseconds; a narrower gap can't be seen in a picture of a step."""
+BETWEEN, INSIDE, COMPUTATION = LANES = ("inter-node", "intra-node", "computation")
 
 
 def lanes(events: Iterable[dict[str, Any]], gpus_per_node: int) -> dict[str, list[tuple[str, Interval]]]:
-    """Return (start, end) of kernels in microseconds by lane, each with its kind.
+    """Return (start, end) of kernels in microseconds by lane, each with its kind, which computation lacks.
 
     The kind of a collective tells its purpose: weights are gathered, gradients go all-to-all.
     """
-    by_lane: dict[str, list[tuple[str, Interval]]] = {name: [] for name in COLORS}
+    by_lane: dict[str, list[tuple[str, Interval]]] = {name: [] for name in LANES}
     for event, is_nccls, interval in kernels(events):
-        lane = COMPUTATION
+        lane, kind = COMPUTATION, ""
         if is_nccls:
             ranks = json.loads(event["args"].get("Process Group Ranks") or "[]")
             lane = BETWEEN if len({rank // gpus_per_node for rank in ranks}) > 1 else INSIDE
-        by_lane[lane].append(("gather" if "AllGather" in event["name"] else "reduce", interval))
+            kind = "gather" if "AllGather" in event["name"] else "reduce"
+        by_lane[lane].append((kind, interval))
     return by_lane
 
 
@@ -69,41 +79,37 @@ def within(step: Interval, intervals: Iterable[Interval]) -> list[Interval]:
     return [(start, end) for start, end in clipped if start < end]
 
 
-def draw(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval, title: str, out: Path) -> None:
-    """Write the picture."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+def rows_of(by_lane: dict[str, list[tuple[str, Interval]]], step: Interval) -> list[Row]:
+    """Return when each kind of kernel runs in each lane: rows of intervals in ms since the step's start.
 
-    figure = Figure(figsize=(13, 2.6), layout="constrained")
-    axes = figure.subplots()
-    for place, (name, intervals) in enumerate(by_lane.items()):
-        for kind, alpha in (("gather", 0.55), ("reduce", 1.0)):
-            of_kind = union(interval for own, interval in intervals if own == kind)
-            bars = [((start - step[0]) / 1e3, (end - start) / 1e3) for start, end in within(step, of_kind)]
-            axes.broken_barh(bars, (place - 0.4, 0.8), color=COLORS[name], alpha=alpha)
-    axes.set(yticks=range(len(by_lane)), yticklabels=list(by_lane), xlabel="ms since the optimizer's last step ended")
-    axes.set_xlim(0, (step[1] - step[0]) / 1e3)
-    axes.invert_yaxis()
-    patches = [Patch(color="black", alpha=alpha, label=text) for text, alpha in (("weights", 0.55), ("gradients", 1.0))]
-    axes.legend(handles=patches, loc="upper right", fontsize="small")
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(out, dpi=120)
+    Intervals with a narrow gap between them are one.
+    """
+    rows = []
+    for lane, kernels_of in by_lane.items():
+        for kind in dict.fromkeys(kind for kind, _ in kernels_of):
+            intervals = within(step, (interval for own, interval in kernels_of if own == kind))
+            for start, end in union((start, end + _NARROW) for start, end in intervals):
+                begin, stop = (round((time - step[0]) / 1e3, 2) for time in (start, end - _NARROW))
+                rows.append({"lane": lane, "kind": kind, "start_ms": begin, "end_ms": stop})
+    return rows
 
 
 def main() -> None:
-    """Read a trace, print its summary and draw it."""
+    """Read a trace, print its summary, and write its intervals and their picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--gpus-per-node", type=int, default=2)
-    parser.add_argument("--title", default="")
     parser.add_argument("--out", type=Path, help="default: beside the trace")
     arguments = parser.parse_args()
     events = events_of(arguments.trace)
     by_lane, step = lanes(events, arguments.gpus_per_node), last_step(events)
-    lines = summary(by_lane, step)
-    print("\n".join(lines))
-    out = arguments.out or arguments.trace.with_suffix("").with_suffix(".png")
-    draw(by_lane, step, ", ".join(filter(None, [arguments.title, lines[0]])), out)
+    print("\n".join(summary(by_lane, step)))
+    out = arguments.out or arguments.trace.with_suffix("").with_suffix(".timeline.json")
+    write(out, manifest(), arguments, rows_of(by_lane, step), step_ms=round((step[1] - step[0]) / 1e3, 3))
+
+    from figures import trace  # figures need matplotlib
+
+    out.with_suffix(".svg").write_text(trace(json.loads(out.read_text())))
 
 
 if __name__ == "__main__":

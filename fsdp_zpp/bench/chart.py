@@ -1,24 +1,31 @@
-"""Bars of strategies: the time of a step, with a thin line from the fastest to the slowest, beside peak memory."""
+"""Bars of strategies: the time of a step with its speedup, and beside it peak memory."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_zpp.extras import how_to_install
 
+from .columns import times_as_fast
 from .result_file import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FAINT, PEER, OURS, MEMORY = "#59636f", "#8b95a1", "#2f7fe0", "#d9822b"
-"""Colors: of lines, of other libraries, of fsdp_zpp, of memory."""
-_WIDTH = 4.4
-"""Inches; text of 10 points is still legible when the figure is scaled to a phone's 360 pixels."""
+INK, SOFT, PEER, OURS = "#1f2430", "#5b6472", "#8a93a3", "#2b66d1"
+"""Colors: of text, of what is less important, of other libraries' bars, of fsdp_zpp's."""
+ON_BAR = {PEER: "#10141b", OURS: "#ffffff"}
+"""Colors of text on bars."""
+WIDTH, TEXT = 640, 16
+"""Width of a figure and size of its text, in points: on 640 pixels, text is as large as that of a page."""
+_ROW, _LINE, _BAR, _GAP = 31, 20, 20, 9
+_PEAKS = 132
+"""Width of the bars of memory with their text and heading."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +33,25 @@ class Bar:
     """What is drawn of one strategy.
 
     Attributes:
-        name: Text above its bar.
-        text: Text behind the bar of its time.
-        color: Color of that bar.
+        name: Text before its bars.
+        text: Text at the bar of its time.
+        speedup: Bold text behind that one; empty for what others are compared with.
+        color: Color of its bars.
         rows: Its measurements.
     """
 
     name: str
     text: str
+    speedup: str
     color: str
     rows: Sequence[Row]
+
+    @property
+    def peak(self) -> float:
+        """Return the largest peak of memory in GiB, 0 if it is not known."""
+        if any(row.get("peak_counts_others") for row in self.rows):
+            return 0.0
+        return max((row.get("peak_gib") or 0.0 for row in self.rows), default=0.0)
 
 
 def draw_steps(rows: Sequence[Row], path: Path) -> None:
@@ -45,13 +61,24 @@ def draw_steps(rows: Sequence[Row], path: Path) -> None:
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If matplotlib can't write the format, or nothing was measured.
     """
-    colors = {True: PEER, False: OURS}
-    bars = [
-        Bar(row["label"], f"{row['step_ms']:.0f}", colors[row["is_torchs"]], [row]) for row in rows if "step_ms" in row
-    ]
-    if not bars:
+    measured = [row for row in rows if "step_ms" in row]
+    if not measured:
         raise ValueError(f"nothing was measured, so there is nothing to draw to {path}")
-    steps_figure(bars).savefig(path, dpi=150)
+    first = measured[0]
+    speedup = times_as_fast(first["strategy"], "", "{:.1f}")
+    bars = [
+        Bar(
+            row["label"],
+            f"{row['step_ms']:.0f}",
+            "" if row is first else speedup.cell([row], measured),
+            PEER if row["is_torchs"] else OURS,
+            [row],
+        )
+        for row in measured
+    ]
+    steps_figure(bars, f"Step time in ms, and speedup over {first['label']}").savefig(
+        path, dpi=150, bbox_inches="tight", pad_inches=0.1
+    )
 
 
 def check_format(path: Path) -> None:
@@ -67,7 +94,7 @@ def check_format(path: Path) -> None:
 
 
 def new_figure(height: float) -> Figure:
-    """Return an empty figure of this height in inches.
+    """Return an empty figure of this height in points.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -77,44 +104,114 @@ def new_figure(height: float) -> Figure:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"the chart needs matplotlib: {how_to_install('bench')}") from error
     # Without pyplot there is neither a window nor a global figure that somebody must close.
-    return Figure(figsize=(_WIDTH, height), layout="constrained")
+    return Figure(figsize=(WIDTH / 72, height / 72))
 
 
-def steps_figure(bars: Sequence[Bar]) -> Figure:
-    """Return a figure with times, and with peaks of memory if any are known."""
-    figure = new_figure(0.6 + 0.46 * len(bars))
-    peaks = [max((row.get("peak_gib") or 0.0 for row in bar.rows), default=0.0) for bar in bars]
-    if any(peaks):
-        times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.75, 1))
-    else:
-        times, memory = figure.subplots(), None
-    for place, (bar, peak) in enumerate(zip(bars, peaks, strict=True)):
-        name_above(times, place, bar.name)
-        draw_bar(times, place, bar.rows[0]["step_ms"], bar.text, bar.color)
-        fastest, slowest = min(row["fastest_ms"] for row in bar.rows), max(row["slowest_ms"] for row in bar.rows)
-        times.plot([fastest, slowest], [place + 0.35] * 2, color=FAINT, lw=1)
-        if memory is not None:
-            draw_bar(memory, place, peak, f"{peak:.1f}", MEMORY)
-    frame(times, "step, ms", len(bars))
-    if memory is not None:
-        frame(memory, "peak memory, GiB", len(bars))
-    times.set_xlim(0, 1.5 * max(row["step_ms"] for bar in bars for row in bar.rows))
+def steps_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
+    """Return a figure with the times of steps, and with peaks of memory if any are known.
+
+    Args:
+        bars: Strategies, from top to bottom.
+        heading: Text over the times.
+        note: What was measured on what, at the bottom.
+    """
+    names = [textwrap.fill(bar.name, 26, break_long_words=False) for bar in bars]
+    rows = [_ROW + _LINE * name.count("\n") for name in names]
+    figure, axes = _canvas(_ROW + sum(rows) + (_ROW if note else 4))
+    peak = max(bar.peak for bar in bars)
+    left = max(width_of(line) for name in names for line in name.splitlines()) + _GAP
+    right = WIDTH - (_PEAKS + 2 * _GAP if peak else 0)
+    room = right - left
+    scale = _scale(bars, room)
+    _write(axes, 0, _ROW / 2, heading, weight="bold")
+    if peak:
+        _write(axes, WIDTH - _PEAKS, _ROW / 2, "Memory, GiB", weight="bold")
+        peak_scale = (_PEAKS - _GAP - width_of(f"{peak:.1f}")) / peak
+    top = float(_ROW)
+    for bar, name, row in zip(bars, names, rows, strict=True):
+        middle = top + row / 2
+        _write(axes, left - _GAP, middle, name, ha="right")
+        _draw_time(axes, left, middle, bar, scale, room)
+        if bar.peak:
+            axes.barh(middle, bar.peak * peak_scale, left=WIDTH - _PEAKS, height=_BAR, color=bar.color)
+            _write(axes, WIDTH - _PEAKS + bar.peak * peak_scale + _GAP, middle, f"{bar.peak:.1f}")
+        top += row
+    _write(axes, 0, top + _ROW / 2, note, color=SOFT)
     return figure
 
 
-def draw_bar(axes: Axes, place: int, length: float, text: str, color: str) -> None:
-    """Draw a bar with its text behind it."""
-    bars = axes.barh(place + 0.13, length, height=0.36, color=color)
-    axes.bar_label(bars, [text], padding=4, fontsize=9)
+def peaks_figure(bars: Sequence[Bar], heading: str, note: str = "") -> Figure:
+    """Return a figure with peaks of memory alone; arguments are as for :func:`steps_figure`."""
+    figure, axes = _canvas(_ROW * (len(bars) + 1) + (_ROW if note else 4))
+    left = max(width_of(bar.name) for bar in bars) + _GAP
+    scale = (WIDTH - left - 2 * _GAP - max(width_of(bar.text) for bar in bars)) / max(bar.peak for bar in bars)
+    _write(axes, 0, _ROW / 2, heading, weight="bold")
+    for place, bar in enumerate(bars):
+        middle = _ROW * (place + 1.5)
+        _write(axes, left - _GAP, middle, bar.name, ha="right")
+        axes.barh(middle, bar.peak * scale, left=left, height=_BAR, color=bar.color)
+        _write(axes, left + bar.peak * scale + _GAP, middle, bar.text)
+    _write(axes, 0, _ROW * (len(bars) + 1.5), note, color=SOFT)
+    return figure
 
 
-def name_above(axes: Axes, place: int, text: str) -> None:
-    """Write a bar's name above it, where it has the whole width."""
-    axes.text(0, place - 0.12, f" {text}", ha="left", va="bottom", fontsize=9.5)
+def width_of(text: str, weight: str = "normal") -> float:
+    """Return how wide a text is in matplotlib's font, in points; fonts of most systems are narrower."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=TEXT, weight=weight)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
 
-def frame(axes: Axes, xlabel: str, bars: int) -> None:
-    """Set what is around ``bars`` bars."""
-    axes.set(xlabel=xlabel, yticks=[], ylim=(bars - 0.4, -0.55))
-    axes.spines["left"].set_visible(False)
-    axes.locator_params(axis="x", nbins=4)
+def _canvas(height: float) -> tuple[Figure, Axes]:
+    """Return a figure with axes over all of it, whose unit is the point and which show nothing."""
+    figure = new_figure(height)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def _write(axes: Axes, x: float, y: float, text: str, ha: str = "left", **look: Any) -> None:
+    axes.text(x, y, text, ha=ha, va="center", fontsize=TEXT, **({"color": INK} | look))
+
+
+def _texts_width(bar: Bar) -> float:
+    """Return the width of the texts at a bar, with the gaps around them."""
+    return 3 * _GAP + width_of(bar.text) + width_of(bar.speedup, "bold")
+
+
+def _ends(bar: Bar, key: str) -> tuple[float, float]:
+    """Return the lowest and the highest of a figure of a strategy's measurements."""
+    figures = [row[key] for row in bar.rows]
+    return min(figures), max(figures)
+
+
+def _text_place(bar: Bar, scale: float, room: float) -> float | None:
+    """Return where texts start: behind the bar if there is room, else in one of the longest; None if neither."""
+    behind = _ends(bar, "slowest_ms")[1] * scale
+    if behind + _texts_width(bar) <= room:
+        return behind + _GAP
+    is_long = behind >= 0.7 * room and _ends(bar, "step_ms")[0] * scale >= _texts_width(bar)
+    return _GAP if is_long else None
+
+
+def _scale(bars: Sequence[Bar], room: float) -> float:
+    """Return the largest number of points a ms with which all texts have room; with a tenth of it, all do."""
+    largest = room / max(_ends(bar, "slowest_ms")[1] for bar in bars)
+    scales = [largest * part / 50 for part in range(50, 4, -1)]
+    return next((scale for scale in scales if all(_text_place(bar, scale, room) for bar in bars)), scales[-1])
+
+
+def _draw_time(axes: Axes, left: float, middle: float, bar: Bar, scale: float, room: float) -> None:
+    """Draw a strategy's median time, paler from its lowest to its highest, and a line from the fastest step on."""
+    low, high = _ends(bar, "step_ms")
+    axes.barh(middle, high * scale, left=left, height=_BAR, color=bar.color, alpha=0.5)
+    axes.barh(middle, low * scale, left=left, height=_BAR, color=bar.color)
+    steps = (_ends(bar, "fastest_ms")[0], _ends(bar, "slowest_ms")[1])
+    axes.plot([left + step * scale for step in steps], [middle + _BAR / 2 + 2] * 2, color=SOFT, lw=1.5)
+    place = _text_place(bar, scale, room) or steps[1] * scale + _GAP
+    color = INK if place > _GAP else ON_BAR[bar.color]
+    _write(axes, left + place, middle, bar.text, color=color)
+    _write(axes, left + place + width_of(bar.text) + _GAP, middle, bar.speedup, color=color, weight="bold")

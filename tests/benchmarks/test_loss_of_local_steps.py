@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
 
 def record(name: str, lr: float, seed: int, loss: float, nodes: int = 2) -> dict[str, Any]:
     """What a run leaves, as far as tables go."""
-    row = {"name": name, "seed": seed, "validation": [[0, 5.0], [1000, loss]]}
+    row = {"name": name, "seed": seed, "parameters": 25.7e6, "validation": [[0, 5.0], [1000, loss]]}
     return {"arguments": {"nodes": nodes, "lr": lr}, "rows": [row]}
 
 
@@ -163,7 +164,20 @@ def test_runs_on_different_texts_are_not_compared() -> None:
         local_gaps.table([*RECORDS, other])
 
 
-def test_draws_the_gaps() -> None:
+def test_draws_what_was_trained_at_three_places_or_more_and_says_it_in_words() -> None:
     figures = load("loss", "local_figures")
-    drawing = figures.every_svg(local_gaps.by_nodes(RECORDS))
-    assert all(f">{text}<" in drawing for text in ("2 nodes", "4 nodes", "int4", "int4+loco", "int4+loco:overlap1"))
+    some = [record(f"local{every}:int4+loco:at-once", 1e-3, 0, 1 + every / 100) for every in (8, 32)]
+    started = [record(f"local32:none:start{start}", 1e-3, 0, 1.5, nodes=4) for start in (4, 8)]
+
+    def drawn(*more: dict[str, Any]) -> str:
+        return "".join(re.findall(r"<text[^>]*>([^<]*)</text>", figures.local_steps_svg(local_gaps.by_nodes(more))))
+
+    assert drawn(*RECORDS, *some, *started) == ""
+    more = record("local128:int4+loco:at-once", 1e-3, 0, 1.35)
+    assert "4 bits, error feedback, exchanged at once" in drawn(*RECORDS, *some, more)
+    assert "+50.0" in drawn(*RECORDS, *some, more)  # 1.35 where the reference has 0.9
+    steady = record("local32:none", 1e-3, 0, 1.9, nodes=4)
+    text = drawn(*RECORDS, *some, *started, steady)
+    assert "4 nodes, full precision, every 32 steps" in text
+    assert "Synchronous steps at the start" in text
+    assert "25.7 M parameters" in text

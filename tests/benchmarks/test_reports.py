@@ -63,7 +63,7 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
     checked = report(tmp_path / "benchmarks/step", "--check")
     assert checked.returncode != 0
     assert all(what in checked.stderr for what in ("step-time.md: eager", "README.md: first-page", "step-time.svg"))
-    assert "memory.svg" not in checked.stderr
+    assert "lora-memory.svg" not in checked.stderr
     assert [path.read_text() for path in shown] == before
     assert report(tmp_path / "benchmarks/step").returncode == 0
     assert all(path.read_text() != text for path, text in zip(shown, before, strict=True))
@@ -121,6 +121,22 @@ def test_step_times_in_prose_are_in_tables(name: str) -> None:
     assert {time for time in said if time >= 200} <= set(map(float, re.findall(r"\d+(?:\.\d+)?", tables)))
 
 
+@pytest.mark.parametrize("name", [name for names in PAGES.values() for name in names])
+def test_conclusions_come_first_and_their_figures_are_in_tables(name: str) -> None:
+    """Fractions are, with as many digits; whole numbers are often counts or sizes."""
+    text = page(name)
+    conclusions = text.partition("\n## ")[0].partition("![")[0]
+    what, expect, bad = re.split(r"\n(?:What to expect.*|Bad news):\n", conclusions)
+    assert len(what) > 200
+    assert 3 <= len(re.findall("^- ", expect, re.MULTILINE)) <= 6
+    assert re.findall("^- ", bad, re.MULTILINE)
+    tables = "".join(table.group() for table in result_pages.MARKED.finditer(text))
+    known = {abs(float(figure)) for figure in re.findall(r"\d+(?:\.\d+)?", tables)}
+    for figure in re.findall(r"(?<![\d.])\d+\.\d+(?![\d.]| ?[BM]\b)", expect + bad):
+        digits = len(figure.partition(".")[2])
+        assert any(abs(one - float(figure)) <= 0.5001 * 10**-digits for one in known), figure
+
+
 def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
     charts = load("common", "charts")
 
@@ -141,7 +157,7 @@ def test_svg_is_the_same_each_time_and_takes_its_ink_from_the_page() -> None:
     drawing = re.sub(r"<style>.*?</style>", "", first, flags=re.DOTALL)
     assert "prefers-color-scheme: dark" in first
     assert "var(--ink)" in drawing
-    assert not {charts.INK, charts.FAINT, charts.GRID} & set(re.findall(r"#[0-9a-f]{6}", drawing))
+    assert not charts.COLORS.keys() & set(re.findall(r"#[0-9a-f]{6}", drawing))
 
 
 def test_the_first_page_shows_each_training_beside_torchs_strategies() -> None:

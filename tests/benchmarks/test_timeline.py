@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ from harness.benchmarks import load
 
 timeline = load("step", "timeline")
 BETWEEN, COMPUTATION, INSIDE = timeline.BETWEEN, timeline.COMPUTATION, timeline.INSIDE
-draw, lanes, last_step, summary = timeline.draw, timeline.lanes, timeline.last_step, timeline.summary
+lanes, last_step, rows_of, summary = timeline.lanes, timeline.last_step, timeline.rows_of, timeline.summary
+figures = load("step", "figures")
 paired = load("step", "interleaved").paired
 
 
@@ -44,19 +45,33 @@ def test_who_talks_decides_the_lane() -> None:
     assert not lanes(TRACE, gpus_per_node=4)[BETWEEN]
 
 
-def test_a_step_lies_between_two_optimizer_steps(tmp_path: Path) -> None:
+def test_a_step_lies_between_two_optimizer_steps() -> None:
     step = last_step(TRACE)
     assert step == (100e3, 150e3)
     assert summary(lanes(TRACE, gpus_per_node=2), step) == [
         "a step of 50 ms",
-        "between nodes: 20.0 ms, of which 5.0 ms beside others",
-        "inside the node: 4.0 ms, of which 1.0 ms beside others",
+        "inter-node: 20.0 ms, of which 5.0 ms beside others",
+        "intra-node: 4.0 ms, of which 1.0 ms beside others",
         "computation: 10.0 ms, of which 6.0 ms beside others",
     ]
-    draw(lanes(TRACE, gpus_per_node=2), step, "a title", tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="but the trace has 1 of them"):
         last_step(TRACE[:-1])
+
+
+def test_a_picture_shows_what_each_lane_does_in_a_step() -> None:
+    trace = [*TRACE, kernel("gemm", 125.05, 5)]  # so soon after the other that no gap could be seen
+    rows = rows_of(lanes(trace, gpus_per_node=2), last_step(trace))
+    assert [tuple(row.values()) for row in rows] == [
+        (BETWEEN, "gather", 0, 10),
+        (BETWEEN, "reduce", 20, 30),
+        (INSIDE, "gather", 12, 16),
+        (COMPUTATION, "", 15, 30.05),
+    ]
+    drawing = figures.trace({"rows": rows, "step_ms": 50})
+    shown = re.findall(r">([A-Z][a-z-]+)<", drawing)
+    assert shown == ["Inter-node", "Intra-node", "Computation", "Weights", "Gradients"]
+    assert drawing.count("var(--gradients)") > 1
+    assert drawing.count("var(--weights)") > 1
 
 
 def test_ratios_are_of_a_round() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from importlib import import_module
@@ -9,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RAW_NAME = re.compile(r"[a-z\d]:\S|[a-z]_[a-z]|\+[a-z]|\bw8|int4[a-z]|int2|momentum\d|start\d|outer\d")
+"""Signs of a configuration's name, which readers of a figure don't know."""
 
 
 def load(folder: str, name: str) -> ModuleType:

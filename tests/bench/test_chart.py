@@ -1,0 +1,62 @@
+"""The chart of a bench: speedups at bars, and texts that all have room."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_zpp.bench.chart import OURS, PEER, Bar, draw_steps, steps_figure
+
+
+def row(label: str, step_ms: float, peak_gib: float | None, is_torchs: bool = False) -> dict[str, Any]:
+    """What a bench measures of a strategy, as far as it is drawn."""
+    times = {"step_ms": step_ms, "fastest_ms": 0.9 * step_ms, "slowest_ms": 1.2 * step_ms}
+    return {"strategy": label, "label": label, "is_torchs": is_torchs, "peak_gib": peak_gib, **times}
+
+
+ROWS = [
+    row("FULL_SHARD", 971, 51.5, is_torchs=True),
+    row("zeropp(weights=Int4Delta(), gpus_per_node=2), FSDP1", 254, 57.9),
+    {"strategy": "HSDP", "label": "HSDP", "is_torchs": True, "failed": "out of memory"},
+]
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of an SVG, which draws them as outlines, each after a comment."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_each_strategy_has_its_time_its_speedup_and_its_memory(tmp_path: Path) -> None:
+    draw_steps(ROWS, tmp_path / "bench.svg")
+    shown = texts(tmp_path / "bench.svg")
+    assert "Step time in ms, and speedup over FULL_SHARD" in shown
+    assert {"971", "51.5", "254", "3.8x", "57.9"} <= set(shown)
+    assert {"1.0x", "HSDP"}.isdisjoint(shown)
+    draw_steps([one | {"peak_gib": None} for one in ROWS], tmp_path / "no-memory.svg")
+    assert "Memory, GiB" not in texts(tmp_path / "no-memory.svg")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        draw_steps(ROWS[2:], tmp_path / "none.svg")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_neither_leave_the_figure_nor_touch_each_other(seed: int) -> None:
+    chosen = random.Random(seed)
+    bars = []
+    for index in range(chosen.randrange(1, 9)):
+        times = [10 ** chosen.uniform(2, 4) for _ in range(chosen.choice([1, 1, 2]))]
+        name = " ".join(["zeropp"] * chosen.randrange(1, 7))
+        text = " to ".join(f"{time:.0f}" for time in times)
+        rows = [row(name, time, 10 ** chosen.uniform(0, 2)) for time in times]
+        bars.append(Bar(name, text, chosen.choice(["", "3.1x", "10.1-15.2x"]), (PEER, OURS)[index % 2], rows))
+    figure = steps_figure(bars, "Step time in ms, and speedup over FULL_SHARD", "a note")
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
+    for box in boxes:
+        assert figure.bbox.x0 - 1 <= box.x0 <= box.x1 <= figure.bbox.x1 + 1
+        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
