@@ -1,6 +1,6 @@
 """Fine-tune all weights of a model that no rank could hold, and export it to Hugging Face: one file, to copy from.
 
-    torchrun --nproc-per-node 4 examples/finetune_full.py --gpus-per-node 2 --model path/to/model --output path/to/result
+    torchrun --nproc-per-node 4 examples/finetune_full.py --gpus-per-node 2 --model path/to/model --output result
 
 takes a folder with config.json and safetensors. The model is constructed without values; each rank then reads from the
 files the parts that it keeps. The result is a folder that ``from_pretrained`` loads.

@@ -31,6 +31,8 @@ from report import WAYS
 from fsdp_zpp.bench.result_file import write
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_full.py"
+
+
 def parse() -> Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
