@@ -154,12 +154,15 @@ def train(model: Any, tokens: Tensor, options: Namespace) -> None:
 
 def export(model: Any, folder: Path, device: torch.device) -> None:
     """Write what ``from_pretrained`` reads, in bf16: rank 0 gathers all weights in its CPU's memory. Collective."""
-    # On CPUs torch's FullyShardedDataParallel crashes with cpu_offload, which has nothing to do there.
-    options = StateDictOptions(full_state_dict=True, cpu_offload=device.type != "cpu")
+    # On CPUs torch's FullyShardedDataParallel crashes with cpu_offload; without it, all ranks gather all weights.
+    on_rank_0 = isinstance(model, torch_fsdp.FSDPModule) or device.type != "cpu"
+    options = StateDictOptions(full_state_dict=True, cpu_offload=on_rank_0)
     weights = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         plain = getattr(model, "module", model)  # of FullyShardedDataParallel
-        plain.save_pretrained(folder, state_dict={name: value.bfloat16() for name, value in weights.items()})
+        for name, value in weights.items():
+            weights[name] = value.bfloat16()  # one by one, so that they are not there twice
+        plain.save_pretrained(folder, state_dict=weights)
         plain.config.dtype = torch.bfloat16  # save_pretrained has written that of the shards
         plain.config.save_pretrained(folder)
     dist.barrier()
