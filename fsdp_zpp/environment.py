@@ -21,7 +21,8 @@ PACKAGES = (
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "GLOO_", "FSDP_ZPP_", "OMP_NUM_THREADS")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 """Parts of names of variables whose values nobody should publish."""
-_LAUNCHED = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+_BY_TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+_BY_SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 
 Sections = dict[str, dict[str, str]]
 
@@ -44,7 +45,7 @@ def add_env(
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the sections and return the exit status."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         shown = sections()
         print(json.dumps(shown, indent=1) if arguments.json else as_text(shown))
     return 0
@@ -90,9 +91,11 @@ def _gpus() -> dict[str, str]:
 
 def _nodes() -> dict[str, str]:
     node = {"host": platform.node(), "CPU cores": str(os.cpu_count())}
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        return node | {"launcher": "none: LOCAL_WORLD_SIZE is not set (torchrun sets it)"}
-    return node | {name: os.environ.get(name, "not set") for name in _LAUNCHED}
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return node | {name: os.environ.get(name, "not set") for name in _BY_TORCHRUN}
+    if "SLURM_STEP_TASKS_PER_NODE" in os.environ:
+        return node | {name: os.environ.get(name, "not set") for name in _BY_SRUN}
+    return node | {"launcher": "none: LOCAL_WORLD_SIZE is not set (torchrun sets it)"}
 
 
 def _variables() -> dict[str, str]:

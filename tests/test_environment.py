@@ -54,6 +54,19 @@ def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert capsys.readouterr().out == ""
 
 
+def test_under_srun_its_first_task_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    printed = []
+    for task in ("0", "1"):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        assert main(["env", "--json"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert json.loads(printed[0])["nodes"]["SLURM_STEP_TASKS_PER_NODE"] == "8(x2)"
+    assert printed[1] == ""
+
+
 def test_without_a_launcher_env_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert main(["env"]) == 0

@@ -15,9 +15,15 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 import result_pages
 from markdown_tables import crossed, markdown
 from result_files import Row, read
-from result_pages import RESULTS_PAGES, with_origin
+from result_pages import GUIDES, RESULTS_PAGES, with_origin
 
 FOLDER = Path(__file__).parent
+WAYS = {
+    "whole": "`from_pretrained` on each rank, then sharded",
+    "broadcast": "rank 0 reads, others receive",
+    "parts": "each rank reads its part",
+}
+"""How loading.py loads a model, by the names in its result."""
 CASE = {"adapter": "{adapter}", "strategy": "{strategy}"}
 
 
@@ -67,8 +73,20 @@ def beside_hsdp(rows: list[Row]) -> str:
     return markdown(["contender", "us a unit and step", "of FSDP2's HSDP (range of sets)"], lines)
 
 
+def loading(rows: list[Row]) -> str:
+    """Return a table of the memory of rank 0 and of the other ranks, a line for each way and adapter."""
+    headings = ["way", "sharded by", "peak of rank 0, GiB", "peak of others, GiB", "shards of a rank, GiB", "seconds"]
+    lines = []
+    for (way, adapter), of_case in groupby(rows, lambda row: (row["way"], row["adapter"])):
+        first, *others = of_case
+        peaks = (f"{each:.2f}" for each in (first["peak_gib"], max(row["peak_gib"] for row in others)))
+        seconds = max(row["seconds"] for row in (first, *others))
+        lines.append([WAYS[way], adapter, *peaks, f"{first['shards_gib']:.2f}", f"{seconds:.0f}"])
+    return markdown(headings, lines)
+
+
 def tables() -> dict[str, str]:
-    """Return all tables of the page by name, each with the files that it is from."""
+    """Return all tables of the page on scale by name, each with the files that it is from."""
     results = read(FOLDER / "results")
     growth = by_world(results["cpu"]["rows"], results["cpu"]["arguments"]["blocks"])
     sources = {
@@ -78,5 +96,12 @@ def tables() -> dict[str, str]:
     return {name: with_origin(table, "scale", results, [run]) for name, (table, run) in sources.items()}
 
 
+def table_of_loading() -> dict[str, str]:
+    """Return the table of the guide on loading."""
+    results = read(FOLDER / "results")
+    return {"loading": with_origin(loading(results["loading"]["rows"]), "scale", results, ["loading"])}
+
+
 if __name__ == "__main__":
-    result_pages.main(__doc__, {RESULTS_PAGES / "scale.md": tables()})
+    guide = {GUIDES / "load-a-large-model.md": table_of_loading()}
+    result_pages.main(__doc__, {RESULTS_PAGES / "scale.md": tables()} | guide)

@@ -9,7 +9,7 @@ from labels import label
 from markdown_tables import markdown
 from result_files import Result
 
-from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column
+from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column, measured
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
@@ -203,4 +203,12 @@ LORA = {
     ),
     "lora-one-node": one("lora-6.7B-1x2-in-turn", STEP, PAIRED),
 }
-"""By the names of the tables in docs/results/step-time.md, docs/guides/one-machine-without-nvlink.md and lora.md."""
+TOKENS = measured("tokens/s, all GPUs", "tokens_per_s", "{:,.0f}")
+RECIPES = {
+    "recipe-full": one("6.7B-2x2", STEP, TOKENS, PEAK, only=(HSDP, "full_shard", "zeropp", *DELTAS)),
+    "recipe-mixture": one("moe-2.6B-2x2", STEP, TOKENS, PEAK),
+    "recipe-70B": Comparison(
+        {"2 x 2": "lora-70B-2x2", "1 x 2": "lora-70B-1x2-qlora"}, (STEP, TOKENS, PEAK), below="nodes x GPUs"
+    ),
+}
+"""By the names of the tables in docs/results/step-time.md and lora.md, one-machine-without-nvlink.md and recipes.md."""

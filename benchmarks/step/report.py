@@ -1,4 +1,4 @@
-"""Tables and figures of steps, from results/, on pages of docs/results, in a guide and in README.md.
+"""Tables and figures of steps, from results/, on pages of docs/results, in a guide, in recipes.md and in README.md.
 
 python benchmarks/step/report.py [--check]
 """
@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "common"))
 import first_page
 import result_files
 import result_pages
-from comparisons import LORA, NO_NVLINK, STEP_TIME, Comparison, Results
+from comparisons import LORA, NO_NVLINK, RECIPES, STEP_TIME, Comparison, Results
 from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, svg_with_origin, with_origin
 from single_runs import cpu, hops, planned
 
@@ -60,6 +60,7 @@ def pages(results: Results) -> dict[Path, Tables]:
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
+        ROOT / "docs" / "recipes.md": compared(results, RECIPES),
         ROOT / "README.md": {"first-page": first_page.table(results)},
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from fsdp_zpp.config.topology import Topology
 
 from ._torch_group_names import named_by, next_number
+from .launcher import launched_on_each_node
 from .rank_names import name_alike
 
 
@@ -72,7 +72,7 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
 
     Args:
         group: A process group; each rank must be a member.
-        gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from torchrun.
+        gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from the launcher.
 
     Raises:
         ValueError: If the layout is not possible, on every rank before any communication.
@@ -116,46 +116,17 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
         return Topology(world, gpus_per_node)
     if world == 1:
         return Topology(1, 1)
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "gpus_per_node was not given and LOCAL_WORLD_SIZE is not set (torchrun sets it); "
-            "pass gpus_per_node, the number of ranks that share a node"
-        )
-    local_world, nodes_launched = _from_launcher("LOCAL_WORLD_SIZE"), _from_launcher("GROUP_WORLD_SIZE")
-    launched = dist.get_world_size()
-    if nodes_launched and nodes_launched * local_world != launched:
-        # A rank knows its own node's size alone, but where sizes differ hardly any node has the average's.
-        raise ValueError(
-            f"the nodes are of different sizes: {launched} ranks on {nodes_launched} nodes, {local_world} of them on "
-            "this one; start the same number on each node, or pass gpus_per_node"
-        )
+    local_world = launched_on_each_node()
     topologies = _layouts.setdefault(group, {})
     if local_world not in topologies:
         size = ranks_on_each_node([rank // local_world for rank in dist.get_process_group_ranks(group)])
         if size is None:
             raise ValueError(
                 f"the ranks {dist.get_process_group_ranks(group)} are not spread over nodes of "
-                f"{local_world} (LOCAL_WORLD_SIZE) in equal, consecutive shares; pass gpus_per_node"
+                f"{local_world} (as launched) in equal, consecutive shares; pass gpus_per_node"
             )
         topologies[local_world] = Topology(world, size)
     return topologies[local_world]
-
-
-def _from_launcher(name: str) -> int:
-    """Return the positive number in a variable that torchrun sets; 0 if it is not set.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
-    value = os.environ.get(name)
-    if value is None:
-        return 0
-    if not value.isdecimal() or int(value) == 0:
-        raise ValueError(
-            f"{name}={value!r} in the environment is not a positive number, as torchrun sets it; set it as torchrun "
-            "does, or pass gpus_per_node, the number of ranks that share a node"
-        )
-    return int(value)
 
 
 def ranks_on_each_node(nodes: Sequence[int]) -> int | None:

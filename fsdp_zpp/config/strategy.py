@@ -53,8 +53,8 @@ class Strategy:
             the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
             steps, so ``gradients`` needs ``LocalSteps(start=...)`` or ``LocalSteps(stop=...)``.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
-            torchrun started on each node (``LOCAL_WORLD_SIZE``); on a single node whose GPUs NVLink does not join,
-            those that it joins, often 1, if codecs make that pay.
+            torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node; on a single node whose GPUs NVLink
+            does not join, those that it joins, often 1, if codecs make that pay.
         overrides: Strategies of other parts of the model, by pattern (``fnmatch``'s) for names of classes: a module
             whose class matches is sharded by that strategy, with all in it that is not sharded by itself. Of nested
             modules the innermost that matches decides, and of patterns the first. Nodes are those of this strategy,

@@ -134,7 +134,7 @@ class Selection:
         if group is None:
             return
         # A size that was given differs from the same size by default: only the default one follows a strategy later.
-        nodes = gpus_per_node or f"{launched_node_size(group)} (LOCAL_WORLD_SIZE)"
+        nodes = gpus_per_node or f"{launched_node_size(group)} (as launched)"
         chosen = {f"weight {c.name}": f"{c.parameter.dtype} {list(c.parameter.shape)}" for c in self.chosen}
         check_agreement(group, f"{call}({model_name(model)})", {"gpus_per_node": nodes} | facts | chosen)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from fsdp_zpp.collectives.launcher import described, tells_node_size
 from fsdp_zpp.collectives.links import known_links, may_be_known
 from fsdp_zpp.collectives.mesh import ProcessMesh, mesh_on, topology_of
 from fsdp_zpp.config.strategy import Strategy
@@ -56,10 +56,10 @@ def joined_by_links(group: dist.ProcessGroup) -> Topology | None:
 
 
 def node_size(strategy: Strategy, group: dist.ProcessGroup) -> int | None:
-    """Return ``gpus_per_node`` for ``group``; None leaves it to torchrun's environment."""
+    """Return ``gpus_per_node`` for ``group``; None leaves it to the launcher."""
     # A plain strategy does the same on any layout, so it must not fail if nothing tells the layout. All ranks then
     # count as one node, and torch's own collectives do the work.
-    if strategy.gpus_per_node is None and strategy.is_plain and "LOCAL_WORLD_SIZE" not in os.environ:
+    if strategy.gpus_per_node is None and strategy.is_plain and not tells_node_size():
         return dist.get_world_size(group)
     return strategy.gpus_per_node
 
@@ -74,8 +74,8 @@ def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:
-    """Return ``gpus_per_node`` as launched, or the text of LOCAL_WORLD_SIZE if that gives no layout."""
+    """Return ``gpus_per_node`` as launched, or what the launcher says if that gives no layout."""
     try:
         return topology_of(group).gpus_per_node
     except ValueError:  # which must raise on all ranks, not on some: the caller compares the text between them
-        return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
+        return described()

@@ -40,6 +40,15 @@ def launched_otherwise(adapter: Adapter, differs: bool) -> None:
         adapter.wrap(models.make_net(), Strategy("IGG"))
 
 
+def placed_otherwise(adapter: Adapter, differs: bool) -> None:
+    """Two nodes of srun's, but with every second rank on each of them."""
+    local, node = divmod(dist.get_rank(), 2)
+    srun = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+    with mock.patch.dict(os.environ, srun):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        adapter.wrap(models.make_net(), Strategy("IGG"))
+
+
 def computed_otherwise(adapter: Adapter, differs: bool) -> None:
     dtype = torch.float16 if differs else torch.bfloat16
     if isinstance(adapter, Fsdp1):
@@ -112,6 +121,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str]] = {
         "gpus_per_node: 2 on ranks 0-2, 3 on rank 3",
     ),
     "launcher": (launched_otherwise, "gpus_per_node: 2 on ranks 0-2, 4 on rank 3"),
+    "srun": (placed_otherwise, "SLURM_NODEID=1, SLURM_LOCALID=0 (srun has put other ranks between) on rank 1"),
     "precision": (computed_otherwise, "torch.float16"),
     "frozen": (
         nets(models.make_net, lambda: models.make_net(frozen=True)),
@@ -126,7 +136,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str]] = {
     "placement of the base": (quantized_by({}, {"placement": "G"}), "placement: I on ranks 0-2, G on rank 3"),
     "nodes of the base": (
         quantized_by({}, {"gpus_per_node": 2}),
-        "gpus_per_node: 4 (LOCAL_WORLD_SIZE) on ranks 0-2, 2 on rank 3",
+        "gpus_per_node: 4 (as launched) on ranks 0-2, 2 on rank 3",
     ),
     "what is in the base": (frozen_otherwise, "weight head.weight: torch.float32"),
     "units of the base": (gathered_otherwise, "the first use of the frozen base of"),

@@ -18,7 +18,7 @@ PAGES = [
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)[^\n`]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
-_COMMENT = re.compile(r"<!-- (given|not run): (.+?) -->")
+_COMMENT = re.compile(r"<!-- (given|not run|printed by): (.+?) -->")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Block:
         code: Its text, not indented.
         given: What the comment above it says that it starts from; empty: what the block before it left.
         not_run: Why it is not run, as the comment above it says; empty: it is.
+        printed_by: "the command above" for a text whose lines the last command of the bash block before it prints.
     """
 
     page: str
@@ -40,6 +41,7 @@ class Block:
     code: str
     given: str = ""
     not_run: str = ""
+    printed_by: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -60,6 +62,7 @@ def blocks_of(page: Path) -> list[Block]:
                 code=textwrap.dedent(fence["code"]),
                 given=above.get("given", ""),
                 not_run=above.get("not run", ""),
+                printed_by=above.get("printed by", ""),
             )
         )
     return blocks

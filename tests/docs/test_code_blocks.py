@@ -69,8 +69,31 @@ def test_deepspeeds_configurations_in_json_are_taken(block: Block) -> None:
         Strategy.from_deepspeed(tree)
 
 
+def printed_texts() -> list[tuple[Block, Block]]:
+    """Texts that a page says a command has printed, each with the block of that command."""
+    pairs = []
+    for page in PAGES:
+        commands: list[Block] = []
+        for block in blocks_of(page):
+            commands += [block] if block.language == "bash" else []
+            pairs += [(block, commands[-1])] if block.printed_by else []
+    return pairs
+
+
+@pytest.mark.parametrize(("text", "commands"), printed_texts(), ids=str)
+def test_commands_print_what_pages_say(text: Block, commands: Block) -> None:
+    assert text.printed_by == "the command above"
+    command = shlex.split(commands.code.replace("\\\n", " ").splitlines()[-1])
+    assert command[:3] == ["python", "-m", "fsdp_zpp"]
+    done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in text.code.splitlines():
+        assert " ".join(line.split()) in [*printed, "..."], line
+
+
 @pytest.mark.parametrize("block", run_blocks("bash"), ids=str)
 def test_commands_exist(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # commands are for the repository's root
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
@@ -100,6 +123,10 @@ def _check_command(words: list[str], folder: Path) -> None:
             check(parser.parse_args(words[words.index("bench") + 1 :]))
         case ["torchrun" | "python" | "accelerate", *_]:
             _check_script(words)
+        case ["sbatch", script, *_]:
+            assert (ROOT / script).is_file(), script
+        case ["docker", "run", *_] if "torchrun" in words:
+            _check_script(words[words.index("torchrun") :])
         case _:
             pytest.fail(f"no test knows what {shlex.join(words)} is")
 
