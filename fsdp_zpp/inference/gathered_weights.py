@@ -88,7 +88,7 @@ def gathered_weights(
 
     By default these are the tensors of the full state dict, bit for bit, and by the same names: in full precision,
     whatever the forward computes in; tied ones by each of their names; weights of a quantized base decoded, by the
-    names that they had. They are gathered a few at a time, the next ones while you use the current one. Together with
+    names that they had. Modules' ``_extra_state`` is left out, for it is no tensor. They are gathered a few at a time, the next ones while you use the current one. Together with
     the current one they take at most the memory of the largest unit, or of two tensors if that is more; what you keep
     comes on top, and with ``merged``, the copies that PEFT makes of one weight. They are yours: nothing else refers to
     them.

@@ -137,9 +137,7 @@ def after_an_exception(adapter: Adapter) -> float:
 
 
 @over_adapters
-def test_an_exception_in_a_backward_drops_the_steps_that_waited(
-    pool: Callable[[int], Pool], adapter: Adapter
-) -> None:
+def test_an_exception_in_a_backward_drops_the_steps_that_waited(pool: Callable[[int], Pool], adapter: Adapter) -> None:
     """Two units wait for their steps when the third fails, so the backward has made none."""
     if not isinstance(adapter, Fsdp1) and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("torch's fully_shard recovers from exceptions since 2.13")
