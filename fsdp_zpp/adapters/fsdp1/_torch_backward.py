@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,13 +65,14 @@ class BackwardWatch:
             return
         self.arriving.drop()
         self._order.abandon()
-        synchronized = [instance._sync_gradients for instance in self._instances]
-        for instance in self._instances:
+        instances: list[Any] = self._instances
+        synchronized = [instance._sync_gradients for instance in instances]
+        for instance in instances:
             instance._sync_gradients = False  # for which torch finishes no gradients
         try:
             _end_backward(root, root)
         finally:
-            for instance, each in zip(self._instances, synchronized, strict=True):
+            for instance, each in zip(instances, synchronized, strict=True):
                 instance._sync_gradients = each
         for handle in self._handles:
             handle.gradients.end_backward(synchronized=True)
