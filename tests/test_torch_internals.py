@@ -190,3 +190,14 @@ def test_other_versions_of_torch_are_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.15.0a0+git"])
 def test_supported_versions_of_torch_are_accepted(version: str) -> None:
     check_torch_version("FullyShardedDataParallel", version)
+
+
+def test_the_page_lists_every_file_that_uses_private_names_and_no_other() -> None:
+    page = (PACKAGE.parent / "docs/design/torch-internals.md").read_text()
+    rows = re.findall(r"^\| (`[\w/.]*\.py`(?:, `[\w/.]*\.py`)*) \|", page, re.MULTILINE)
+    listed = set()
+    for row in rows:
+        folder, *_ = re.findall(r"`([\w/]*)/", row)
+        listed |= {f"{folder}/{name}" for name in re.findall(r"(\w+\.py)`", row)}
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("_torch*.py")} | {"frozen/_tensor.py"}
+    assert listed == {file.removeprefix("adapters/") if "/fsdp" in file else file for file in files}

@@ -140,6 +140,8 @@ def work(arguments: argparse.Namespace) -> None:
         write(arguments.out / "offload.json", made_by, arguments, [figures], environment=variables)
         for name, figure in figures.items():
             print(f"{name}: {figure}")
+        of_host = "" if gbps is None else f" --host-gbps {gbps:.4g}"
+        print(f"for the planner: --cpu-offload{of_host} --optimizer-gbs {figures['optimizer_gbs']:.4g}")
     assert figures["same_weights"], "optimizers in the backward have stepped on other gradients"
 
 

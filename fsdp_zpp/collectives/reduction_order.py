@@ -69,4 +69,8 @@ class ReductionOrder(Generic[U]):
         """End a backward: start the next one at the first turn, in the order in which this one synchronized."""
         first = dict.fromkeys(self.synchronized)
         self._order = [*first] + [unit for unit in self._order if unit not in first]
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget a backward that was not ended: ranks may have got further than others, so its order says nothing."""
         self.synchronized, self._finished, self._returned, self._turn = [], set(), set(), 0

@@ -88,8 +88,12 @@ def gathered_weights(
 
     By default these are the tensors of the full state dict, bit for bit, and by the same names: in full precision,
     whatever the forward computes in; tied ones by each of their names; weights of a quantized base decoded, by the
-    names that they had. They are gathered a few at a time, the next ones while you use the current one, and take at
-    most the memory of the largest unit besides what you keep. They are yours: nothing else refers to them.
+    names that they had. What modules have there as ``_extra_state`` is left out. They are yours: nothing else refers to
+    them.
+
+    They are gathered a few at a time, the next ones while you use the current one. Together with the current one they
+    take at most the memory of the largest unit, or of two tensors if that is more; what you keep comes on top, and with
+    ``merged``, the copies that PEFT makes of one weight.
 
     All ranks must iterate to the end, or leave at the same tensor. Don't change the model meanwhile. With local steps
     a node hands out its own weights, as its state dicts do; iterate within :func:`agreed_weights` for the agreed ones.
@@ -114,6 +118,7 @@ def gathered_weights(
     Raises:
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
         ValueError: If an argument is out of range, on any rank, or ranks pass different ones; every rank raises.
+        ImportError: If ``adapters_only`` or ``merged`` is given and peft is not installed.
 
     Examples:
         >>> for name, tensor in gathered_weights(model, dtype=torch.bfloat16):

@@ -30,9 +30,8 @@ class MergedLayer:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its parameters and of one that PEFT adds to the largest of them."""
-        sizes = [tensor.full.nbytes(None) for tensor in self._inputs]
-        return sum(sizes) + max(sizes)
+        """Return the bytes of its parameters. What PEFT allocates while it merges them comes on top."""
+        return sum(tensor.full.peak_nbytes(None) for tensor in self._inputs)
 
     def start(self, to: int | None) -> list[Pending]:
         """Start to gather its parameters, each in its own dtype, unless that is done; return what is pending."""
@@ -83,7 +82,8 @@ class MergedParameter(FullTensor):
         self.shape, self.stored = base.shape, base.stored
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        return max(self._layer.nbytes, self.nbytes(dtype))
+        # Of several parameters of a layer, each counts all of it: whichever is first gathers all.
+        return self._layer.nbytes + self.nbytes(dtype) * (self.as_delivered(dtype) != self.stored)
 
     def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
         pending = Pending(self, dtype, to)

@@ -108,15 +108,17 @@ class Offload:
         optimizer_gbs: GB/s (10**9 bytes) at which the CPUs of a node read and write memory in the optimizer's step, for
             all GPUs of the node together.
         memory: GiB of a node's host that its trainings may take, for all GPUs of the node; None sets no limit.
+        assumed: Which of ``host_gbps`` and ``optimizer_gbs`` nobody has given or measured, for the report.
 
     Raises:
-        TypeError: If an argument is not a number.
+        TypeError: If a figure is not a number.
         ValueError: If an argument is out of range.
     """
 
     gbps: float
     optimizer_gbs: float
     memory: float | None = None
+    assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         positive("host_gbps", self.gbps)

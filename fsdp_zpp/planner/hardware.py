@@ -127,10 +127,11 @@ class Hardware:
                     f"{named} is about CPU offload; pass cpu_offload=True (--cpu-offload), too, or remove it"
                 )
             return None
+        assumed = tuple(name for name in ("host_gbps", "optimizer_gbs") if given[name] is None)
         if host_gbps is None and self.gpu is not None:
             host_gbps = OF_HOST_LINK * link_named(gpu_named(self.gpu).host).gbps
         if host_gbps is None:
             raise ValueError(
                 "host_gbps is missing: Gbit/s at which a GPU copies from the host's memory; name the gpu, or give it"
             )
-        return Offload(host_gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, host_memory)
+        return Offload(host_gbps, OPTIMIZER_GBS if optimizer_gbs is None else optimizer_gbs, host_memory, assumed)

@@ -25,7 +25,15 @@ def notes_on_offload(budget: MemoryBudget) -> list[str]:
         f"A GPU is taken to copy {offload.gbps:,.4g} Gbit/s from and to the host, and the CPUs of a node to move "
         f"{offload.optimizer_gbs:,.4g} GB/s in a fused optimizer's step, which comes after the backward."
     )
-    return [what, speed]
+    if not offload.assumed:
+        return [what, speed]
+    options = " and ".join(f"{name} (--{name.replace('_', '-')})" for name in offload.assumed)
+    whether = "That is" if len(offload.assumed) == 2 else "Of these, one is"
+    assumption = (
+        f"{whether} assumed, not measured: pass {options} as benchmarks/step/offload.py prints "
+        f"{'them' if len(offload.assumed) == 2 else 'it'} on your machine."
+    )
+    return [what, speed, assumption]
 
 
 def hint_at_offload(offloaded: Sequence[Estimate]) -> list[str]:

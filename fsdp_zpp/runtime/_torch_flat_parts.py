@@ -48,6 +48,12 @@ class FlatPart:
         return self._flat_param._shapes[self.place]
 
     @property
+    def full_shape(self) -> torch.Size:
+        """Return its shape in full, under another parallelism, too."""
+        spec: Any = self._flat_param._param_extensions[self.place]
+        return self.shape if spec is None else torch.Size(spec.shape)
+
+    @property
     def requires_grad(self) -> bool:
         """Return whether it is trained, as an optimizer sees it."""
         originals = self._flat_param._params

@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_zpp.collectives.devices import for_collectives
 from fsdp_zpp.collectives.hops import all_gather_single
 
-from ._torch_flat_parts import FlatPart
-
 
 @dataclass
 class Pending:
@@ -101,10 +99,20 @@ class FullTensor(ABC):
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
         """Return the tensor from what :meth:`start` has gathered; None if this rank gets nothing."""
 
-    def _on_the_wire(self, dtype: torch.dtype | None) -> torch.dtype:
+    def on_the_wire(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype in which shards are sent."""
         delivered = self.as_delivered(dtype)
         return delivered if delivered.itemsize <= self.stored.itemsize else self.stored
+
+    def of_casts(self, own: int, dtype: torch.dtype | None) -> int:
+        """Return the bytes that casts take beside what is gathered.
+
+        Args:
+            own: The bytes of this rank's part, as it is sent.
+            dtype: The dtype to cast to.
+        """
+        wire = self.on_the_wire(dtype)
+        return own * (wire != self.stored) + self.nbytes(dtype) * (wire != self.as_delivered(dtype))
 
 
 class Whole(FullTensor):
@@ -142,18 +150,17 @@ class ShardedRows(FullTensor):
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
         """Return the bytes that it takes while it is gathered: in full, padded, and this rank's part, cast."""
         world = dist.get_world_size(self._group)
-        padded = self._rows * world * self.shape[1:].numel() * self._on_the_wire(dtype).itemsize
-        widened = self.nbytes(dtype) if self.as_delivered(dtype) != self._on_the_wire(dtype) else 0
-        return padded + padded // world * (self._on_the_wire(dtype) != self.stored) + widened
+        row = self.shape[1:].numel() * self.on_the_wire(dtype).itemsize
+        return self._rows * world * row + self.of_casts(self._rows * row, dtype)
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
         group, world = self._group, dist.get_world_size(self._group)
         pending = Pending(self, dtype, to)
-        if not _takes_part(to, group):
+        if not takes_part(to, group):
             return pending
         own = _padded(self._tensor.to_local().detach(), self._rows)
-        own = for_collectives(own, group).to(self._on_the_wire(dtype))
+        own = for_collectives(own, group).to(self.on_the_wire(dtype))
         if gets(to):
             pending.out = own.new_empty(self._rows * world, *own.shape[1:])
         pending.works, pending.sent = [_gather(pending.out, own, group, to)], [own]
@@ -170,46 +177,15 @@ class AnyDTensor(FullTensor):
         self._tensor = tensor
         self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
 
+    def peak_nbytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes that it takes while it is gathered: in full, and a copy in another order or dtype."""
+        return self.nbytes(None) + max(self.nbytes(None), self.nbytes(dtype))
+
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
         # Offloaded shards are on the CPU, from which NCCL can't gather.
         on_device: Any = self._tensor.detach().to(self._tensor.device_mesh.device_type)
         full = on_device.full_tensor()
         return full.to(self.as_delivered(dtype), copy=True) if gets(to) else None
-
-
-class PartOfFlat(FullTensor):
-    """An original parameter of a flat one, of which each rank has a range of values, or none.
-
-    Each range is broadcast by the rank that has it, also where one rank gets the parameter: gloo hangs if it sends
-    several messages between two ranks at once.
-    """
-
-    def __init__(self, part: FlatPart) -> None:
-        self._part = part
-        self.shape, self.stored, self.requires_grad = part.shape, part.shard.dtype, part.requires_grad
-
-    @torch.no_grad()
-    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
-        part, group = self._part, self._part.group
-        pending = Pending(self, dtype, to)
-        if not part.has_other_axes and not _takes_part(to, group):  # ranks along other axes need it, too
-            return pending
-        shard, out = part.shard, torch.empty(self.shape.numel(), dtype=self._on_the_wire(dtype), device=part.device)
-        works = []
-        for owner, first, last in _owners(part, self.shape.numel(), shard.numel()):
-            target, offset = out[first - part.start : last - part.start], owner * shard.numel()
-            if group is None or owner == dist.get_rank(group):
-                target.copy_(shard[first - offset : last - offset])
-            if group is not None:
-                source = dist.get_global_rank(group, owner)
-                works.append(dist.broadcast(target, source, group=group, async_op=True))
-        pending.out, pending.works = out, works
-        return pending
-
-    def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
-        if out is None:
-            return None
-        return self._part.with_other_axes(out.view(self.shape)).to(self.as_delivered(dtype))
 
 
 def full_tensor_of(tensor: Tensor) -> FullTensor:
@@ -237,16 +213,9 @@ def _padded(own: Tensor, rows: int) -> Tensor:
     return torch.cat((own, own.new_empty(rows - own.shape[0], *own.shape[1:]))).contiguous()
 
 
-def _takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
+def takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether ranks of ``group``, which share a tensor, gather it for the rank ``to``."""
     return to is None or group is None or to in dist.get_process_group_ranks(group)
-
-
-def _owners(part: FlatPart, numel: int, shard_numel: int) -> list[tuple[int, int, int]]:
-    """Return the ranks that hold values of a parameter, each with the range of the flat parameter that it holds."""
-    start, stop = part.start, part.start + numel
-    ranks = range(start // shard_numel, -(-stop // shard_numel)) if numel else range(0)
-    return [(rank, max(start, rank * shard_numel), min(stop, (rank + 1) * shard_numel)) for rank in ranks]
 
 
 def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int | None) -> dist.Work:

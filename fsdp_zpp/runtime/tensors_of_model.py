@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from fsdp_zpp.module_names import parameter_name
 
 from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dtypes
-from .full_tensors import FullTensor, PartOfFlat, Whole, full_tensor_of
+from .full_tensors import FullTensor, Whole, full_tensor_of
+from .part_of_flat import PartOfFlat
 
 
 @dataclass(eq=False)

@@ -57,13 +57,17 @@ def test_offloaded_parameters_train_as_others(
 PARTS = {
     "frozen": (Case(clip=None, frozen=True), STRATEGIES["deltas"]),
     "tied": (Case(clip=None, model=(("tied", True),)), STRATEGIES["deltas"]),
+    "clipped": (Case(clip=0.01, micro_batches=2), STRATEGIES["ZeRO++"]),
+    "scaled": (Case(clip=0.01, scaler=True, steps=5), STRATEGIES["errors"]),
     "quantized": (Case(clip=None, frozen=True), Strategy("IGG", frozen=Int8(64), gradients=Int4(64), **TWO)),
 }
 
 
 @over_adapters
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_may_be_frozen_quantized_or_tied(pool: Callable[[int], Pool], adapter: Adapter, part: str) -> None:
+def test_parts_may_be_frozen_quantized_or_tied_and_gradients_clipped_or_scaled(
+    pool: Callable[[int], Pool], adapter: Adapter, part: str
+) -> None:
     assert pool(4).run(distance_from_kept, adapter, *PARTS[part]) == [0.0] * 4
 
 

@@ -19,8 +19,10 @@ from harness.messages import collected
 from harness.pool import Pool
 from harness.training import train
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn import functional as F
 
-from fsdp_zpp import Int8, Strategy
+from fsdp_zpp import Int8, Strategy, gathered_weights
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
@@ -72,19 +74,43 @@ def mxfp8_weights(net: nn.Module) -> None:
 
 
 def nvfp4_layers(net: nn.Module) -> None:
-    """Replace linear layers by torchao's NVFP4Linear, whose kernels need a GPU."""
+    """Replace linear layers by torchao's NVFP4Linear, whose kernels need a GPU; see :func:`without_kernels`."""
     from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear
 
     for block in net.blocks:
         for name in ("up", "down"):
             layer = getattr(block, name)
-            setattr(block, name, NVFP4Linear(layer.in_features, layer.out_features, bias=layer.bias is not None))
+            setattr(block, name, NVFP4Linear.from_linear(layer))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+    """Stand for NVFP4's products, whose kernels no CPU has; the layer is torchao's, with its parameters and buffers."""
+    assert how["sr_seed"].dtype == torch.int64
+    return F.linear(x, weight, bias)
+
+
+def int8_products(net: nn.Module) -> None:
+    """Let weights be quantized for int8 products."""
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+    from torchao.quantization import quantize_
+
+    quantize_(net, int8_mixed_precision_training(), filter_fn=in_blocks)
+
+
+def int8_weights(net: nn.Module) -> None:
+    """Keep weights in int8, which optimizers write to by stochastic rounding."""
+    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+    from torchao.quantization import quantize_
+
+    quantize_(net, int8_weight_only_quantized_training(), filter_fn=in_blocks)
 
 
 FORMATS: dict[str, Callable[[Any], None]] = {
     "float8": float8,
     "mxfp8 layers": mxfp8_layers,
     "mxfp8 weights": mxfp8_weights,
+    "int8 products": int8_products,
+    "nvfp4 layers": nvfp4_layers,
 }
 
 
@@ -101,8 +127,10 @@ Trained = tuple[list[float], dict[str, Tensor], list[tuple[str, str]]]
 
 def trained(adapter: Adapter, name: str, strategy: Any) -> Trained:
     """In a worker: losses, weights and the log of a training, in batches that MXFP8 can block."""
+    from torchao.prototype.moe_training.nvfp4_training import nvfp4_training
+
     losses = []
-    with collected() as records:
+    with collected() as records, mock.patch.object(nvfp4_training, "nvfp4_linear", product):
         model = make(adapter, FORMATS[name], strategy)
         optimizer = models.make_optimizer("sgd", model.parameters())
         for step in range(3):
@@ -115,7 +143,9 @@ def trained(adapter: Adapter, name: str, strategy: Any) -> Trained:
     return losses, adapter.full_weights(model), records
 
 
-@over_each(2, adapter=ADAPTERS, name=["float8", "mxfp8 layers"], strategy={"hpz": HPZ, "codec": WITH_CODEC})
+@over_each(
+    2, adapter=ADAPTERS, name=["float8", "mxfp8 layers", "nvfp4 layers"], strategy={"hpz": HPZ, "codec": WITH_CODEC}
+)
 def test_layers_of_plain_parameters_train_as_any_others(
     pool: Callable[[int], Pool], adapter: Adapter, name: str, strategy: Strategy
 ) -> None:
@@ -123,11 +153,33 @@ def test_layers_of_plain_parameters_train_as_any_others(
 
 
 @pytest.mark.parametrize("strategy", [HPZ, WITH_CODEC, replace(HPZ, levels="NNG")], ids=["hpz", "codec", "NNG"])
+@pytest.mark.parametrize("name", ["mxfp8 weights", "int8 products"])
 def test_weights_that_are_only_cast_for_the_gather_are_encoded_as_any_others(
-    pool: Callable[[int], Pool], strategy: Strategy
+    pool: Callable[[int], Pool], name: str, strategy: Strategy
 ) -> None:
     """They have an all-gather format of their own, but that is their values in the dtype to compute in."""
-    check_like_stock(pool(4), Fsdp2(), "mxfp8 weights", strategy)
+    check_like_stock(pool(4), Fsdp2(), name, strategy)
+
+
+def trained_in_int8(strategy: Any) -> tuple[list[float], list[Tensor], str]:
+    """In a worker: losses, this rank's shards in full precision, and what is logged."""
+    with collected() as records:
+        model = make(Fsdp2(), int8_weights, strategy)
+        torch.manual_seed(dist.get_rank())  # of stochastic rounding
+        losses = train(Fsdp2(), model, CASE)
+    shards = [parameter.to_local().detach() for parameter in model.parameters()]
+    return losses, [shard if type(shard) is Tensor else shard.dequantize() for shard in shards], str(records)
+
+
+@pytest.mark.parametrize("strategy", [HPZ, WITH_CODEC, replace(HPZ, levels="NNG")], ids=["hpz", "codec", "NNG"])
+def test_weights_that_are_kept_in_int8_go_as_they_are(pool: Callable[[int], Pool], strategy: Strategy) -> None:
+    ours, stock = (pool(4).run(trained_in_int8, each) for each in (strategy, STOCK))
+    for (losses, shards, _), (expected, exact, _) in zip(ours, stock, strict=True):
+        if strategy.weights is None:  # others encode embedding and head
+            assert losses == expected
+            assert all(map(torch.equal, shards, exact))
+        assert losses == pytest.approx(expected, rel=5e-2)
+    assert "weights that encode themselves gathered in their own bytes" in ours[0][2]
 
 
 def check_like_stock(pool: Pool, adapter: Adapter, name: str, strategy: Strategy) -> None:
@@ -145,11 +197,19 @@ def check_like_stock(pool: Pool, adapter: Adapter, name: str, strategy: Strategy
     assert f"weights gathered {'in full precision' if strategy.weights is None else 'as int8(64);'}" in line
 
 
-def test_nvfp4_layers_have_plain_parameters() -> None:
-    net = models.make_net(**dict(SIZES))
-    nvfp4_layers(net)
-    assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
-    assert not any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in net.parameters())
+def handed_out(convert: Callable[[Any], None]) -> None:
+    """In a worker: full weights of a model whose shards are torchao's tensors."""
+    model = make(Fsdp2(), convert, HPZ)
+    models.loss_of(model, torch.zeros(2, 17, dtype=torch.long, device=models.device())).backward()
+    weights = dict(gathered_weights(model))
+    expected = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert weights.keys() == expected.keys()
+    assert all(type(weight) is Tensor and torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def test_full_weights_are_plain_tensors(pool: Callable[[int], Pool]) -> None:
+    for convert in (own_gather, mxfp8_weights, int8_products):
+        pool(4).run(handed_out, convert)
 
 
 # ---- float8 weights that are cast before the gather

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from adapted_llama import CODEC, MIXZPP, oracle, sharded
 from harness import llama
 from harness.adapter import Adapter
-from harness.covering import ADAPTERS, over_each
+from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.pool import Pool
-from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from peft import PeftModel, PrefixTuningConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -67,6 +67,28 @@ def in_full_precision(adapter: Adapter, kind: str, folder: str) -> None:
 def of_experts(adapter: Adapter, kind: str, folder: str) -> None:
     model = moe.shard(adapter, moe.adapt(moe.make_base(kind)), MIXZPP)
     assert_merged(model, moe.adapt(moe.rounded_base(CODEC, kind)), folder)
+
+
+def switched(adapter: Adapter) -> None:
+    """In a worker: other adapters become active, between forwards."""
+    adapters = {"default": "lora", "other": "rslora"}
+    model = sharded(adapter, adapters)
+    for name in ("default", "other", "default"):
+        llama.peft_of(model).set_adapter(name)
+        alone = oracle(adapters)
+        alone.set_adapter(name)
+        weights, of_adapter = (
+            dict(gathered_weights(model, merged=True)),
+            dict(gathered_weights(model, adapters_only=True)),
+        )
+        llama.logits_of(model)
+        assert_same(of_adapter, {n: v.clone() for n, v in get_peft_model_state_dict(alone, adapter_name=name).items()})
+        assert_same(weights, alone.merge_and_unload().state_dict())
+
+
+@over_adapters
+def test_the_active_adapter_is_handed_out_after_switches(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    pool(4).run(switched, adapter)
 
 
 KINDS = [kind for kind in llama.KINDS if kind != "tied embedding"]  # which can't be sharded

@@ -22,13 +22,14 @@ class LiveBytes(TorchDispatchMode):
             before the bound is exceeded, they get the time for that, ten seconds in all.
 
     Attributes:
+        bound: As given.
         now: Bytes that are alive.
         peak: The most that were.
     """
 
-    def __init__(self, bound: int) -> None:
+    def __init__(self, bound: float) -> None:
         super().__init__()
-        self._bound = bound
+        self.bound = bound
         self.now = self.peak = 0
         self._known: set[int] = set()
         self._patience = 10.0
@@ -45,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        while self.now + nbytes > self._bound and self._patience > 0:
+        while self.now + nbytes > self.bound and self._patience > 0:
             began = time.monotonic()
             os.sched_yield()
             self._patience -= time.monotonic() - began

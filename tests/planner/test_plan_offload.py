@@ -154,6 +154,7 @@ def test_options_of_the_command_line_reach_the_plan(capsys: pytest.CaptureFixtur
         "gbps": OF_HOST_LINK * LINKS["pcie5"].gbps,
         "optimizer_gbs": OPTIMIZER_GBS,
         "memory": 2000,
+        "assumed": ["host_gbps", "optimizer_gbs"],
     }
     figures = report["strategies"]["GGG"]
     assert figures["memory_bytes"]["host"] == 16 * 7 * 10**9 // 8
@@ -169,6 +170,23 @@ def test_options_of_the_command_line_reach_the_plan(capsys: pytest.CaptureFixtur
     report = json.loads(capsys.readouterr().out)
     assert "offload" not in report
     assert not {"host", "optimizer"} & set(report["strategies"]["GGG"]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "That is assumed, not measured: pass host_gbps (--host-gbps) and optimizer_gbs (--optimizer-gbs) as "),
+        ({"host_gbps": 100}, "Of these, one is assumed, not measured: pass optimizer_gbs (--optimizer-gbs) as "),
+        ({"optimizer_gbs": 100}, "Of these, one is assumed, not measured: pass host_gbps (--host-gbps) as "),
+        ({"host_gbps": 100, "optimizer_gbs": 100}, None),
+    ],
+)
+def test_what_is_assumed_of_a_host_is_said(given: dict[str, float], said: str | None) -> None:
+    made = plan(1e9, nodes=1, gpus_per_node=4, gpu="h100", cpu_offload=True, **given)
+    notes = [note for note in made.notes if "assumed, not measured" in note]
+    assert len(notes) == (said is not None)
+    assert said is None or notes[0].startswith(said)
+    assert said is None or notes[0] in str(made)
 
 
 def test_choose_strategy_plans_offload_too() -> None:

@@ -82,6 +82,7 @@ NEEDED = (
     # ---- gradients
     Needed(_INSTANCE, "register_comm_hook _comm_hook _comm_hook_state", "reducing gradients by communication hooks"),
     Needed(_RUNTIME, "_post_backward_hook _post_backward_final_callback", "reducing when a backward ends"),
+    Needed(_RUNTIME, "_post_backward_callback_queued", "telling whether an exception has ended a backward"),
     Needed(_RUNTIME, "_get_reduce_scatter_tensors", "the size of a gradient's shard"),
     Needed(_RUNTIME, "_reduce_grad_no_shard", "reducing gradients that are not sharded"),
     Needed(_RUNTIME, "_accumulate_sharded_grad _post_reduce_grad_callback", "adding to accumulated gradients"),

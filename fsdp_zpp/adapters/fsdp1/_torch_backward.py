@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -18,6 +20,7 @@ from ._torch_offload import step_on_arrival
 from ._torch_step_gradients import StepGradients
 
 _WATCH = "_fsdp_zpp_backward_watch"
+_end_backward = runtime._post_backward_final_callback
 
 
 class BackwardWatch:
@@ -50,6 +53,29 @@ class BackwardWatch:
             second = two_hops[0].instance._device_handle.Stream()
             for gradients in two_hops[1::2]:
                 gradients.instance._post_backward_stream = second
+
+    def begin_forward(self, root: FullyShardedDataParallel, *unused: object) -> None:
+        """End a backward that an exception has ended, before a forward of the model.
+
+        torch would take the forward for a recomputation in that backward, and so run no hooks at the end of the next.
+        Gradients stay until they are cleared, as torch leaves them.
+        """
+        began = getattr(root, "_post_backward_callback_queued", False)  # there is none until a forward with gradients
+        if not began or torch._C._current_graph_task_id() != -1:
+            return
+        self.arriving.drop()
+        self._order.abandon()
+        instances: list[Any] = self._instances
+        synchronized = [instance._sync_gradients for instance in instances]
+        for instance in instances:
+            instance._sync_gradients = False  # for which torch finishes no gradients
+        try:
+            _end_backward(root, root)
+        finally:
+            for instance, each in zip(instances, synchronized, strict=True):
+                instance._sync_gradients = each
+        for handle in self._handles:
+            handle.gradients.end_backward(synchronized=True)
 
     def reduce_rest(self, root: FullyShardedDataParallel) -> None:
         """Reduce what is left at the end of a backward, before FSDP finishes gradients."""
@@ -115,6 +141,7 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
     """
     watch = BackwardWatch(root, on_backward_end)
     setattr(root, _WATCH, watch)
+    root.register_forward_pre_hook(torch.compiler.disable(watch.begin_forward), prepend=True)
     return watch
 
 
