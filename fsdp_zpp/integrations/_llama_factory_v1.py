@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_zpp.config.strategy import Strategy
@@ -120,6 +121,8 @@ class StrategyEngine(fsdp2.FSDP2Engine):
         strategy: The strategy.
         bf16: Whether to compute in bf16.
     """
+
+    fsdp_mesh: DeviceMesh | None
 
     def __init__(self, dist_config: dict[str, Any], strategy: Strategy, *, bf16: bool) -> None:
         super().__init__(dist_config, bf16=bf16)

@@ -28,10 +28,14 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
     if TorchVersion(present) < least:
         needs = f"{distribution} {least} or later" + (f" {purpose}" if purpose else "")
         install = install or how_to_install(distribution, upgrade=True)
-        raise ImportError(f"fsdp_zpp.integrations.{distribution} needs {needs}, and {present} is installed: {install}")
+        raise ImportError(f"fsdp_zpp.integrations.{_module(distribution)} needs {needs}, and {present} is installed: {install}")
 
 
 def absent(distribution: str, install: str = "") -> ImportError:
     """Return the error for a framework that is not installed; for arguments see :func:`require`."""
     install = install or how_to_install(distribution)
-    return ImportError(f"fsdp_zpp.integrations.{distribution} needs {distribution}: {install}")
+    return ImportError(f"fsdp_zpp.integrations.{_module(distribution)} needs {distribution}: {install}")
+
+
+def _module(distribution: str) -> str:
+    return distribution.replace("-", "_")

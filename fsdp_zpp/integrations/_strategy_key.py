@@ -26,4 +26,4 @@ def quantizes(strategy: Strategy) -> bool:
 
 def refuse(key: str, value: object, instead: str) -> None:
     """Raise a ValueError that says what to do in place of a key that can't be honoured."""
-    raise ValueError(f"{key}: {value!r} can't be combined with {KEY}: {instead}")
+    raise ValueError(f"{key}: {value!r} can't be combined with fsdp_zpp: {instead}")

@@ -33,7 +33,7 @@ __all__ = ["main", "run_exp", "run_sft"]
 
 Arguments = dict[str, Any]
 
-TRAINERS = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "CustomDPOTrainer", "kto": "CustomKTOTrainer"}
+TRAINERS = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "CustomDPOTrainer"}
 """Name of the trainer in ``llamafactory.train.<stage>.trainer``, by stage."""
 
 DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "use_reentrant_gc": False}

@@ -20,7 +20,7 @@ from fsdp_zpp.config.strategy import Strategy
 
 from ._requirement import require
 
-require("ms_swift", "4.6")
+require("ms-swift", "4.6")
 
 from swift.trainers import TrainerFactory
 
@@ -67,7 +67,8 @@ def use_strategy(strategy: Strategy) -> None:
     def get_trainer_cls(args: Any) -> type:
         check_arguments(args)
         prepare_references_by_strategy()
-        return hugging_face.use_strategy(original(args), strategy)
+        trainer: type = hugging_face.use_strategy(original(args), strategy)
+        return trainer
 
     setattr(get_trainer_cls, _IS_REPLACED, strategy)
     setattr(TrainerFactory, _FACTORY, staticmethod(get_trainer_cls))

@@ -31,7 +31,6 @@ DATASETS: dict[str, dict[str, Any]] = {
         "ranking": True,
         "columns": COLUMNS | {"chosen": "chosen", "rejected": "rejected"},
     },
-    "marked": {"file_name": "marked.json", "columns": COLUMNS | {"response": "output", "kto_tag": "is_good"}},
 }
 
 
@@ -193,7 +192,8 @@ def v1_trained(arguments: dict[str, Any]) -> Result:
         from fsdp_zpp.integrations.llama_factory import run_sft
 
         has_strategy = "fsdp_zpp" in arguments
-        results, losses = [], []
+        results: list[Result] = []
+        losses: list[float] = []
         save = sft_trainer.SFTTrainer.save_model
         on_log = LoggingCallback.on_log
 

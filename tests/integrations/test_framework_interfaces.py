@@ -169,9 +169,13 @@ def test_v1_needs_a_newer_llama_factory(tmp_path: Path) -> None:
 
 def test_an_absent_llama_factory_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata as m\nfound = m.version\n"
-        "def version(name):\n    if name == 'llamafactory': raise m.PackageNotFoundError(name)\n    return found(name)\n"
-        "m.version = version\n"
+        "import importlib.metadata as metadata\n"
+        "found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'llamafactory':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
     )
     last = run(tmp_path, {}, "import fsdp_zpp.integrations.llama_factory").splitlines()[-1]
     assert last == (

@@ -38,13 +38,12 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32) -> None:
 
 
 def write_chats(folder: Path) -> None:
-    """Write the chats as OpenAI has them and as Alpaca has them, and what each takes for DPO, the latter also for KTO."""
+    """Write the chats as OpenAI has them and as Alpaca has them, and pairs for DPO of both kinds."""
     messages = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in QUESTIONS]
     alpaca = [{"instruction": q, "input": "", "output": a} for q, a in QUESTIONS]
     pairs = [{"messages": each, "rejected_response": "none"} for each in messages]
     ranked = [{"instruction": q, "input": "", "chosen": a, "rejected": "none"} for q, a in QUESTIONS]
-    marked = [{**each, "is_good": index % 2 == 0} for index, each in enumerate(alpaca)]
     for name, rows in {"messages": [{"messages": each} for each in messages], "pairs": pairs}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, entries in {"alpaca": alpaca, "ranked": ranked, "marked": marked}.items():
+    for name, entries in {"alpaca": alpaca, "ranked": ranked}.items():
         (folder / f"{name}.json").write_text(json.dumps(entries))
