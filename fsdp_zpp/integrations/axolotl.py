@@ -20,9 +20,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from fsdp_zpp.config.strategy import Strategy
-
 from ._requirement import absent, require
+from ._strategy_key import quantizes, refuse, strategy_of as strategy_of
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -123,7 +122,7 @@ class StrategyPlugin(BasePlugin):
 
         if cfg.get("fsdp_zpp") is None:
             return
-        if _quantizes(cfg["fsdp_zpp"]) and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
+        if quantizes(strategy_of(cfg["fsdp_zpp"])) and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
             cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # which axolotl would set if they were left out
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -156,18 +155,6 @@ class StrategyPlugin(BasePlugin):
         cfg.fsdp_version = None
 
 
-def strategy_of(value: object) -> Strategy:
-    """Return the strategy that the key ``fsdp_zpp`` stands for.
-
-    Raises:
-        ValueError: If ``value`` stands for none; the error names the key.
-    """
-    try:
-        return Strategy.from_dict(value)  # type: ignore[arg-type]  # which it checks
-    except (TypeError, ValueError) as error:  # pydantic reports no TypeError
-        raise ValueError(f"fsdp_zpp: {error}") from None
-
-
 def check_configuration(config: Configuration) -> None:
     """Check that a configuration asks for nothing that a strategy can't honour.
 
@@ -183,10 +170,10 @@ def check_configuration(config: Configuration) -> None:
         return
     for key, instead in _ALTERNATIVES.items():
         if config.get(key) not in (None, False):
-            _refuse(key, config[key], instead)
+            refuse(key, config[key], instead)
     for key, instead in _SIZES.items():
         if (config.get(key) or 1) > 1:
-            _refuse(key, config[key], instead)
+            refuse(key, config[key], instead)
     _check_fsdp(config)
     _check_training(config)
 
@@ -194,18 +181,18 @@ def check_configuration(config: Configuration) -> None:
 def _check_fsdp(config: Configuration) -> None:
     version, fsdp = config.get("fsdp_version"), config.get("fsdp_config") or {}
     if version not in (None, 2):
-        _refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
+        refuse("fsdp_version", version, "a strategy needs FSDP2: leave it out, or write fsdp_version: 2")
     for key, instead in _FSDP_ALTERNATIVES.items():
         if fsdp.get(key):
-            _refuse(f"fsdp_config.{key}", fsdp[key], instead)
+            refuse(f"fsdp_config.{key}", fsdp[key], instead)
     if fsdp.get("final_state_dict_type") not in (None, "FULL_STATE_DICT"):
-        _refuse(
+        refuse(
             "fsdp_config.final_state_dict_type",
             fsdp["final_state_dict_type"],
             "with a strategy the final model is one that from_pretrained reads: leave it out",
         )
     if config.get("adapter") and fsdp.get("state_dict_type") == "FULL_STATE_DICT":
-        _refuse(
+        refuse(
             "fsdp_config.state_dict_type",
             fsdp["state_dict_type"],
             "with the accelerate that axolotl pins, checkpoints would hold rank 0's shards of the adapters alone: "
@@ -215,7 +202,7 @@ def _check_fsdp(config: Configuration) -> None:
 
 def _check_training(config: Configuration) -> None:
     if config.get("optimizer") in _OPTIMIZERS_WITH_A_MESH:
-        _refuse(
+        refuse(
             "optimizer",
             config["optimizer"],
             "it communicates over axolotl's own mesh, which is not the strategy's: choose another, such as "
@@ -223,23 +210,15 @@ def _check_training(config: Configuration) -> None:
         )
     for pattern in config.get("unfrozen_parameters") or []:
         if pattern.endswith("]") and ":" in pattern:
-            _refuse(
+            refuse(
                 "unfrozen_parameters",
                 pattern,
                 "the hooks that freeze the other rows are lost when the model is sharded: name whole parameters",
             )
     kernels = [key for key in _LORA_KERNELS if config.get(key)]
-    if kernels and _quantizes(config["fsdp_zpp"]):
-        _refuse(
+    if kernels and quantizes(strategy_of(config["fsdp_zpp"])):
+        refuse(
             kernels[0],
             True,
             "it keeps the dequantized base until the backward, which frozen= is there to avoid: leave it out",
         )
-
-
-def _quantizes(value: object) -> bool:
-    return any(strategy.frozen is not None for strategy in strategy_of(value).all_strategies)
-
-
-def _refuse(key: str, value: object, instead: str) -> None:
-    raise ValueError(f"{key}: {value!r} can't be combined with fsdp_zpp: {instead}")

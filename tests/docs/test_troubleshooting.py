@@ -66,7 +66,7 @@ def _arguments(tree: ast.Module) -> Iterator[ast.expr]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("warn", "warning"):
                 yield from node.args[:1]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_refuse":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refuse":
             yield from node.args[2:]
 
 

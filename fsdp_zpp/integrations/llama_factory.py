@@ -1,0 +1,176 @@
+"""LLaMA-Factory: its command for training, with one more key in its configuration files.
+
+    fsdp_zpp: mixzpp         # what Strategy.from_dict reads: the name of a preset, or a mapping
+
+    torchrun --nproc-per-node 8 -m fsdp_zpp.integrations.llama_factory train llama3_lora_sft.yaml
+
+LLaMA-Factory's own Trainers shard by integrations/transformers.py; LLaMA-Factory has no plug-in point for that, so
+their classes are replaced while it runs. With ``USE_V1=1``, its second trainer takes plug-ins for sharding, and
+_llama_factory_v1.py registers one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fsdp_zpp.config.strategy import Strategy
+
+from ._requirement import require
+from ._strategy_key import KEY, refuse, strategy_of
+
+# No extra has it: its requirements exclude the versions of transformers that a strategy needs.
+require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+__all__ = ["main", "run_exp", "run_sft"]
+
+Arguments = dict[str, Any]
+
+TRAINERS = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "CustomDPOTrainer"}
+"""Name of the trainer in ``llamafactory.train.<stage>.trainer``, by stage."""
+
+DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "use_reentrant_gc": False}
+"""Arguments that let a model stay in the CPU's memory until it is sharded; what a file sets stays."""
+
+_BACKEND = "it replaces the trainer that shards the model: leave it out"
+_OPTIMIZER = "it works on whole matrices, and a strategy leaves a shard of each on a rank: leave it out"
+_ALTERNATIVES = {
+    "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
+    "quantization_bit": "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: "
+    "{preset: mixzpp, frozen: nf4}",
+    "use_unsloth": "unsloth trains in one process: leave it out",
+    "use_kt": _BACKEND,
+    "use_mca": _BACKEND,
+    "use_hyper_parallel": _BACKEND,
+    "use_megatron_bridge": _BACKEND,
+    "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and start them with torchrun",
+    "use_galore": _OPTIMIZER,
+    "use_apollo": _OPTIMIZER,
+    "use_badam": _OPTIMIZER,
+    "use_adam_mini": _OPTIMIZER,
+    "use_muon": _OPTIMIZER,
+    "fp8": "a strategy gathers the weights: leave it out, and write fsdp_zpp: {weights: int8:256}",
+    "pissa_convert": "it saves adapters before they are sharded: leave it out, and convert them after the training",
+}
+"""Keys of LLaMA-Factory that ask for what a strategy can't honour, and what to do instead."""
+
+_VARIABLES = ("USE_MCA", "USE_MEGATRON_BRIDGE", "USE_RAY", "USE_KT")
+"""Environment variables that choose another trainer."""
+
+
+def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | None = None) -> None:
+    """Train as LLaMA-Factory's ``run_exp`` does, by the strategy of the key ``fsdp_zpp``.
+
+    Args:
+        args: The arguments. Default: those of the configuration file that the command line names.
+        callbacks: Callbacks of the Trainer.
+
+    Raises:
+        ImportError: If transformers or accelerate is too old.
+        ValueError: If there is no strategy, or the arguments ask for what it can't honour; the error names the key.
+    """
+    from llamafactory.train import tuner
+
+    arguments, strategy = split(args)
+    check_arguments(arguments)
+    fsdp_config = {**DEFAULTS["fsdp_config"], **(arguments.get("fsdp_config") or {})}  # type: ignore[dict-item]
+    with _trainer_by(strategy, arguments.get("stage", "sft")):
+        tuner.run_exp({**DEFAULTS, **arguments, "fsdp_config": fsdp_config}, callbacks)
+
+
+def run_sft(args: Arguments | None = None) -> None:
+    """Train as ``run_sft`` of LLaMA-Factory's V1 does, by the strategy of the key ``fsdp_zpp``.
+
+    Args:
+        args: The arguments. Default: those of the configuration file that the command line names.
+
+    Raises:
+        ImportError: If LLaMA-Factory is too old.
+        ValueError: If there is no strategy, or the arguments ask for what it can't honour; the error names the key.
+    """
+    from . import _llama_factory_v1
+
+    arguments, strategy = split(args)
+    _llama_factory_v1.run_sft(arguments, strategy)
+
+
+def main() -> None:
+    """Run ``train``, or with ``USE_V1=1`` also ``sft``, of ``llamafactory-cli``, in a process that torchrun started.
+
+    Raises:
+        ValueError: If another command is given, beside what :func:`run_exp` and :func:`run_sft` raise.
+    """
+    from llamafactory.extras.misc import is_env_enabled
+
+    runs = {"train": run_exp}
+    if is_env_enabled("USE_V1"):
+        runs = {"train": run_sft, "sft": run_sft}  # type: ignore[dict-item]
+    command = sys.argv.pop(1) if len(sys.argv) > 1 else "none"
+    if command not in runs:
+        raise ValueError(f"the command must be one of {', '.join(runs)}, as of llamafactory-cli, got {command}")
+    runs[command]()
+
+
+def split(args: Arguments | None) -> tuple[Arguments, Strategy]:
+    """Return LLaMA-Factory's own arguments, by default those of the command line, and the strategy.
+
+    Raises:
+        ValueError: If the command line names no file, or there is no strategy.
+    """
+    from llamafactory.hparams import read_args
+
+    read = read_args(args)
+    if not isinstance(read, Mapping):
+        raise ValueError(f"give a configuration file, .yaml or .json, with the key {KEY}, got {' '.join(read)!r}")
+    arguments = dict(read)
+    if (value := arguments.pop(KEY, None)) is None:
+        raise ValueError("fsdp_zpp: give a strategy, such as fsdp_zpp: mixzpp; without one, run llamafactory-cli")
+    return arguments, strategy_of(value)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check that arguments, and the environment, ask for nothing that a strategy can't honour.
+
+    Raises:
+        ValueError: If they do; the error names the key and says what to do instead.
+    """
+    for key, instead in _ALTERNATIVES.items():
+        if arguments.get(key) not in (None, False):
+            refuse(key, arguments[key], instead)
+    for variable in _VARIABLES:
+        if os.environ.get(variable, "").lower() in ("1", "true", "y"):
+            refuse(variable, os.environ[variable], _BACKEND)
+    stage = arguments.get("stage", "sft")
+    if stage not in TRAINERS:
+        refuse("stage", stage, f"it has not been tried with a strategy, only {', '.join(TRAINERS)} have")
+
+
+@contextmanager
+def _trainer_by(strategy: Strategy, stage: str) -> Iterator[None]:
+    """Return a context in which a stage makes trainers that shard by a strategy."""
+    from ._reference_models import prepare_references_by_strategy
+    from .transformers import use_strategy
+
+    prepare_references_by_strategy()
+    name = TRAINERS[stage]
+    modules = [importlib.import_module(f"llamafactory.train.{stage}.{each}") for each in ("trainer", "workflow")]
+    original = vars(modules[0])[name]
+    holders = [module for module in modules if vars(module).get(name) is original]  # a workflow may import it later
+    for module in holders:
+        setattr(module, name, use_strategy(original, strategy))
+    try:
+        yield
+    finally:
+        for module in holders:
+            setattr(module, name, original)
+
+
+if __name__ == "__main__":
+    main()

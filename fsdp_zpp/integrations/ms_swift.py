@@ -1,0 +1,98 @@
+"""ms-swift: trainers that shard their model by a strategy, from a file that ``--external_plugins`` names.
+
+    # strategy.py
+    from fsdp_zpp import Strategy
+    from fsdp_zpp.integrations.ms_swift import use_strategy
+
+    use_strategy(Strategy.mixzpp())
+
+    NPROC_PER_NODE=8 swift sft --external_plugins strategy.py --tuner_type lora ...
+
+ms-swift asks its factory for the class of its trainer; what that returns has a strategy then, by
+integrations/transformers.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_zpp.config.strategy import Strategy
+
+from ._requirement import require
+
+require("ms-swift", "4.6")
+
+from swift.trainers import TrainerFactory
+
+from . import transformers as hugging_face
+from ._reference_models import prepare_references_by_strategy
+from ._strategy_key import refuse
+
+__all__ = ["use_strategy"]
+
+TASKS = ("causal_lm", "dpo")
+"""Tasks, and kinds of RLHF, that have been tried with a strategy."""
+
+_FACTORY = "get_trainer_cls"
+_IS_REPLACED = "_fsdp_zpp_strategy"
+_OPTIMIZER = "it works on whole matrices, and a strategy leaves a shard of each on a rank: leave it out"
+
+_ALTERNATIVES = {
+    "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
+    "quant_method": "a strategy can't gather what it has packed: leave it out, and use Strategy.mixzpp(frozen=NF4())",
+    "use_swift_lora": "the strategy knows PEFT's adapters alone: leave it out",
+    "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and set NPROC_PER_NODE",
+}
+"""Arguments of ms-swift that ask for what a strategy can't honour, and what to do instead."""
+
+_OPTIMIZERS = ("galore", "muon", "muonclip")
+
+
+def use_strategy(strategy: Strategy) -> None:
+    """Make the trainers of this process shard their models by ``strategy``.
+
+    Args:
+        strategy: Where each model state lives and how each hop is encoded.
+
+    Raises:
+        TypeError: If ``strategy`` is not a ``Strategy``.
+        ValueError: If there is a strategy already.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+    original = getattr(TrainerFactory, _FACTORY)
+    if (present := getattr(original, _IS_REPLACED, None)) is not None:
+        raise ValueError(f"ms-swift's trainers have a strategy already, {present}")
+
+    def get_trainer_cls(args: Any) -> type:
+        check_arguments(args)
+        prepare_references_by_strategy()
+        trainer: type = hugging_face.use_strategy(original(args), strategy)
+        return trainer
+
+    setattr(get_trainer_cls, _IS_REPLACED, strategy)
+    setattr(TrainerFactory, _FACTORY, staticmethod(get_trainer_cls))
+
+
+def check_arguments(args: Any) -> None:
+    """Check that ms-swift's arguments ask for nothing that a strategy can't honour.
+
+    Raises:
+        ValueError: If they do; the error names the argument and says what to do instead.
+    """
+    for key, instead in _ALTERNATIVES.items():
+        if value := getattr(args, key, None):
+            refuse(key, value, instead)
+    if args.tuner_backend != "peft":
+        refuse("tuner_backend", args.tuner_backend, "unsloth trains in one process: leave it out")
+    if args.sequence_parallel_size > 1:
+        refuse(
+            "sequence_parallel_size",
+            args.sequence_parallel_size,
+            "ms-swift's sequence parallelism has not been tried with it: leave it out",
+        )
+    if args.optimizer in _OPTIMIZERS:
+        refuse("optimizer", args.optimizer, _OPTIMIZER)
+    task = getattr(args, "rlhf_type", None) or args.task_type
+    if task not in TASKS:
+        refuse("rlhf_type", task, f"it has not been tried with a strategy, only {', '.join(TASKS)} have")
