@@ -28,10 +28,9 @@ def notes_on_offload(budget: MemoryBudget) -> list[str]:
     if not offload.assumed:
         return [what, speed]
     options = " and ".join(f"{name} (--{name.replace('_', '-')})" for name in offload.assumed)
-    whether = "That is" if len(offload.assumed) == 2 else "Of these, one is"
+    which, them = ("That is", "them") if len(offload.assumed) == 2 else ("Of these, one is", "it")
     assumption = (
-        f"{whether} assumed, not measured: pass {options} as benchmarks/step/offload.py prints "
-        f"{'them' if len(offload.assumed) == 2 else 'it'} on your machine."
+        f"{which} assumed, not measured: pass {options} as benchmarks/step/offload.py prints {them} on your machine."
     )
     return [what, speed, assumption]
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ._torch_flat_parts import FlatPart
 from .full_tensors import FullTensor, Pending, gets, takes_part
+
+
+class _Range(NamedTuple):
+    """The values of a parameter that a rank of its group holds: where in the parameter, and where in the shard."""
+
+    owner: int
+    values: slice
+    in_shard: slice
 
 
 class PartOfFlat(FullTensor):
@@ -29,7 +39,7 @@ class PartOfFlat(FullTensor):
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        if to is None or part.has_other_axes:  # whose ranks need it, too, to gather along these
+        if to is None or part.has_other_axes:  # along which ranks that get nothing take part, too
             self._broadcast(pending, part.group)
         elif part.group is None:
             if gets(to):
@@ -42,49 +52,50 @@ class PartOfFlat(FullTensor):
         """Start to gather it on all ranks of ``group``; None means that this rank has all of it."""
         part, works = self._part, []
         out = torch.empty(part.shape.numel(), dtype=self.on_the_wire(pending.dtype), device=part.device)
-        for owner, values, within in self._ranges():
-            if group is None or owner == dist.get_rank(group):
-                out[values].copy_(part.shard[within])
+        for each in self._ranges():
+            if group is None or each.owner == dist.get_rank(group):
+                out[each.values].copy_(part.shard[each.in_shard])
             if group is not None:
-                source = dist.get_global_rank(group, owner)
-                works.append(dist.broadcast(out[values], source, group=group, async_op=True))
+                source = dist.get_global_rank(group, each.owner)
+                works.append(dist.broadcast(out[each.values], source, group=group, async_op=True))
         pending.out, pending.works = out, works
 
     def _send(self, pending: Pending, group: dist.ProcessGroup, to: int) -> None:
-        """Start to gather it on the global rank ``to`` alone; ranks send it what they have, and nothing to others."""
-        part, wire = self._part, self.on_the_wire(pending.dtype)
-        rank, receiver, ranges = dist.get_rank(group), dist.get_group_rank(group, to), self._ranges()
-        [own] = [part.shard[within] for owner, _, within in ranges if owner == rank] or [part.shard[:0]]
+        """Start to gather it on the global rank ``to`` alone, to which ranks send what they have."""
+        part, wire, ranges = self._part, self.on_the_wire(pending.dtype), self._ranges()
+        rank, receiver = dist.get_rank(group), dist.get_group_rank(group, to)
+        own = next((part.shard[each.in_shard] for each in ranges if each.owner == rank), part.shard[:0])
         if rank == receiver:
             pending.out = torch.empty(part.shape.numel(), dtype=wire, device=part.device)
-            for values in (values for owner, values, _ in ranges if owner == rank):
-                pending.out[values].copy_(own)  # casts without a copy beside it
+            for each in ranges:
+                if each.owner == rank:
+                    pending.out[each.values].copy_(own)  # casts without a copy beside it
             own = own[:0]
         own = own.to(part.device, wire)
-        before, after = ([r for r in ranges if r[0] < receiver], [r for r in ranges if r[0] > receiver])
-        for owners in filter(None, (before, after)):  # of each, ranges follow one another
-            sent, received = ([0] * dist.get_world_size(group) for _ in range(2))
-            if any(owner == rank for owner, _, _ in owners):
-                sent[receiver] = own.numel()
-            out = own.new_empty(0)
+        # What arrives lies before and after the receiver's own range: one collective for each, if there is any.
+        before, after = ([r for r in ranges if r.owner < receiver], [r for r in ranges if r.owner > receiver])
+        works, sent = [], []
+        for owners in filter(None, (before, after)):
+            chunk = own if any(each.owner == rank for each in owners) else own[:0]
+            out, received = own.new_empty(0), [0] * dist.get_world_size(group)
             if pending.out is not None:
-                out = pending.out[owners[0][1].start : owners[-1][1].stop]
-                for owner, values, _ in owners:
-                    received[owner] = values.stop - values.start
-            values_sent = own[: sent[receiver]]
-            work = dist.all_to_all_single(out, values_sent, received, sent, group=group, async_op=True)
-            pending.works, pending.sent = [*pending.works, work], [*pending.sent, values_sent, out]
+                out = pending.out[owners[0].values.start : owners[-1].values.stop]
+                for each in owners:
+                    received[each.owner] = each.values.stop - each.values.start
+            numels = [chunk.numel() * (other == receiver) for other in range(len(received))]
+            works.append(dist.all_to_all_single(out, chunk, received, numels, group=group, async_op=True))
+            sent += [chunk, out]
+        pending.works, pending.sent = works, sent
 
-    def _ranges(self) -> list[tuple[int, slice, slice]]:
-        """Return the ranks that hold values, each with their range in the parameter and in the rank's shard."""
-        start, in_shard = self._part.start, self._part.shard.numel()
+    def _ranges(self) -> list[_Range]:
+        """Return what ranks hold of it, in the order of ranks and of its values."""
+        start, length = self._part.start, self._part.shard.numel()
         stop = start + self._part.shape.numel()
-        owners = range(start // in_shard, -(-stop // in_shard)) if start < stop else range(0)
         ranges = []
-        for owner in owners:
-            first, last = max(start, owner * in_shard), min(stop, (owner + 1) * in_shard)
-            of_shard = slice(first - owner * in_shard, last - owner * in_shard)
-            ranges.append((owner, slice(first - start, last - start), of_shard))
+        for owner in range(start // length, -(-stop // length)) if start < stop else ():
+            first, last = max(start, owner * length), min(stop, (owner + 1) * length)
+            in_shard = slice(first - owner * length, last - owner * length)
+            ranges.append(_Range(owner, slice(first - start, last - start), in_shard))
         return ranges
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
