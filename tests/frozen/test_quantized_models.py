@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fsdp_zpp import NF4, Int8, Strategy, dequantize_frozen_params, quantize_frozen_params, save_adapter
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.frozen.modules import frozen_modules
-from fsdp_zpp.frozen.weight import FrozenWeight
+from fsdp_zpp.frozen.modules import frozen_sites
 
 AS_STORED = "as stored"
 CASES = {
@@ -230,17 +229,14 @@ def test_stacks_of_experts_in_different_orders_can_only_be_encoded_anew(tmp_path
     # By default, they alone are encoded anew, beside what is in full precision.
     model = checkpoints.make("qwen3").requires_grad_(False)
     report = quantize_frozen_params(model, checkpoint=tmp_path / "base")
-    anew = Int8(256)
-    encoded = {name for name, _, weight in frozen_modules(model) if weight.codec == anew}
-    assert {name.rpartition(".")[2] for name in encoded} == {"experts", "embed_tokens", "lm_head"}
-    assert report.stored == report.weights - sum(weight.codec == anew for weight in weights_of(model)) > 0
+    weights = {f"{path}.{name}": weight for path, _, name, weight in frozen_sites(model)}
+    encoded = {name for name, weight in weights.items() if weight.codec == Int8(256)}
+    # The inputs of the down projections are of one group.
+    assert {name.rpartition(".")[2] for name in encoded} == {"gate_up_proj", "weight"}
+    assert len(encoded) == 4
+    assert (report.weights, report.stored) == (10, 6)
     exact = checkpoints.dequantized("qwen3", tmp_path / "base")
     for name, parameter in moe.chosen(exact).items():
-        if name.rpartition(".")[0] in encoded:
-            lora.round_weight(parameter, anew)
+        if name in encoded:
+            lora.round_weight(parameter, Int8(256))
     assert torch.equal(llama.logits_of(model), llama.logits_of(exact))
-
-
-def weights_of(model: Any) -> set[FrozenWeight]:
-    """The frozen weights of a model, tied ones once."""
-    return {weight for _, _, weight in frozen_modules(model)}
