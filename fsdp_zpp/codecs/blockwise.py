@@ -18,10 +18,11 @@ from fsdp_zpp.kernels import (
 )
 
 from .base import Codec, check_block
+from .blocks import BlockCodec, blocks_of_layout
 
 
 @dataclass(frozen=True)
-class Blockwise(Codec):
+class Blockwise(BlockCodec):
     """Symmetric blockwise integers: each ``block`` of values has scale = absmax / qmax, so that no value clips.
 
     Args:
@@ -47,16 +48,15 @@ class Blockwise(Codec):
         """Return where codes and scales lie in a payload."""
         return PayloadLayout(self.bits, self.block)
 
-    @property
-    def block_numel(self) -> int:
-        return self.block
-
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
 
     def scales(self, payload: Tensor, numel: int) -> Tensor:
         """Return a view of the scales in a payload [chunks, nbytes(numel)]: fp32 [chunks, blocks]."""
         return self.layout.scales(payload, numel)
+
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        return blocks_of_layout(self.layout, payload, numel)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         return quantize(values, rows, cols, self.bits, self.block)

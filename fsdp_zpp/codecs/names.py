@@ -1,7 +1,8 @@
 """Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``, ``nf4``.
 
 A name may be followed by the codec's block, as in ``int8:256``; ``topk`` by fraction, bits and block, as in
-``topk:0.02:4:4096``. The last ones may be left out. ``as stored`` is for frozen weights: the codes that they have.
+``topk:0.02:4:4096``. The last ones may be left out. ``as stored`` and ``auto`` are for frozen weights: the codes that
+they have, and no codec, or ``int8``, for weights in full precision.
 
 A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 """
@@ -12,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .as_stored import AS_STORED, AsStored
+from .as_stored import NAMED, AsStored
 from .base import Codec
 from .blockwise import Int4, Int8
 from .delta import Int4Delta
@@ -45,8 +46,8 @@ def codec_from_name(value: object) -> Codec | None:
         raise TypeError(f"a codec is a name such as 'int8:256', a mapping such as {{codec: int8}}, or none: {value!r}")
     if value == "none":
         return None
-    if value == AS_STORED:
-        return AsStored()
+    if value in NAMED:
+        return NAMED[value]
     name, *numbers = value.split(":")
     cls, names = _class_of(name), _IN_NAMES.get(name, ("block",))
     arguments = {key: _number(key, number, value) for key, number in zip(names, numbers, strict=False)}
@@ -75,7 +76,7 @@ def name_of_codec(codec: Codec) -> str | dict[str, object]:
         TypeError: If it is not one of the library's codecs.
     """
     if isinstance(codec, AsStored):
-        return AS_STORED
+        return codec.name
     name = next((name for name, cls in CODECS.items() if cls is type(codec)), None)
     if name is None:
         raise TypeError(f"{codec!r} has no name; those with names are {', '.join(CODECS)}")

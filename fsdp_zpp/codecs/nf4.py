@@ -19,14 +19,15 @@ from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.kernels import PayloadLayout, dequantize_nf4_rows
 from fsdp_zpp.kernels.nf4 import levels_on
 
-from .base import Codec, Place, check_block
+from .base import Place, check_block
+from .blocks import BlockCodec, blocks_of_layout
 
 MIN_BLOCK = 64
 """Smallest block for which bitsandbytes has kernels on all devices."""
 
 
 @dataclass(frozen=True)
-class NF4(Codec):
+class NF4(BlockCodec):
     """16 levels from -1 to 1, dense around 0, times the absmax of a block; 0.5 + 4 / block bytes per value.
 
     For frozen weights. A block with a NaN or an infinity decodes to NaN. Codes and scales lie where those of
@@ -61,12 +62,11 @@ class NF4(Codec):
         """Return where codes and scales lie in a payload of whole blocks."""
         return PayloadLayout(4, self.block)
 
-    @property
-    def block_numel(self) -> int:
-        return self.block
-
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(self._padded(numel))
+
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        return blocks_of_layout(self.layout, payload, numel)
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
         chunks, numel = rows * cols, values.numel() // (rows * cols)

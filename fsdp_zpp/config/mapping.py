@@ -80,7 +80,7 @@ def mapping_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     mapping = dict(arguments)
     for key in _CODECS:
-        if mapping.get(key) not in (None, "auto"):
+        if mapping.get(key) is not None and not isinstance(mapping[key], str):
             mapping[key] = _at(key, name_of_codec, mapping[key])
     mapping["error_feedback"] = _fields_of(mapping.get("error_feedback"), "error_feedback", codec="dtype")
     if (local_steps := mapping.get("local_steps")) is not None:

@@ -61,7 +61,7 @@ class ResolvedStrategy:
         weights: Codec of the weight all-gather, if active.
         gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction, if active.
         error_feedback: Error feedback on the gradient codecs, if active.
-        frozen: Codec of frozen parameters.
+        frozen: Codec of frozen parameters that are in full precision.
         intra_codec: Codec of the intra-node hop of the gradient reduction, if it was named explicitly.
     """
 

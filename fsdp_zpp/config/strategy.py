@@ -6,9 +6,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, Unpack
 
-from fsdp_zpp.codecs.as_stored import as_codec
+from fsdp_zpp.codecs.as_stored import NAMED, AsStored, FrozenName, codec_of_frozen, codec_of_plain
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
@@ -46,8 +46,9 @@ class Strategy:
             ``gradients``: ``Int8`` with the same block if ``gradients`` is set and there are several nodes, else
             full precision.
         error_feedback: Error feedback on the gradient codecs.
-        frozen: Codec of frozen parameters, which are quantized once; ``"as stored"`` keeps the codes of layers that
-            another library has quantized, and leaves other parameters as they are.
+        frozen: Codec of frozen parameters, which are quantized once. ``"as stored"`` keeps the codes of layers that
+            another library has quantized, and leaves other parameters as they are; ``"auto"`` keeps them, too, and
+            encodes the others in ``Int8(256)``.
         local_steps: Local steps: nodes train on their own and exchange changes of weights every few steps, instead of
             gradients in every step. It has no effect on a single node. Each node needs all of the optimizer state, so
             the optimizer scope must be ``I`` or ``N``. Gradients are then sent between nodes only in synchronous
@@ -76,7 +77,7 @@ class Strategy:
     gradients: Codec | None = None
     intra_gradients: Codec | Literal["auto"] | None = "auto"
     error_feedback: LoCo | None = None
-    frozen: Codec | Literal["as stored"] | None = None
+    frozen: Codec | FrozenName | None = None
     local_steps: LocalSteps | None = None
     gpus_per_node: int | None = None
     overrides: Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...] = ()
@@ -84,9 +85,12 @@ class Strategy:
     def __post_init__(self) -> None:
         # Letters and types come first: the later checks rely on them.
         check_levels(self.levels)
-        object.__setattr__(self, "frozen", as_codec(self.frozen))
-        for name in ("weights", "gradients", "frozen"):
+        for name in ("weights", "gradients"):
             check_codec(name, getattr(self, name))
+        if isinstance(self.frozen, AsStored):
+            object.__setattr__(self, "frozen", self.frozen.name)
+        elif not isinstance(self.frozen, str) or self.frozen not in NAMED:
+            check_codec("frozen", self.frozen, also=f", {' or '.join(map(repr, NAMED))}")
         if self.intra_gradients != "auto":
             check_codec("intra_gradients", self.intra_gradients, also=' or "auto"')
         check_place("weights", self.weights, "weights")
@@ -152,6 +156,11 @@ class Strategy:
         """Return the codecs of the intra-node and the inter-node hop of the gradient reduction."""
         return intra_node_codec(self.intra_gradients, self.gradients), self.gradients
 
+    @property
+    def frozen_codec(self) -> Codec | None:
+        """Return the codec of frozen parameters, whether ``frozen`` is or names it."""
+        return codec_of_frozen(self.frozen)
+
     def resolve(self, topology: Topology) -> ResolvedStrategy:
         """Return the effective strategy on ``topology``: its scopes there, and the codecs that are active."""
         return resolve(
@@ -160,7 +169,7 @@ class Strategy:
             gradients=self.gradients,
             intra_gradients=self.intra_gradients,
             error_feedback=self.error_feedback,
-            frozen=cast(Codec | None, self.frozen),  # a str has been replaced
+            frozen=codec_of_plain(self.frozen_codec),
             topology=topology,
         )
 
@@ -191,8 +200,8 @@ class Strategy:
 
     @classmethod
     def mixzpp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
-        """Make MixZ++: ZeRO++ whose frozen weights are quantized once and stay quantized."""
-        return cls.zeropp(**StrategyArguments(frozen=Int8(256)) | arguments)
+        """Make MixZ++: ZeRO++ whose frozen weights are quantized once, unless they are already, and stay quantized."""
+        return cls.zeropp(**StrategyArguments(frozen="auto") | arguments)
 
     @classmethod
     def loco(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:

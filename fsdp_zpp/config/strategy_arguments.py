@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
+from fsdp_zpp.codecs.as_stored import FrozenName
 from fsdp_zpp.codecs.base import Codec
 
 from .error_feedback import LoCo
@@ -19,7 +20,7 @@ class StrategyArguments(TypedDict, total=False):
     gradients: Codec | None
     intra_gradients: Codec | Literal["auto"] | None
     error_feedback: LoCo | None
-    frozen: Codec | Literal["as stored"] | None
+    frozen: Codec | FrozenName | None
     local_steps: LocalSteps | None
     gpus_per_node: int | None
     overrides: Mapping[str, Any] | tuple[tuple[str, Any], ...]

@@ -14,11 +14,12 @@ from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.module_names import model_name
 
 from .base import FrozenBase
+from .packed_linear import PackedLinear
 from .placement import Placement
 from .report import FrozenReport
 from .selection import Candidate, Selection
 from .stored.format import StoredWeight
-from .weight import FrozenWeight, ReadRows
+from .weight import FrozenWeight, ReadValues
 
 Encoded = tuple[FrozenWeight, Tensor]
 """A frozen weight and its local payload."""
@@ -74,11 +75,12 @@ def quantize_selected(
         encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
     # Also if nothing was chosen now: parts of the model may have bases, which become one.
     base = FrozenBase.of(model) if selection.chosen or FrozenBase.below(model) else None
-    bytes_before, bytes_after = 0, 0
+    bytes_before, bytes_after, stored = 0, 0, 0
     for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
         assert base is not None
         bytes_before += candidate.parameter.nbytes
         bytes_after += row.nbytes
+        stored += isinstance(options.codec, AsStored) and weight.codec != options.codec.otherwise
         if candidate.packed is not None:
             candidate.packed.release()
         base.add(weight, row, candidate.sites)
@@ -93,12 +95,13 @@ def quantize_selected(
         bytes_after,
         selection.left_names,
         sum(parameter.numel() for parameter in left),
+        stored,
     )
     return report, base
 
 
 def encode_candidate(
-    candidate: Candidate, options: FrozenOptions, read: ReadRows | None = None, stored: StoredWeight | None = None
+    candidate: Candidate, options: FrozenOptions, read: ReadValues | None = None, stored: StoredWeight | None = None
 ) -> Encoded:
     """Quantize this rank's chunk of one weight, or keep it as it is stored.
 
@@ -106,7 +109,7 @@ def encode_candidate(
         candidate: The weight.
         options: How to quantize.
         read: Returns its values. Default: those in the model.
-        stored: Its codes, if the codec is to keep them. Default: those in the model.
+        stored: Its codes, if the codec keeps codes and they are not those in the model.
     """
     parameter = candidate.parameter
     own_dtype = parameter.dtype if candidate.packed is None else candidate.packed.dtype
@@ -114,21 +117,21 @@ def encode_candidate(
     # A model without values has no device yet either, and files are read on the CPU.
     kept_on = torch.device("cpu") if device.type == "meta" else device
     with torch.no_grad():
-        if isinstance(options.codec, AsStored):
-            stored = _stored_in_model(candidate, options, device) if stored is None else stored
-            codec = stored.format.codec
-        else:
-            stored, codec = None, options.codec
+        codec: Codec | None = options.codec
+        if isinstance(codec, AsStored):
+            if read is None and candidate.packed is not None:
+                stored = _stored_in_model(candidate.packed, options, device)
+            codec = codec.otherwise if stored is None else stored.format.codec
+        assert codec is not None, f"{candidate.name} is not stored quantized"
         weight = FrozenWeight(candidate.name, candidate.shape, options.dtype or own_dtype, codec, options.placement)
         if stored is not None:
-            return weight, stored.payload(options.placement.own_chunk, weight.chunk_numel).to(kept_on)
+            return weight, weight.keep(stored, kept_on)
         return weight, weight.encode(_reader(candidate, options, device) if read is None else read, kept_on)
 
 
-def _stored_in_model(candidate: Candidate, options: FrozenOptions, device: torch.device) -> StoredWeight:
+def _stored_in_model(packed: PackedLinear, options: FrozenOptions, device: torch.device) -> StoredWeight:
     """Return the codes that a packed weight has in the model, or in the first rank's. Collective."""
-    assert candidate.packed is not None, f"{candidate.name} is not packed"
-    stored = candidate.packed.stored
+    stored = packed.stored
     if options.broadcast is None:
         return stored
     # As in _reader: all of them, for each rank needs others.
@@ -137,19 +140,20 @@ def _stored_in_model(candidate: Candidate, options: FrozenOptions, device: torch
     return StoredWeight(stored.format, lambda first, last: whole[first:last])
 
 
-def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadRows:
-    """Return a function that reads rows of a weight: from the model, or from the first rank's. Collective."""
+def _reader(candidate: Candidate, options: FrozenOptions, device: torch.device) -> ReadValues:
+    """Return a function that reads values of a weight: from the model, or from the first rank's. Collective."""
     parameter = candidate.parameter
     if options.broadcast is None:
         if candidate.packed is not None:
-            return candidate.packed.rows
-        return lambda first, last: parameter[first:last]
+            return candidate.packed.stored.values
+        flat = parameter.detach().reshape(-1)
+        return lambda first, last: flat[first:last]
     group = options.broadcast
-    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs other rows.
+    # All values at once, though a rank keeps few of them: they are one rank's, and each rank needs others.
     if candidate.packed is not None:
-        whole = candidate.packed.rows(0, candidate.shape[0]).to(device)
+        whole = candidate.packed.stored.values(0, candidate.shape.numel()).to(device)
     else:
         whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
-    whole = whole.contiguous()
+    whole = whole.contiguous().view(-1)
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     return lambda first, last: whole[first:last]

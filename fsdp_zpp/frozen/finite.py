@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .weight import ReadRows, Sliceable
+from .weight import ReadValues, Sliceable
 
 
 def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
@@ -24,13 +24,13 @@ def refuse_infinite_values(values: Tensor, name: str, remedy: str) -> None:
         raise ValueError(f"{name} has values that are NaN or infinite, which no codec can represent; {remedy}")
 
 
-def finite_rows(read: ReadRows, name: str, remedy: str) -> ReadRows:
+def finite_values(read: ReadValues, name: str, remedy: str) -> ReadValues:
     """Wrap ``read`` so that it raises for NaN and infinite values, as :func:`refuse_infinite_values` does."""
 
     def checked(first: int, last: int) -> Tensor:
-        rows = read(first, last)
-        refuse_infinite_values(rows, name, remedy)
-        return rows
+        values = read(first, last)
+        refuse_infinite_values(values, name, remedy)
+        return values
 
     return checked
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_zpp.codecs.as_stored import AsStored
-from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
@@ -60,10 +59,9 @@ def quantize_for(
     """
     if not is_part:
         follow_strategy(module, mesh)
-    codec = strategy.frozen
+    codec = strategy.frozen_codec
     if codec is None:
         return {}
-    assert isinstance(codec, Codec)  # a str has been replaced
     options = FrozenOptions(
         codec,
         Placement(strategy.parameters, as_launched(mesh)),
@@ -72,7 +70,7 @@ def quantize_for(
         broadcast=broadcast,
     )
     selection = select(module, MIN_NUMEL, ignored, unpack=True)
-    if isinstance(codec, AsStored):
+    if codec == AsStored():
         selection.leave_plain()
     has_values = broadcast is None or mesh.rank == 0
     agree(mesh.group, lambda: selection.refuse_infinite() if has_values else None)

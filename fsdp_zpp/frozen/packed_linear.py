@@ -45,11 +45,6 @@ class PackedLinear:
         """Return the dtype that the weight had before, and dequantizes to."""
         return self.stored.format.dtype
 
-    @torch.no_grad()
-    def rows(self, first: int, last: int) -> Tensor:
-        """Decode rows, in fp32, so that they are rounded once."""
-        return self.stored.rows(first, last)
-
     def release(self) -> None:
         """Make the layers torch's own linear layers, which compute in the dtype of their input."""
         for module in self.modules:

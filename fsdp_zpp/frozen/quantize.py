@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_zpp.codecs.as_stored import AsStored, as_codec
+from fsdp_zpp.codecs.as_stored import NAMED, AsStored, FrozenName
 from fsdp_zpp.codecs.base import Codec, check_place
-from fsdp_zpp.codecs.blockwise import Int8
 from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.model_ranks import ranks_of
@@ -21,19 +20,20 @@ from fsdp_zpp.runtime.validation import DTYPES, check_module
 from .base import FrozenBase
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
 from .files.model_tensors import ModelTensor
-from .files.source import Source, source_from
+from .files.source import Source, WeightSource, source_from
 from .files.tensor_files import OTHER_FILES
-from .finite import finite_rows
+from .finite import finite_values
 from .modules import FrozenModule, frozen_sites, plain_class, unfreeze
 from .placement import place_base
 from .report import FrozenReport, log_report
 from .selection import PLAIN, Selection, select
+from .stored.format import NoStackError, StoredWeight
 from .weight import FrozenWeight
 
 
 def quantize_frozen_params(
     model: nn.Module,
-    codec: Codec | Literal["as stored"] | None = None,
+    codec: Codec | FrozenName = "auto",
     *,
     placement: str = "I",
     gpus_per_node: int | None = None,
@@ -59,7 +59,8 @@ def quantize_frozen_params(
         model: Any model with frozen parameters, such as a PEFT model. It may be on the meta device if there is a
             ``checkpoint``.
         codec: How weights are quantized. ``"as stored"`` keeps the codes of those that the checkpoint, or the model,
-            has quantized, and leaves all others as they are. Default: ``Int8(256)``.
+            has quantized, and leaves all others as they are; ``"auto"`` keeps them, too, and encodes the others in
+            ``Int8(256)``.
         placement: A parameter scope: ``I`` keeps the base in every node, sharded inside, and sends no byte between
             nodes; ``G`` shards it over all ranks until the first gather, which leaves each node a copy; ``N`` keeps
             all of it on every rank.
@@ -92,29 +93,34 @@ def quantize_frozen_params(
         >>> quantize_frozen_params(model, Int8(256))
         >>> model = FullyShardedDataParallel(model, sharding_strategy=Strategy.zeropp(), use_orig_params=True, ...)
     """
-    codec = _codec_of(codec)
+    chosen = _codec_of(codec)
     group = ranks_of(model, process_group)
     in_the_model = checkpoint is None and not sync_module_states
 
     def check() -> tuple[Selection, torch.device | None]:
-        _check_arguments(model, codec, min_numel, dtype)
+        _check_arguments(model, chosen, min_numel, dtype)
         selection = select(model, min_numel, ignored_params, unpack=True)
-        if checkpoint is None and isinstance(codec, AsStored):
-            selection.leave_plain()
+        if chosen == AsStored():
+            if checkpoint is None:
+                selection.leave_plain()
+            elif callable(checkpoint):
+                raise ValueError(
+                    f"codec={chosen!r} keeps the codes of files, and the checkpoint is a function; give a path"
+                )
         selection.refuse_sharded(
-            f"call quantize_frozen_params(model, {codec!r}) before you wrap the model, or wrap it with "
-            f"Strategy(..., frozen={codec!r}), which quantizes what it wraps"
+            f"call quantize_frozen_params(model, {chosen!r}) before you wrap the model, or wrap it with "
+            f"Strategy(..., frozen={chosen!r}), which quantizes what it wraps"
         )
         if in_the_model or (sync_module_states and group is not None and dist.get_rank(group) == 0):
             selection.refuse_infinite()
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)
-    facts = {"codec": codec, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
+    facts = {"codec": chosen, "placement": placement, "min_numel": min_numel, "dtype": dtype, "from": in_the_model}
     facts |= {"from a checkpoint": checkpoint is not None}
     selection.check_agreement("quantize_frozen_params", model, group, gpus_per_node, facts)
     options = FrozenOptions(
-        codec,
+        chosen,
         place_base(model, placement, group, gpus_per_node),
         kept_on,
         dtype,
@@ -133,16 +139,17 @@ def quantize_frozen_params(
     return report
 
 
-def _codec_of(codec: Codec | str | None) -> Codec:
-    """Return the codec that the argument ``codec`` stands for; what is none is checked later, on all ranks."""
-    given: Codec = as_codec(Int8(256) if codec is None else codec)  # type: ignore[assignment]
+def _codec_of(codec: object) -> Codec:
+    """Return the codec that a name stands for; what is none is refused later, on all ranks."""
+    given: Any = NAMED.get(codec, codec) if isinstance(codec, str) else codec
     return given
 
 
 def _check_arguments(model: object, codec: object, min_numel: object, dtype: object) -> None:
     check_module(model)
     if not isinstance(codec, Codec):
-        raise TypeError(f"codec must be a codec such as Int8(256) or Int4(128), got {codec!r}")
+        names = " or ".join(map(repr, NAMED))
+        raise TypeError(f"codec must be a codec such as Int8(256) or Int4(128), {names}, got {codec!r}")
     check_place("codec", codec, "frozen")
     if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
         raise ValueError(f"min_numel must be a positive int, got {min_numel!r}")
@@ -177,23 +184,30 @@ def _read(
                 f"{candidate.name} is on the meta device but is not part of the base, so it is not read from the "
                 "checkpoint; give it values first"
             )
-        if isinstance(options.codec, AsStored):
-            stored = None if tensor is None else source.stored(tensor)
-            if stored is not None:
-                encoded.append(encode_candidate(candidate, options, stored=stored))
-                continue
+        read, stored = None, None
+        if tensor is not None:
+            stored = _stored(source, tensor, options.codec)
+            read = finite_values(source.reader(tensor), f"the checkpoint's {tensor.name}", "give a complete one")
+        if stored is None and options.codec == AsStored():
             if tensor is not None:
                 tensors[id(candidate.parameter)] = tensor
             selection.leave(candidate, PLAIN)
             continue
-        read = (
-            None
-            if tensor is None
-            else finite_rows(source.reader(tensor), f"the checkpoint's {tensor.name}", "give a complete one")
-        )
-        encoded.append(encode_candidate(candidate, options, read))
+        encoded.append(encode_candidate(candidate, options, read, stored))
     others = [(tensor, source.read(tensor)) for tensor in tensors.values()]
     return _Read(encoded, others, source.summary())
+
+
+def _stored(source: WeightSource, tensor: ModelTensor, codec: Codec) -> StoredWeight | None:
+    """Return a tensor as it is stored, if the codec is to keep it so."""
+    if not isinstance(codec, AsStored):
+        return None
+    try:
+        return source.stored(tensor)
+    except NoStackError:
+        if codec.otherwise is None:
+            raise
+        return None
 
 
 def dequantize_frozen_params(model: nn.Module) -> int:

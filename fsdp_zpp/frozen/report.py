@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from fsdp_zpp.codecs.as_stored import AsStored
+from fsdp_zpp.codecs.as_stored import AsStored, codec_of_plain
 from fsdp_zpp.codecs.base import Codec
 
 from .placement import Placement
@@ -29,6 +29,7 @@ class FrozenReport:
         bytes_after: Bytes that this rank keeps of them.
         left: Names of frozen parameters that stay as they are, by the reason.
         parameters_left: The number of values of these parameters.
+        stored: The number of weights that were quantized already, and whose codes stay.
     """
 
     model: str
@@ -40,16 +41,24 @@ class FrozenReport:
     bytes_after: int
     left: dict[str, tuple[str, ...]]
     parameters_left: int
+    stored: int = 0
 
     def __str__(self) -> str:
         topology = self.placement.mesh.topology
-        kind = str(self.codec) if isinstance(self.codec, AsStored) else f"as {self.codec}"
         left = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in self.left.items())
         return (
-            f"{self.model}: frozen base {kind}, {_WHERE[self.placement.scope]} on {topology}: {self.weights} "
+            f"{self.model}: frozen base {self._encoded}, {_WHERE[self.placement.scope]} on {topology}: {self.weights} "
             f"weights, {self.parameters:,} parameters, {_size(self.bytes_before)} before, {_size(self.bytes_after)} a "
             f"GPU after; left as they are: {left or 'none'}"
         )
+
+    @property
+    def _encoded(self) -> str:
+        """Return how weights are encoded, as text."""
+        codec = codec_of_plain(self.codec)
+        if isinstance(codec, AsStored) or self.stored == self.weights > 0:
+            return "as stored"
+        return f"as {codec}" + (f", but {self.stored} of {self.weights} weights as stored" if self.stored else "")
 
 
 def log_report(reports: list[FrozenReport]) -> None:
@@ -75,6 +84,7 @@ def merge(reports: list[FrozenReport]) -> FrozenReport:
         sum(report.bytes_after for report in reports),
         left,
         sum(report.parameters_left for report in reports),
+        sum(report.stored for report in reports),
     )
 
 

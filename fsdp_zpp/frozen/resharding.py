@@ -13,6 +13,7 @@ import logging
 
 from torch import Tensor, nn
 
+from fsdp_zpp.codecs.blocks import BlockCodec
 from fsdp_zpp.collectives.devices import for_collectives
 from fsdp_zpp.collectives.hops import Traffic, hop_over
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
@@ -22,8 +23,7 @@ from fsdp_zpp.runtime.unit import unit_of
 from .base import UngroupedPayload
 from .modules import frozen_sites
 from .placement import Placement
-from .stored.codec import StoredCodec
-from .weight import FrozenWeight, Storable
+from .weight import FrozenWeight
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -81,7 +81,7 @@ def _lies_elsewhere(placement: Placement, mesh: ProcessMesh) -> bool:
 
 
 def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
-    if not isinstance(weight.codec, Storable | StoredCodec):
+    if not isinstance(weight.codec, BlockCodec):
         raise ValueError(
             f"{weight.name} is placed on {weight.placement.mesh.topology}, but the strategy that wraps it has "
             f"{mesh.topology}, and chunks encoded by {weight.codec} can't be re-cut; pass gpus_per_node="
@@ -92,14 +92,7 @@ def _check_movable(weight: FrozenWeight, mesh: ProcessMesh) -> None:
 def _move(weight: FrozenWeight, placement: Placement) -> None:
     """Re-cut the codes of a weight for another placement."""
     device = weight.device
-    if isinstance(weight.codec, StoredCodec):
-        records = weight.stored_records(_all_rows(weight))
-        weight.place(placement)
-        weight.holder = UngroupedPayload(weight.local_payload_from_records(records).to(device))
-        return
-    codes, scales = weight.codes_and_scales(_all_rows(weight))
-    weight.place(placement)
-    weight.holder = UngroupedPayload(weight.local_payload_from_slices(codes, scales).to(device))
+    weight.holder = UngroupedPayload(weight.recut(_all_rows(weight), placement).to(device))
 
 
 def _all_rows(weight: FrozenWeight) -> Tensor:

@@ -11,22 +11,23 @@ import torch
 from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.codecs.blocks import BlockCodec, copy_blocks
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.nf4 import NF4
-from fsdp_zpp.kernels import PayloadLayout
 from fsdp_zpp.runtime.unit import Communicator
 
 from .placement import Placement
-from .stored.codec import StoredCodec
+from .stored.format import StoredWeight
 
 Storable = Int8 | Int4 | NF4
-"""Codecs whose payloads can be cut into codes and scales and put together anew: for files, and for other placements."""
+"""Codecs whose payloads can be cut into codes and scales and put together anew, for files."""
 
-ReadRows = Callable[[int, int], Tensor]
-"""``read(first, last)`` returns rows ``first`` to ``last - 1`` of a weight, in any floating dtype, on any device.
+ReadValues = Callable[[int, int], Tensor]
+"""``read(first, last)`` returns the flat values ``first`` to ``last - 1`` of a weight, in any floating dtype, on any
+device."""
 
-A row of a stack of matrices is one of its matrices.
-"""
+_PIECE = 2**21
+"""Values that are read, and encoded, at a time."""
 
 
 @contextmanager
@@ -151,46 +152,71 @@ class FrozenWeight:
         row[start : start + 4 * (last - first)] = scales[first:last].view(torch.uint8)
         return row
 
-    def stored_records(self, rows: Tensor) -> Tensor:
-        """Return all records of a weight that is kept as it is stored, without padding.
+    def recut(self, rows: Tensor, placement: Placement) -> Tensor:
+        """Set another placement, and put this rank's chunk together anew.
 
         Args:
             rows: All chunks, uint8 [chunks, local_nbytes].
+            placement: The placement.
 
         Returns:
-            uint8 [groups, bytes of a group].
+            The local payload, uint8 [local_nbytes], on the device of ``rows``.
         """
-        assert isinstance(self.codec, StoredCodec)
-        return self.codec.records(rows, self.chunk_numel).flatten(0, 1)[: self.codec.groups(self.shape.numel())]
+        assert isinstance(self.codec, BlockCodec)
+        before = self.chunk_numel
+        self.place(placement)
+        row = rows.new_zeros(1, self.local_nbytes)
+        first = placement.own_chunk * self.chunk_numel // self.codec.block
+        copy_blocks(self.codec, rows, before, first, row, self.chunk_numel, 0)
+        return row[0]
 
-    def local_payload_from_records(self, records: Tensor) -> Tensor:
-        """Put this rank's chunk together from all records: uint8 [local_nbytes], on their device."""
-        assert isinstance(self.codec, StoredCodec)
-        groups = self.codec.groups(self.chunk_numel)
-        own = records[self.placement.own_chunk * groups :][:groups].reshape(-1)
-        row = records.new_zeros(self.local_nbytes)
-        row[: len(own)] = own
-        return row
-
-    def encode(self, read: ReadRows, device: torch.device) -> Tensor:
-        """Quantize this rank's chunk; only the rows that it lies in are read.
+    def encode(self, read: ReadValues, device: torch.device) -> Tensor:
+        """Quantize this rank's chunk; no other values are read.
 
         Returns:
             The local payload, uint8 [local_nbytes] on ``device``.
         """
-        numel = self.shape.numel()
-        row_numel = numel // self.shape[0]
+
+        def encoded(first: int, last: int, padded: int) -> Tensor:
+            values = read(first, last).detach().to(device) if first < last else torch.zeros(0, device=device)
+            if len(values) < padded:
+                values = torch.cat([values, values.new_zeros(padded - len(values))])
+            return self.codec.encode(values.contiguous(), 1, 1)
+
+        return self._in_pieces(encoded, device)
+
+    def keep(self, stored: StoredWeight, device: torch.device) -> Tensor:
+        """Return this rank's chunk as it is stored, uint8 [local_nbytes] on ``device``; no other codes are read."""
+        block = stored.format.group_numel
+
+        def kept(first: int, last: int, padded: int) -> Tensor:
+            return stored.payload(first // block, -(-last // block)).to(device).view(1, -1)
+
+        return self._in_pieces(kept, device)
+
+    def _in_pieces(self, make: Callable[[int, int, int], Tensor], device: torch.device) -> Tensor:
+        """Return this rank's chunk, of pieces of whole blocks, so that no more than a piece is in memory otherwise.
+
+        Args:
+            make: Returns the payload of values ``first`` to ``last - 1``, and of what completes their last block:
+                ``make(first, last, padded)`` is uint8 [1, nbytes(padded)].
+            device: The device of the chunk.
+        """
+        codec, numel = self.codec, self.shape.numel()
         # Chunks are equally long on all ranks, so the last ones may lie partly or wholly past the end of the weight.
         start = min(self.placement.own_chunk * self.chunk_numel, numel)
         end = min(start + self.chunk_numel, numel)
-        first, last = start // row_numel, -(-end // row_numel)
-        chunk = torch.zeros(0, device=device)
-        if start < end:
-            values = read(first, last)
-            chunk = values.detach().to(device).reshape(-1)[start - first * row_numel : end - first * row_numel]
-        if len(chunk) < self.chunk_numel:
-            chunk = torch.cat([chunk, chunk.new_zeros(self.chunk_numel - len(chunk))])
-        return self.codec.encode(chunk.contiguous(), 1, 1)[0]
+        if not isinstance(codec, BlockCodec):  # nothing says what parts its payload has
+            return make(start, end, self.chunk_numel)[0]
+        # Before the pieces: between rows that stay, an allocator could not use the memory of pieces again.
+        row = torch.zeros(1, self.local_nbytes, dtype=torch.uint8, device=device)
+        step = max(1, _PIECE // codec.block) * codec.block
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            padded = -(-(last - first) // codec.block) * codec.block
+            piece = make(first, last, padded)
+            copy_blocks(codec, piece, padded, 0, row, self.chunk_numel, (first - start) // codec.block)
+        return row[0]
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -219,29 +245,12 @@ class FrozenWeight:
     def dense_row(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Dequantize one matrix of a stack: it alone is decoded, unless blocks straddle two matrices. Collective."""
         index, numel = range(self.shape[0])[index], self.shape[1:].numel()  # the range resolves negative indices
-        if isinstance(self.codec, StoredCodec) and numel % self.codec.block == 0:
-            groups = self.codec.groups(numel)
-            records = self.stored_records(self.holder.gathered_payload(self, device))[index * groups :][:groups]
-            out = torch.empty(self.shape[1:], dtype=dtype, device=records.device)
-            self.codec.decode_into(records, out.view(-1))
-            return out
-        # NF4 has a layout, too: codes are only copied here, and its payload is laid out like any other.
-        layout: PayloadLayout | None = getattr(self.codec, "layout", None)
-        if layout is None or numel % layout.block:
+        codec = self.codec
+        if not isinstance(codec, BlockCodec) or numel % codec.block:
             return self.dense(dtype, device)[index]
         rows = self.holder.gathered_payload(self, device)
-        payload = rows.new_empty(1, self.codec.nbytes(numel))
-        written = 0
-        while written < numel:  # a matrix may lie in several chunks
-            chunk, first = divmod(index * numel + written, self.chunk_numel)
-            count = min(self.chunk_numel - first, numel - written)
-            source = rows[chunk : chunk + 1]
-            # Chunks and matrices are whole blocks, so these counts are, too: in bytes for codes, in blocks for scales.
-            at, of, n = (layout.codes_nbytes(values) for values in (written, first, count))
-            layout.codes(payload, numel)[:, at : at + n] = layout.codes(source, self.chunk_numel)[:, of : of + n]
-            at, of, n = (values // layout.block for values in (written, first, count))
-            layout.scales(payload, numel)[:, at : at + n] = layout.scales(source, self.chunk_numel)[:, of : of + n]
-            written += count
+        payload = rows.new_empty(1, codec.nbytes(numel))
+        copy_blocks(codec, rows, self.chunk_numel, index * numel // codec.block, payload, numel, 0)
         out = torch.empty(self.shape[1:], dtype=dtype, device=rows.device)
-        self.codec.decode(payload, out.view(-1), 1, 1)
+        codec.decode(payload, out.view(-1), 1, 1)
         return out

@@ -44,14 +44,12 @@ _HSDP = "leave it out; fsdp_zpp: {levels: III, gpus_per_node: the size of a repl
 _TENSOR = "the accelerate that axolotl pins can't clip gradients of several meshes together: leave it out"
 _CONTEXT = "axolotl's own ring attention has not been tried with a strategy: leave it out"
 _EXPERTS = "axolotl shards experts itself for it, by torch's own FSDP: leave it out"
-_FROZEN = "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: {frozen: %s}"
+_FROZEN = "leave it out, or have the strategy take over what bitsandbytes packs: fsdp_zpp: {frozen: as stored}"
 
 _ALTERNATIVES = {
     "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
     "fsdp": "axolotl has deprecated it, and the strategy decides what is sharded: leave it out",
     "dp_shard_size": _LEVELS,
-    "load_in_4bit": (_FROZEN % "nf4") + " with adapter: lora for QLoRA",
-    "load_in_8bit": _FROZEN % "int8:256",
     "gptq": "a strategy can't gather what GPTQ has packed: start from the base that was quantized, with frozen: nf4",
     "fp32_norms": "axolotl shards norms itself for it, and a strategy shards the whole model: leave it out",
     "fp8_enable_fsdp_float8_all_gather": "a strategy gathers the weights: leave it out, and write weights: int8:256",
@@ -59,6 +57,9 @@ _ALTERNATIVES = {
     "layer_offloading": "frozen weights are sharded, or quantized with frozen: nf4, so leave it out",
 }
 """Keys of axolotl that ask for what a strategy can't honour, and what to do instead."""
+
+_PACKED = ("load_in_4bit", "load_in_8bit")
+"""Keys that have bitsandbytes pack layers, which a base takes over."""
 
 _SIZES = {
     "dp_replicate_size": _HSDP,
@@ -174,6 +175,9 @@ def check_configuration(config: Configuration) -> None:
     for key, instead in _SIZES.items():
         if (config.get(key) or 1) > 1:
             refuse(key, config[key], instead)
+    for key in _PACKED:
+        if config.get(key) and not quantizes(strategy_of(config["fsdp_zpp"])):
+            refuse(key, config[key], _FROZEN)
     _check_fsdp(config)
     _check_training(config)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from fsdp_zpp.codecs.as_stored import FrozenName
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
@@ -64,7 +65,9 @@ def of_torch(cluster: Cluster, work: StepConfig) -> Iterator[Candidate]:
         yield Candidate(planned, "HYBRID_SHARD", "HYBRID_SHARD", instead=(hybrid, full))
 
 
-def presets(size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec | None) -> Iterator[Candidate]:
+def presets(
+    size: ModelSize, cluster: Cluster, work: StepConfig, frozen: Codec | FrozenName | None
+) -> Iterator[Candidate]:
     """Return presets with their codecs: of ZeRO++, and of MixZ++ if parts of the model are frozen.
 
     Args:
@@ -99,15 +102,15 @@ def _with_codecs(accumulates: bool, several_nodes: bool) -> Iterator[Candidate]:
         yield Candidate(Strategy.zeropp(levels=levels), f"zeropp {levels}")
 
 
-def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec]) -> Iterator[Candidate]:
+def _with_quantized_base(accumulates: bool, codecs: Iterable[Codec | FrozenName]) -> Iterator[Candidate]:
     for index, codec in enumerate(codecs):
-        name = "mixzpp" if codec == Int8(256) else f"mixzpp {codec}"
+        name = "mixzpp" if codec in ("auto", Int8(256)) else f"mixzpp {codec}"
         yield Candidate(Strategy.mixzpp(frozen=codec), name, coarser=index > 0)
         if accumulates:
             yield Candidate(Strategy.mixzpp(frozen=codec, levels="IIG"), f"{name} IIG", coarser=index > 0)
 
 
-def _base_codecs() -> Iterator[Codec]:
-    yield Int8(256)
+def _base_codecs() -> Iterator[Codec | FrozenName]:
+    yield "auto"  # which is Int8(256) for the weights that a plan knows of
     # NF4 is as small and closer to the weights, but its kernels are those of bitsandbytes.
     yield Int4(128) if find_spec("bitsandbytes") is None else NF4(64)

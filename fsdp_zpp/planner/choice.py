@@ -65,7 +65,7 @@ def _plainest(estimates: list[Estimate]) -> Estimate:
 def _is_lossy(estimate: Estimate) -> bool:
     """Return whether a codec rounds what is sent or kept."""
     strategy = estimate.strategy
-    codecs = strategy.weights, strategy.gradients, strategy.intra_gradients, strategy.frozen
+    codecs = strategy.weights, strategy.gradients, strategy.intra_gradients, strategy.frozen_codec
     return any(isinstance(codec, Codec) for codec in codecs)
 
 

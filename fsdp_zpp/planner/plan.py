@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
+from fsdp_zpp.codecs.as_stored import FrozenName
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
@@ -54,7 +55,7 @@ def plan(
     gradients: Codec | None = None,
     intra_gradients: Codec | Literal["auto"] | None = "auto",
     error_feedback: LoCo | None = None,
-    frozen: Codec | None = None,
+    frozen: Codec | FrozenName | None = None,
     local_steps: LocalSteps | None = None,
     compute: torch.dtype = Precision.compute,
     reduce: torch.dtype = Precision.reduce,
@@ -213,8 +214,7 @@ def make_plan(
     """Return the plan of arguments that are checked already. The letters of ``codecs`` do not matter."""
     parts = parts_of(size, cluster, axes, experts)
     letters = lettered(codecs, cluster, local_steps)
-    frozen = cast(Codec | None, codecs.frozen)  # a str has been replaced
-    named = [*of_torch(cluster, work), *with_presets(size, cluster, work, frozen)] if presets else []
+    named = [*of_torch(cluster, work), *with_presets(size, cluster, work, codecs.frozen)] if presets else []
     asked = size, cluster, axes, work, budget, precision
     estimates = tuple(estimate_of(candidate, parts, *asked) for candidate in letters)
     rows = (*(estimate_of(candidate, parts, *asked) for candidate in named), *estimates)

@@ -31,7 +31,7 @@ from fsdp_zpp import Int8, LoCo, Strategy
         ({"stage": 3, "zero_quantized_weights": True}, Strategy("GGG", weights=Int8(256))),
         ({"stage": 1, "zero_quantized_weights": False}, Strategy("NNG")),
         (QUANTIZED, Strategy("GGG", **INT4_BOTH)),
-        ({"stage": 3, "zero_quantized_nontrainable_weights": True}, Strategy("GGG", frozen=Int8(256))),
+        ({"stage": 3, "zero_quantized_nontrainable_weights": True}, Strategy("GGG", frozen="auto")),
         ({"stage": 3, "mics_shard_size": 4}, Strategy("III", gpus_per_node=4)),
         ({"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}, Strategy.mics(gpus_per_node=4)),
         ({"stage": 3, "mics_shard_size": -1}, Strategy("GGG")),

@@ -58,20 +58,20 @@ def from_checkpoint(adapter: Adapter, codec: Codec, path: str) -> tuple[bool, in
     """In a worker: whether a model without values comes out as the oracle, and the most values read at once."""
     sizes: list[int] = []
 
-    original = TensorFiles.rows
+    original = TensorFiles.values
 
     def watched(self: TensorFiles, key: str, first: int, last: int) -> Tensor:
         read = original(self, key, first, last)
         sizes.append(read.numel())
         return read
 
-    TensorFiles.rows = watched  # type: ignore[method-assign]
+    TensorFiles.values = watched  # type: ignore[method-assign]
     try:
         model = on_meta()
         quantize_frozen_params(model, codec, checkpoint=path, gpus_per_node=2)
         model = llama.adapt(model, {"default": "lora"})
     finally:
-        TensorFiles.rows = original  # type: ignore[method-assign]
+        TensorFiles.values = original  # type: ignore[method-assign]
     model = llama.shard(adapter, model, Strategy("IGG", gpus_per_node=2))
     alone = llama.adapt(llama.rounded_base(codec), {"default": "lora"})
     largest = llama.VOCABULARY * llama.CONFIG["hidden_size"]

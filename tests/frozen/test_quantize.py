@@ -67,7 +67,7 @@ def test_quantizing_by_a_strategy_logs_one_line(pool: Callable[[int], Pool], ada
     assert "frozen base as int8(256), sharded inside nodes on 2 nodes x 2: 8 weights" in first[1][1]
     nothing, *_ = pool(4).run(logged, adapter, False)
     assert [line for level, line in nothing if level == "WARNING"] == [
-        "Net: frozen=int8(256) is NOT active: no frozen weight can or should be quantized"
+        "Net: frozen=auto is NOT active: no frozen weight can or should be quantized"
     ]
 
 
@@ -118,7 +118,7 @@ def refusals_of(adapter: Adapter) -> dict[str, Refusal]:
                 net=lambda: adapter.shard(lora.make_net(), Case(), Strategy(gpus_per_node=2)), sync_module_states=True
             ),
             ValueError,
-            "is sharded by FSDP already; call quantize_frozen_params(model, Int8(block=256)) before you wrap",
+            "is sharded by FSDP already; call quantize_frozen_params(model, 'auto') before you wrap",
         ),
     }
 

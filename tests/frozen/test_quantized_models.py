@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fsdp_zpp import NF4, Int8, Strategy, dequantize_frozen_params, quantize_frozen_params, save_adapter
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.frozen.modules import frozen_sites
 
 AS_STORED = "as stored"
 CASES = {
@@ -159,12 +160,11 @@ def test_an_adapter_loads_in_peft_beside_the_same_checkpoint(
 def test_weights_equal_those_that_transformers_dequantizes(kind: str, format: str, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path, kind, format)
     theirs = owners_model(folder, checkpoints.FORMATS[format].config)
-    for codec in (AS_STORED, None):
+    for smallest in (1, 10**9):
         ours = checkpoints.make(kind).bfloat16().requires_grad_(False)
-        # What is not encoded at all is decoded all the same.
-        smallest = 1 if codec else 10**9
-        quantize_frozen_params(ours, codec, checkpoint=folder, min_numel=smallest)
-        assert bool(dequantize_frozen_params(ours)) == bool(codec)
+        # What is not kept, or encoded, is decoded all the same.
+        quantize_frozen_params(ours, AS_STORED if smallest == 1 else Int8(64), checkpoint=folder, min_numel=smallest)
+        assert bool(dequantize_frozen_params(ours)) == (smallest == 1)
         for name, value in theirs.state_dict().items():
             assert torch.equal(ours.state_dict()[name], value.to(torch.bfloat16)), name  # routers stay in fp32 there
 
@@ -226,3 +226,17 @@ def test_stacks_of_experts_in_different_orders_can_only_be_encoded_anew(tmp_path
     assert frozen_files.snapshot(model) == before
     quantize_frozen_params(model, Int8(64), checkpoint=tmp_path / "base")
     assert torch.equal(llama.logits_of(model), llama.logits_of(oracle("qwen3", str(tmp_path), Int8(64))))
+    # By default, they alone are encoded anew, beside what is in full precision.
+    model = checkpoints.make("qwen3").requires_grad_(False)
+    report = quantize_frozen_params(model, checkpoint=tmp_path / "base")
+    weights = {f"{path}.{name}": weight for path, _, name, weight in frozen_sites(model)}
+    encoded = {name for name, weight in weights.items() if weight.codec == Int8(256)}
+    # The inputs of the down projections are of one group.
+    assert {name.rpartition(".")[2] for name in encoded} == {"gate_up_proj", "weight"}
+    assert len(encoded) == 4
+    assert (report.weights, report.stored) == (10, 6)
+    exact = checkpoints.dequantized("qwen3", tmp_path / "base")
+    for name, parameter in moe.chosen(exact).items():
+        if name in encoded:
+            lora.round_weight(parameter, Int8(256))
+    assert torch.equal(llama.logits_of(model), llama.logits_of(exact))

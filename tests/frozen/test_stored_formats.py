@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,18 @@ from fsdp_zpp import (
     save_frozen_params,
 )
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives.mesh import ProcessMesh
+from fsdp_zpp.config.topology import Topology
 from fsdp_zpp.frozen.files.decoded_files import DecodedFiles
 from fsdp_zpp.frozen.files.identity import check_base, describe_base
 from fsdp_zpp.frozen.files.tensor_files import TensorFiles
 from fsdp_zpp.frozen.modules import FrozenModule
+from fsdp_zpp.frozen.placement import Placement
 from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stored_in
 from fsdp_zpp.frozen.stored.fp8 import Fp8
+from fsdp_zpp.frozen.weight import FrozenWeight
 
+DEVICE = torch.device("cpu")
 QUANTIZED = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -101,11 +107,17 @@ def stored_weight(folder: Path, key: str) -> StoredWeight:
     return found
 
 
+def rows(weight: StoredWeight, first: int, last: int) -> Tensor:
+    """Some rows of a weight; a row of a stack is one of its matrices."""
+    row = weight.shape[1:].numel()
+    return weight.values(first * row, last * row).view(-1, *weight.shape[1:])
+
+
 def test_any_rows_are_read_alone(checkpoint: Path) -> None:
     weight = stored_weight(checkpoint, QUANTIZED)
     expected = stored.decoded(checkpoint)[QUANTIZED]
     for first, last in ((0, 1), (5, 9), (60, 128), (127, 128), (3, 3)):
-        assert torch.equal(weight.rows(first, last), expected[first:last])
+        assert torch.equal(rows(weight, first, last), expected[first:last])
 
 
 def test_nf4_is_kept_by_the_librarys_own_codec(tmp_path: Path) -> None:
@@ -174,14 +186,17 @@ def test_fp8_in_blocks_that_end_within_a_weight(shape: tuple[int, ...], block: t
     kept, parts = fp8_weight(shape, block, scales)
     expected = by_definition(parts["codes"], scales, block)
     weight = stored_in(kept, parts)
-    assert torch.equal(weight.rows(0, shape[0]), expected)
-    assert torch.equal(weight.rows(1, 2), expected[1:2])
+    assert torch.equal(rows(weight, 0, shape[0]), expected)
+    assert torch.equal(rows(weight, 1, 2), expected[1:2])
     # In chunks, as ranks hold them.
     for chunks in (1, 3):
-        numel = -(-kept.groups // chunks) * kept.group_numel
-        rows = torch.stack([weight.payload(chunk, numel) for chunk in range(chunks)])
-        out = torch.empty(chunks * numel)
-        kept.codec.decode_rows(rows, out)
+        mesh = ProcessMesh(Topology(chunks, chunks), 0, None, None)
+        payloads = []
+        for rank in range(chunks):
+            place = Placement("I", dataclasses.replace(mesh, rank=rank))
+            payloads.append(FrozenWeight("a", kept.shape, torch.float32, kept.codec, place).keep(weight, DEVICE))
+        out = torch.empty(chunks * place.chunk_numel(expected.numel(), kept.codec))
+        kept.codec.decode_rows(torch.stack(payloads), out)
         assert torch.equal(out[: expected.numel()].view(shape), expected)
 
 
@@ -194,7 +209,7 @@ def test_fp8_with_one_scale_for_all_or_for_each_matrix() -> None:
         block = (128, 200) if len(shape) == 2 else shape[-2:]
         kept, parts = fp8_weight(shape, block, scales)
         expected = parts["codes"].float() * (scales if scales.dim() != 1 else scales.view(3, 1, 1))
-        assert torch.equal(stored_in(kept, parts).rows(0, shape[0]), expected)
+        assert torch.equal(rows(stored_in(kept, parts), 0, shape[0]), expected)
 
 
 # ---- experts
@@ -249,7 +264,7 @@ def test_matrices_that_end_within_a_block_can_only_be_encoded_anew(tmp_path: Pat
     model = stored.empty(tmp_path)
     quantize_frozen_params(model, Int8(64), checkpoint=tmp_path)
     name = "model.layers.1.mlp.experts.{}.gate_proj.weight"
-    expected = stored_weight(tmp_path, name.format(3)).rows(0, 96)
+    expected = rows(stored_weight(tmp_path, name.format(3)), 0, 96)
     dequantize_frozen_params(model)
     ours = model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")[3, :96]
     assert (ours - expected).abs().max() < expected.abs().max() / 100

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from harness import llama, lora, models
 from harness.adapter import Adapter
-from harness.covering import ADAPTERS, over_pairs
+from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.messages import collected
 from harness.pool import Pool
-from packed_model import WIDTH, packed_linear
+from packed_model import WIDTH, make, packed_linear, x
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Linear
 
 from fsdp_zpp import NF4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.frozen.modules import FrozenModule
+from fsdp_zpp.frozen.modules import FrozenModule, frozen_modules
 
 
 def four_bits(**options: Any) -> tuple[nn.Module, Tensor]:
@@ -101,6 +102,41 @@ def test_as_stored_leaves_plain_layers() -> None:
     assert ": frozen base as stored, " in str(report)
 
 
+def test_by_default_packed_layers_stay_as_stored_and_plain_ones_are_encoded() -> None:
+    (packed, expected), plain = eight_bits(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    model = nn.Sequential(packed, plain.to(models.device()))
+    report = quantize_frozen_params(model, dtype=torch.float32)
+    assert (report.weights, report.stored) == (2, 1)
+    assert ": frozen base as int8(256), but 1 of 2 weights as stored, " in str(report)
+    assert torch.equal(model[0].weight.dequantize(), expected)
+    assert model[1].weight.frozen.codec == Int8(256)
+    alone = nn.Sequential(eight_bits()[0])
+    assert ": frozen base as stored, " in str(quantize_frozen_params(alone))
+
+
+def logged(adapter: Adapter) -> tuple[list[str], list[str], int]:
+    """In a worker: codecs, and what is logged, of a model with packed layers under MixZ++; bytes of a packed chunk."""
+    model = make()
+    with collected() as records:
+        sharded = adapter.wrap(model, Strategy.mixzpp(gpus_per_node=2))
+        with torch.no_grad():
+            sharded(x())
+    weights = {path: weight for path, _, weight in frozen_modules(sharded)}
+    codecs = [str(weight.codec) for weight in weights.values()]
+    return codecs, [line for _, line in records], next(iter(weights.values())).local_nbytes
+
+
+@over_adapters
+def test_mixzpp_does_not_encode_packed_layers_anew(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    results = pool(4).run(logged, adapter)
+    for codecs, _, nbytes in results:
+        assert codecs == ["nf4(64)", "nf4(64)", "int8(256)"]
+        assert nbytes == WIDTH * WIDTH // 2 * (1 / 2 + 4 / 64)  # a rank of two has half
+    assert any(
+        "frozen base as int8(256), but 2 of 3 weights as stored, sharded inside" in line for line in results[0][1]
+    )
+
+
 def test_an_adapter_on_a_layer_of_eight_bits_works_on() -> None:
     layer, _ = eight_bits()
     model = nn.Sequential(layer)
@@ -150,9 +186,9 @@ def test_a_loaded_model_is_taken_over_by_its_strategy(
 def broadcast(codec: Any) -> list[bool]:
     """In a worker: whether layers have the first rank's values, which other ranks' differ from."""
     same = []
-    for make in (eight_bits, fp8):
-        layer, _ = make(seed=dist.get_rank())
-        expected = make(seed=0)[1]
+    for layer_of in (eight_bits, fp8):
+        layer, _ = layer_of(seed=dist.get_rank())
+        expected = layer_of(seed=0)[1]
         quantize_frozen_params(layer, codec, min_numel=1, gpus_per_node=2, sync_module_states=True, dtype=torch.float32)
         weight = layer.weight.dequantize()
         same.append(

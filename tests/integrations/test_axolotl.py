@@ -215,8 +215,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp_replicate_size": 2}, "dp_replicate_size: 2 .*levels: III, gpus_per_node"),
     ({"dp_shard_size": 2}, "dp_shard_size: 2 .* set levels and gpus_per_node"),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 .* leave it out"),
-    ({"adapter": "qlora", "load_in_4bit": True}, "load_in_4bit: True .*frozen: nf4} with adapter: lora"),
-    ({"load_in_8bit": True}, "load_in_8bit: True .*frozen: int8:256"),
+    ({"adapter": "qlora", "load_in_4bit": True, "fsdp_zpp": "zeropp"}, "load_in_4bit: True .*frozen: as stored}"),
+    ({"load_in_8bit": True, "fsdp_zpp": "zeropp"}, "load_in_8bit: True .*frozen: as stored}"),
     ({"torch_compile": True}, "torch_compile: True .* leave it out"),
     ({"optimizer": "muon"}, "optimizer: 'muon' .* such as adamw_torch_fused"),
     ({"unfrozen_parameters": ["^lm_head.weight$[:64]"]}, "unfrozen_parameters: .* name whole parameters"),
@@ -262,6 +262,17 @@ def test_axolotl_is_told_of_fsdp2_where_there_are_several_processes(monkeypatch:
     cfg = validated({})  # axolotl preprocess, merge-lora and inference
     assert cfg.fsdp_config is None
     assert all(cfg[kernel] is False for kernel in NO_KERNELS)
+
+
+@pytest.mark.parametrize("frozen", ["as stored", "auto", "nf4"])
+@pytest.mark.parametrize("loaded", [{"adapter": "qlora", "load_in_4bit": True}, {"load_in_8bit": True}], ids=str)
+def test_a_base_takes_over_what_bitsandbytes_packs(
+    monkeypatch: pytest.MonkeyPatch, loaded: dict[str, Any], frozen: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    cfg = validated({**loaded, "fsdp_zpp": {"preset": "zeropp", "frozen": frozen}})
+    assert {key: cfg[key] for key in loaded} == loaded
+    assert cfg.fsdp_version == 2
 
 
 def test_without_the_plugin_nothing_is_checked() -> None:

@@ -172,7 +172,7 @@ def test_dtypes_and_sizes_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> 
         ([*JOB, "--weights", "int7"], "'int7' is not a codec; allowed are none, int8, int4"),
         ([*JOB, "--weights", "int8:"], "'int8:' is not a codec"),
         ([*JOB, "--weights", "int8:100"], "a block is a power of two"),
-        ([*JOB, "--weights", "auto"], "'auto' is not a codec"),
+        ([*JOB, "--weights", "auto"], "weights can't be 'auto', which is for frozen weights alone"),
         ([*JOB, "--compute", "int8"], "'int8' is not a dtype; allowed are fp32, bf16, fp16"),
         ([*JOB, "--tokens", "4096"], "give both"),
         ([*JOB, "--frozen", "int8", "--frozen-storage", "bf16"], "has no meaning"),

@@ -43,7 +43,7 @@ logger = logging.getLogger("fsdp_zpp")
 _CODECS: dict[str, StrategyArguments] = {
     "zero_quantized_weights": {"weights": Int8(256)},
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
-    "zero_quantized_nontrainable_weights": {"frozen": Int8(256)},
+    "zero_quantized_nontrainable_weights": {"frozen": "auto"},
 }
 _OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload")
 _ZERO_KEYS = (

@@ -64,15 +64,17 @@ class DecodedFiles:
             return self._files.header(key)
         return Header(tuple(self._stored[key].shape), self._stored[key].dtype)
 
-    def rows(self, key: str, first: int, last: int) -> Tensor:
-        """Copy rows ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
+    def values(self, key: str, first: int, last: int) -> Tensor:
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
         stored = self.stored(key)
-        return self._files.rows(key, first, last) if stored is None else stored.rows(first, last)
+        return self._files.values(key, first, last) if stored is None else stored.values(first, last)
 
     def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Copy a tensor, in ``dtype`` if it is stored quantized, so that its values are rounded once."""
         stored = self.stored(key)
-        return self._files.read(key) if stored is None else stored.rows(0, stored.shape[0], dtype)
+        if stored is None:
+            return self._files.read(key)
+        return stored.values(0, stored.shape.numel(), dtype).view(stored.shape)
 
     def _first(self, key: str) -> str:
         return next(iter(self._stored[key].keys.values())) if key in self._stored else key

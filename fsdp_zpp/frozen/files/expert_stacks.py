@@ -82,26 +82,34 @@ class StackedFiles:
             )
         return Header((len(matrices), sum(part.shape[0] for part in matrices[0]), *first.shape[1:]), first.dtype)
 
-    def rows(self, key: str, first: int, last: int) -> Tensor:
-        """Copy rows ``first`` to ``last - 1`` of a tensor; those of a stack are its matrices."""
+    def values(self, key: str, first: int, last: int) -> Tensor:
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, fp32 if it is stored quantized."""
         if key in self._files or key not in self._stacks:
-            return self._files.rows(self.parts(key)[0], first, last)
-        return self._stack(self._stacks[key][first:last], torch.float32)
+            return self._files.values(self.parts(key)[0], first, last)
+        # All matrices have the shape of the first: the header says so.
+        sizes = [torch.Size(self._files.header(part).shape).numel() for part in self._stacks[key][0]]
+        pieces = []
+        for matrix in range(first // sum(sizes), -(-last // sum(sizes))):
+            start = matrix * sum(sizes)
+            for part, size in zip(self._stacks[key][matrix], sizes, strict=True):
+                if first < start + size and start < last:
+                    pieces.append(self._files.values(part, max(first - start, 0), min(last - start, size)))
+                start += size
+        return torch.cat(pieces)
 
     def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Copy a tensor, in ``dtype`` if it is stored quantized."""
         if key in self._files or key not in self._stacks:
             return self._files.read(self.parts(key)[0], dtype)
-        return self._stack(self._stacks[key], dtype)
-
-    def _stack(self, matrices: list[list[str]], dtype: torch.dtype) -> Tensor:
+        matrices = self._stacks[key]
         return torch.stack([torch.cat([self._files.read(part, dtype) for part in matrix]) for matrix in matrices])
 
     def stored(self, key: str) -> StoredWeight | None:
         """Return a weight that is stored quantized; None for any other tensor.
 
         Raises:
-            ValueError: If its matrices can't be put together without being decoded.
+            NoStackError: If its matrices can't be put together without being decoded.
+            ValueError: If only some of them are stored quantized.
         """
         if key in self._files or key not in self._stacks:
             return self._files.stored(self.parts(key)[0])

@@ -55,7 +55,7 @@ class StoredWeight:
         if isinstance(weight.codec, StoredCodec):
             raise ValueError(
                 f"{weight.name} is kept {weight.codec}, and its codes are in the checkpoint that it was read from: "
-                "instead of saving them again, read that checkpoint again with codec='as stored'"
+                "instead of saving them again, read that checkpoint again, or name a codec in quantize_frozen_params"
             )
         kind = type(weight.codec).__name__
         # By identity: a user's codec of the same name, or a subclass, may decode otherwise.

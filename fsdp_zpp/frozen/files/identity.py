@@ -85,7 +85,9 @@ def _scales(weight: FrozenWeight) -> list[float]:
     if weight.sampled is None:
         rows = weight.holder.gathered_payload(weight, weight.device)
         if isinstance(weight.codec, StoredCodec):
-            scales = weight.stored_records(rows).sum(1)  # of all bytes: each format has its scales elsewhere
+            # Sums of all bytes: each format has its scales elsewhere.
+            groups = -(-weight.shape.numel() // weight.codec.block)
+            scales = weight.codec.records(rows, weight.chunk_numel).flatten(0, 1)[:groups].sum(1)
         else:
             _, scales = weight.codes_and_scales(rows)
         places = torch.linspace(0, len(scales) - 1, min(_SAMPLED, len(scales)), dtype=torch.float64).long()

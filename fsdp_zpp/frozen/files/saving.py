@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from fsdp_zpp.collectives.agreement import agree, from_first_rank
 from fsdp_zpp.module_names import base_fqns, original_path
 from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.tensors_of_model import tensors_of
 from fsdp_zpp.runtime.validation import check_folder, check_module
 
-from ..full_tensors import full_buffers, full_parameters
+from ..full_tensors import on_first_rank
 from ..weight import FrozenWeight
 from .base_writer import BaseWriter
 from .file_format import CODES, SCALES, StoredWeight, full_codes
@@ -115,6 +116,10 @@ def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[st
         base = bases[module]
         return None if base is None else f"{base}.{own_name}".removeprefix(".")
 
-    parameters = full_parameters(model, lambda path, p: not p.requires_grad and name_of(path) is not None, group)
-    named = {name_of(path): tensor for path, tensor in (parameters | full_buffers(model, group)).items()}
+    wanted = [
+        tensor
+        for tensor in tensors_of(model)
+        if (tensor.is_buffer or not tensor.full.requires_grad) and name_of(tensor.names[0]) is not None
+    ]
+    named = {name_of(path): tensor for path, tensor in on_first_rank(wanted, group).items()}
     return {name: tensor for name, tensor in named.items() if name is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from fsdp_zpp.module_names import model_name
 
 from ..stored.format import StoredWeight
-from ..weight import ReadRows
+from ..weight import ReadValues
 from .completeness import check_header, match_keys, refuse_sharded_tensors, refuse_unfilled
 from .decoded_files import DecodedFiles
 from .expert_stacks import StackedFiles
@@ -41,8 +42,8 @@ class WeightSource(Protocol):
             ValueError: If the source lacks a tensor that ``model`` needs, or has it in another shape or kind of dtype.
         """
 
-    def reader(self, tensor: ModelTensor) -> ReadRows:
-        """Return a function that reads rows of ``tensor``."""
+    def reader(self, tensor: ModelTensor) -> ReadValues:
+        """Return a function that reads values of ``tensor``."""
 
     def read(self, tensor: ModelTensor) -> Tensor:
         """Copy ``tensor``."""
@@ -51,7 +52,7 @@ class WeightSource(Protocol):
         """Return ``tensor`` as it is stored; None if it is stored in full precision.
 
         Raises:
-            ValueError: If only its decoded values can be read.
+            NoStackError: If only its decoded values can be read.
         """
 
     def summary(self) -> str:
@@ -94,9 +95,9 @@ class Checkpoint:
             self._warn_of_others(model)
         return list(self._keys)
 
-    def reader(self, tensor: ModelTensor) -> ReadRows:
+    def reader(self, tensor: ModelTensor) -> ReadValues:
         key = self._keys[tensor]
-        return lambda first, last: self._files.rows(key, first, last)
+        return lambda first, last: self._files.values(key, first, last)
 
     def read(self, tensor: ModelTensor) -> Tensor:
         return self._files.read(self._keys[tensor], tensor.tensor.dtype)
@@ -113,11 +114,9 @@ class Checkpoint:
         if not shape:
             same = torch.equal(self._files.read(one), self._files.read(other))
         else:
-            step = max(1, _COMPARED * shape[0] // max(1, torch.Size(shape).numel()))
-            starts = range(0, shape[0], step)
-            same = all(
-                torch.equal(self._files.rows(one, i, i + step), self._files.rows(other, i, i + step)) for i in starts
-            )
+            numel = torch.Size(shape).numel()
+            some = [(first, min(first + _COMPARED, numel)) for first in range(0, numel, _COMPARED)]
+            same = all(torch.equal(self._files.values(one, *each), self._files.values(other, *each)) for each in some)
         if not same:
             raise ValueError(
                 f"this {model_name(model)} ties {one} and {other}, but they differ in the checkpoint {self._source}; "
@@ -157,8 +156,10 @@ class Generated:
         refuse_unfilled(model, tensors)
         return [tensor for tensor in tensors if tensor.needs_a_value]
 
-    def reader(self, tensor: ModelTensor) -> ReadRows:
-        return lambda first, last: self.read(tensor)[first:last]
+    def reader(self, tensor: ModelTensor) -> ReadValues:
+        # Made once for all of its values, and only when they are asked for.
+        flat = functools.cache(lambda: self.read(tensor).reshape(-1))
+        return lambda first, last: flat()[first:last]
 
     def read(self, tensor: ModelTensor) -> Tensor:
         try:
@@ -175,7 +176,7 @@ class Generated:
         return value.detach().clone()
 
     def stored(self, tensor: ModelTensor) -> StoredWeight | None:
-        raise ValueError("codec='as stored' keeps the codes of files, and the checkpoint is a function; give a path")
+        return None
 
     def summary(self) -> str:
         return ""

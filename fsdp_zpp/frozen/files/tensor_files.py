@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -89,10 +90,19 @@ class TensorFiles:
             raise ValueError(f"{self._files[key]} has no {key}, which {self.source} lists in it; {self._remedy}")
         return file.get_slice(key)
 
-    def rows(self, key: str, first: int, last: int) -> Tensor:
-        """Copy rows ``first`` to ``last - 1`` of a tensor."""
-        rows: Tensor = self.slice(key)[first:last]
-        return rows.clone()
+    def values(self, key: str, first: int, last: int) -> Tensor:
+        """Read the flat values ``first`` to ``last - 1`` of a tensor, and of others only those in the same rows."""
+        part = self.slice(key)
+        shape = torch.Size(part.get_shape())
+        if len(shape) < 3:
+            return _values_of_rows(lambda begin, end: part[begin:end], shape[1:].numel(), first, last)
+        size, pieces = shape[1:].numel(), []
+        for matrix in range(first // size, -(-last // size)):
+            start = matrix * size
+            rows = partial(lambda matrix, begin, end: part[matrix : matrix + 1, begin:end], matrix)
+            within = max(first - start, 0), min(last - start, size)
+            pieces.append(_values_of_rows(rows, shape[2:].numel(), *within))
+        return torch.cat(pieces)
 
     def read(self, key: str) -> Tensor:
         """Copy a tensor, since what is read is mapped memory, which changes with the file."""
@@ -105,6 +115,12 @@ class TensorFiles:
             file = open_file(path, self._remedy, f", which {self.source} names" if path != self.source else "")
             self._open[path] = file, set(file.keys())
         return self._open[path]
+
+
+def _values_of_rows(rows: Callable[[int, int], Tensor], columns: int, first: int, last: int) -> Tensor:
+    """Read the flat values ``first`` to ``last - 1`` of a matrix, by a function that reads some of its rows."""
+    begin = first // columns
+    return rows(begin, -(-last // columns)).reshape(-1)[first - begin * columns : last - begin * columns]
 
 
 def open_file(path: Path, remedy: str, named_by: str = "") -> safe_open:

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fsdp_zpp.module_names import original_path, parameter_name
+from fsdp_zpp.runtime.model_ranks import ranks_of
+from fsdp_zpp.runtime.tensors_of_model import tensors_of
 
+from ..decoded import DecodedWeight, decoded_weights_of
+from ..full_tensors import on_first_rank
 from ..modules import frozen_sites
-from ..weight import FrozenWeight
 
 
 def quantized_names(model: nn.Module) -> set[str]:
@@ -22,37 +25,25 @@ def quantized_names(model: nn.Module) -> set[str]:
     return {parameter_name(path, name) for path, _, name, _ in frozen_sites(model)}
 
 
-def dequantized_weights(model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
-    """Copy the quantized weights, dequantized, to the CPU, by all of their FQNs without wrappers. Collective.
-
-    One weight at a time is on the device.
+def dequantized_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copy the quantized weights, dequantized, to the CPU of the model's first rank, by all of their FQNs. Collective.
 
     Args:
         model: The model, sharded or not.
-        kept: Whether this rank keeps the copies; if not, it only takes part, and returns an empty dict.
     """
-    names: dict[FrozenWeight, list[str]] = {}
-    for path, _, name, weight in frozen_sites(model):
-        names.setdefault(weight, []).append(parameter_name(path, name))
-    copies: dict[str, Tensor] = {}
-    for weight, paths in names.items():
-        whole = weight.dequantize()
-        for path in paths if kept else ():  # tied ones are copied, as in torch's own full state dicts
-            copies[path] = whole.to("cpu", copy=True)
-    return copies
+    tensors = [tensor for tensor in tensors_of(model, decoded_weights_of) if isinstance(tensor.full, DecodedWeight)]
+    return on_first_rank(tensors, ranks_of(model), all_names=True)
 
 
 @contextmanager
-def with_quantized_weights(model: nn.Module, *, kept: bool) -> Iterator[None]:
+def with_quantized_weights(model: nn.Module) -> Iterator[None]:
     """Add the quantized weights, dequantized, to ``model.state_dict()`` in this context; each call is collective.
 
-    Args:
-        model: The model, sharded or not.
-        kept: Whether this rank keeps them, on the CPU, as the rank does to which full state dicts go.
+    Only the model's first rank gets them, on the CPU, as the rank does to which full state dicts go.
     """
 
     def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
-        state.update({prefix + name: tensor for name, tensor in dequantized_weights(model, kept=kept).items()})
+        state.update({prefix + name: tensor for name, tensor in dequantized_weights(model).items()})
 
     handle = model.register_state_dict_post_hook(add)
     try:

@@ -109,9 +109,7 @@ def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str
     """
     peft_model = peft_model_in(model)
     parameters = [tensor for tensor in adapter_tensors(model, peft_model) if not tensor.is_buffer]
-    state = on_first_rank(parameters, group)
-    for first, *others in (tensor.names for tensor in parameters):  # PEFT stores tied ones by all of their names
-        state |= {other: state[first].clone() for other in others if first in state}
+    state = on_first_rank(parameters, group, all_names=True)  # as PEFT stores tied ones
     state |= _adapter_buffers(model, peft_model)
     prefix = path_of(peft_model, model)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}

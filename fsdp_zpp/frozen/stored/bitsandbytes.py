@@ -149,14 +149,13 @@ class FourBit(StoredFormat):
             return NF4(self.block)
         return super().codec
 
-    def payload(self, records: Tensor, groups: int) -> Tensor:
+    def payload(self, records: Tensor) -> Tensor:
         if not isinstance(self.codec, NF4):
-            return super().payload(records, groups)
-        layout, numel = self.codec.layout, groups * self.block
+            return super().payload(records)
+        layout, numel = self.codec.layout, len(records) * self.block
         payload = records.new_zeros(1, self.codec.nbytes(numel))
-        codes, scales = self.layout.get(records, "codes"), self.layout.get(records, "scale")
-        layout.codes(payload, numel)[:, : codes.numel()] = codes.reshape(1, -1)
-        layout.scales(payload, numel)[:, : scales.numel()] = scales.reshape(1, -1)
+        layout.codes(payload, numel).copy_(self.layout.get(records, "codes").reshape(1, -1))
+        layout.scales(payload, numel).copy_(self.layout.get(records, "scale").reshape(1, -1))
         return payload[0]
 
 

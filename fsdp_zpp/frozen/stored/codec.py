@@ -9,14 +9,15 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs.base import Codec, Place
+from fsdp_zpp.codecs.base import Place
+from fsdp_zpp.codecs.blocks import BlockCodec
 
 _ALIGNMENT = 16
 """Bytes that the chunks of a unit's weights start at multiples of, whichever codec has the next one."""
 
 
 @dataclass(frozen=True)
-class StoredCodec(Codec):
+class StoredCodec(BlockCodec):
     """Decodes records, and encodes nothing. Equal to the codec of any weight whose records decode in the same way.
 
     Args:
@@ -36,20 +37,16 @@ class StoredCodec(Codec):
     def __str__(self) -> str:
         return f"as stored, {self.description}"
 
-    @property
-    def block_numel(self) -> int:
-        return self.block
-
     def nbytes(self, numel: int) -> int:
-        return -(-self.groups(numel) * self.record_nbytes // _ALIGNMENT) * _ALIGNMENT
+        records = -(-numel // self.block) * self.record_nbytes
+        return -(-records // _ALIGNMENT) * _ALIGNMENT
 
-    def groups(self, numel: int) -> int:
-        """Return the number of groups of a chunk of ``numel`` values."""
-        return -(-numel // self.block)
+    def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
+        return (self.records(payload, numel),)
 
     def records(self, payload: Tensor, numel: int) -> Tensor:
         """Return the records in chunks of ``numel`` values, uint8 [chunks, nbytes(numel)]: [chunks, groups, bytes]."""
-        groups = self.groups(numel)
+        groups = -(-numel // self.block)
         return payload[:, : groups * self.record_nbytes].unflatten(1, (groups, self.record_nbytes))
 
     def prepare_decode(self, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -16,10 +17,16 @@ from fsdp_zpp.codecs.base import Codec
 from .codec import StoredCodec
 from .records import RecordLayout
 
-_DECODED = 2**24
-"""Values that are decoded at a time, since decoding needs memory for them in fp32."""
+_READ = 2**18
+"""Values that are read and decoded at a time, since decoding takes several times their memory in fp32."""
+_DECODED_ON_GPUS = 2**24
+"""Values that GPUs decode at a time: with fewer of them, launching kernels would take longer than they do."""
 
 REMEDY = "give a complete checkpoint, downloaded again"
+
+
+class NoStackError(ValueError):
+    """Matrices can't be put together as a stack without being decoded."""
 
 
 class StoredTensors(Protocol):
@@ -119,9 +126,9 @@ class StoredFormat(ABC):
         """Return the codec of weights that stay as stored: one of the library's own if that has the same codes."""
         return StoredCodec(self.description, self.group_numel, self.layout.nbytes, self.decode_into)
 
-    def payload(self, records: Tensor, groups: int) -> Tensor:
-        """Return the payload of ``codec`` for a chunk of ``groups`` groups, of which the first have ``records``."""
-        payload = records.new_zeros(self.codec.nbytes(groups * self.group_numel))
+    def payload(self, records: Tensor) -> Tensor:
+        """Return records as a payload of ``codec``, uint8 [nbytes]."""
+        payload = records.new_zeros(self.codec.nbytes(len(records) * self.group_numel))
         payload[: records.numel()] = records.view(-1)
         return payload
 
@@ -143,7 +150,7 @@ class StoredFormat(ABC):
 
     def decode_into(self, records: Tensor, out: Tensor) -> None:
         """Decode records into ``out``, [groups * group_numel] in any floating dtype, some at a time."""
-        step = max(1, _DECODED // self.group_numel)
+        step = max(1, (_DECODED_ON_GPUS if records.is_cuda else _READ) // self.group_numel)
         for first in range(0, len(records), step):
             some = self.decode(records[first : first + step])
             out[first * self.group_numel :][: some.numel()] = some.view(-1)
@@ -155,7 +162,7 @@ class StoredWeight:
 
     Attributes:
         format: The format.
-        records: Returns the records of groups ``first`` to ``last - 1``.
+        records: Returns the records of groups ``first`` to ``last - 1``, at least one.
     """
 
     format: StoredFormat
@@ -166,55 +173,51 @@ class StoredWeight:
         """Return the weight's shape, decoded."""
         return self.format.shape
 
-    def rows(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Read and decode rows ``first`` to ``last - 1``; a row of a stack is one of its matrices."""
-        size, shape = self.format.group_numel, self.shape
-        row = shape[1:].numel()
-        start, end = first * row, min(last, shape[0]) * row
-        groups = start // size, -(-end // size)
-        values = torch.empty((groups[1] - groups[0]) * size, dtype=dtype)
-        step = max(1, _DECODED // size)  # some at a time: the codes of all of them need not be in memory at once
-        for group in range(*groups, step):
-            records = self.records(group, min(group + step, groups[1]))
+    def values(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Read and decode the flat values ``first`` to ``last - 1``."""
+        size = self.format.group_numel
+        begin, end = first // size, -(-last // size)
+        values = torch.empty((end - begin) * size, dtype=dtype)
+        step = max(1, _READ // size)
+        for group in range(begin, end, step):
+            records = self.records(group, min(group + step, end))
             if values.device != records.device:
                 values = values.to(records.device)
-            self.format.decode_into(records, values[(group - groups[0]) * size :])
-        return values[start - groups[0] * size :][: end - start].view(-1, *shape[1:])
+            self.format.decode_into(records, values[(group - begin) * size :])
+        return values[first - begin * size :][: last - first]
 
-    def payload(self, chunk: int, chunk_numel: int) -> Tensor:
-        """Return the payload of one chunk, as the codec of ``format`` has it; uint8 [nbytes]."""
-        groups = chunk_numel // self.format.group_numel
-        first = min(chunk * groups, self.format.groups)
-        records = self.records(first, min(first + groups, self.format.groups))
+    def payload(self, first: int, last: int) -> Tensor:
+        """Return groups ``first`` to ``last - 1`` as a payload of ``format.codec``, uint8 [nbytes].
+
+        Raises:
+            ValueError: If their scales are NaN or infinite.
+        """
+        records = self.records(first, last)
         self.format.refuse_infinite(records)
-        return self.format.payload(records, groups)
+        return self.format.payload(records)
 
 
 def stored_in(format: StoredFormat, parts: Parts) -> StoredWeight:
     """Return the weight that consists of ``parts``."""
 
-    def records(first: int, last: int) -> Tensor:
-        # A rank whose chunk lies past the end has none.
-        return format.pack(parts, first, last) if first < last else torch.zeros(0, format.layout.nbytes).byte()
-
-    return StoredWeight(format, records)
+    return StoredWeight(format, partial(format.pack, parts))
 
 
 def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeight:
     """Return the stack of matrices that consist, from top to bottom, of the weights in each row of ``matrices``.
 
     Raises:
-        ValueError: If the weights don't have one format, or do not consist of whole groups.
+        NoStackError: If the weights don't have one format, or do not consist of whole groups.
     """
     parts = [part for matrix in matrices for part in matrix]
     first = parts[0].format
     size = first.group_numel
     if any(part.format.description != first.description or part.format.group_numel != size for part in parts):
-        raise ValueError(
+        raise NoStackError(
             f"the matrices of {name} are stored in different formats; give a codec in place of 'as stored'"
         )
     if ragged := [part for part in parts if part.shape.numel() % size]:
-        raise ValueError(
+        raise NoStackError(
             f"the stack {name} can't stay as stored: a matrix of shape {tuple(ragged[0].shape)} has no whole number of "
             f"blocks in {first.description}; give a codec in place of 'as stored'"
         )
@@ -228,7 +231,7 @@ def stacked(matrices: Sequence[Sequence[StoredWeight]], name: str) -> StoredWeig
             for part, start in zip(parts, starts, strict=False)
             if begin < start + part.format.groups and start < end
         ]
-        return torch.cat(pieces) if pieces else parts[0].records(0, 0)
+        return torch.cat(pieces)
 
     rows = sum(part.shape[0] for part in matrices[0])
     shape = torch.Size((len(matrices), rows, *first.shape[1:]))

@@ -137,7 +137,7 @@ class ShardingAccelerator(Accelerator):
         if is_peft_model(model):
             return adapter_state(model, ranks_of(model))
         weights: dict[str, Tensor] = super().get_state_dict(model, unwrap)
-        return weights | dequantized_weights(model, kept=self.is_main_process)
+        return weights | dequantized_weights(model)
 
     def save_model(
         self,

@@ -72,7 +72,7 @@ class CheckpointFiles(ABC):
         """Return a context in which state dicts for a file have the quantized weights, dequantized."""
         if model is None or not self._saves_files:
             return nullcontext()
-        return with_quantized_weights(model, kept=self.is_global_zero)
+        return with_quantized_weights(model)
 
 
 class FilesOfFSDP(CheckpointFiles):
