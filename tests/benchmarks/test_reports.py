@@ -53,6 +53,7 @@ def test_a_measurement_that_differs_is_found_and_mended(tmp_path: Path) -> None:
         shutil.copytree(DOCS / folder, tmp_path / "docs" / folder)
     readme, chart = tmp_path / "README.md", tmp_path / "docs/figures/step-time.svg"
     shutil.copy(DOCS.parent / "README.md", readme)
+    shutil.copy(DOCS / "recipes.md", tmp_path / "docs")
     for name in ("1.35B-2x2-eager", "1.35B-2x2-h200"):
         result = tmp_path / f"benchmarks/step/results/{name}.json"
         found = json.loads(result.read_text())
