@@ -28,8 +28,8 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
     if TorchVersion(present) < least:
         needs = f"{distribution} {least} or later" + (f" {purpose}" if purpose else "")
         install = install or how_to_install(distribution, upgrade=True)
-        module = f"fsdp_zpp.integrations.{_module(distribution)}"
-        raise ImportError(f"{module} needs {needs}, and {present} is installed: {install}")
+        module = _module(distribution)
+        raise ImportError(f"fsdp_zpp.integrations.{module} needs {needs}, and {present} is installed: {install}")
 
 
 def absent(distribution: str, install: str = "") -> ImportError:

@@ -121,6 +121,8 @@ def _check_command(words: list[str], folder: Path) -> None:
             parser = argparse.ArgumentParser()
             add_arguments(parser)
             check(parser.parse_args(words[words.index("bench") + 1 :]))
+        case ["swift", "sft", "--external_plugins", "strategy.py", *_]:  # which the page shows
+            pass
         case ["torchrun" | "python" | "accelerate", *_]:
             _check_script(words)
         case ["sbatch", script, *_]:
