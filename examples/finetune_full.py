@@ -3,13 +3,8 @@
     torchrun --nproc-per-node 4 examples/finetune_full.py --gpus-per-node 2 --model path/to/model --output result
 
 takes a folder with config.json and safetensors. The model is constructed without values; each rank then reads from the
-<<<<<<< HEAD
 files the parts that it keeps. The result is a folder that ``from_pretrained`` loads. With ``--fsdp1``, torch takes
 memory for the whole model on each rank while it loads.
-=======
-files the parts that it keeps. The result is a folder that ``from_pretrained`` loads. With ``--fsdp1``, torch
-takes memory for the whole model on each rank while it loads.
->>>>>>> pages
 """
 
 from __future__ import annotations

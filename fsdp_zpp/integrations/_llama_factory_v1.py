@@ -150,7 +150,7 @@ def save_model(model: nn.Module, output_dir: str, processor: Any) -> None:
         save_adapter(model, output_dir)
     else:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        state |= dequantized_weights(model, kept=first)
+        state |= dequantized_weights(model)
         if first:
             model.save_pretrained(output_dir, state_dict=state, max_shard_size="4GB")  # type: ignore[operator]
     if first:

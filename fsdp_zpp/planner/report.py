@@ -88,25 +88,24 @@ KNOWN_AS = {
 }
 
 _HEADER = (
-    ("", "", "GiB a GPU:", "", "", "", "", "", "", "", "", "GB a step:", "", "predicted:", ""),
-    (
-        "",
-        "known as",
-        "weights",
-        "shards",
-        "optimizer",
-        "outer",
-        "gradients",
-        "errors",
-        "working",
-        "total",
-        "on host",
-        "out of node",
-        "in node, a GPU",
-        "communication",
-        "step",
-    ),
+    "",
+    "known as",
+    "weights",
+    "shards",
+    "optimizer",
+    "outer",
+    "gradients",
+    "errors",
+    "working",
+    "total",
+    "on host",
+    "out of node",
+    "in node",
+    "communication",
+    "step",
 )
+_UNITS = {"weights": "GiB a GPU:", "out of node": "GB a step:", "communication": "predicted:"}
+"""What stands above columns, from the named one to the next that is named."""
 
 _LEGEND = """\
 weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.
@@ -136,15 +135,15 @@ _LETTERS = 4
 def format_plan(plan: Plan) -> str:
     """Return a table (the choice first, then by speed, those that do not fit last), the reason, and a legend."""
     ranked, left_out = shown_rows(plan)
-    rows = [*_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
-    zeros = {_HEADER[1].index(name) for name in _columns_of_zeros(plan)}
+    rows = [_HEADER, *(_row(estimate, estimate is plan.choice) for estimate in ranked)]
+    zeros = {_HEADER.index(name) for name in _columns_of_zeros(plan)}
     rows = [tuple(cell for column, cell in enumerate(row) if column not in zeros) for row in rows]
-    lines = aligned(rows, names=2)
-    rule = "-" * max(map(len, lines))
+    header, *lines = aligned(rows, names=2)
+    rule = "-" * max(map(len, [header, *lines]))
     first_out = next((i for i, estimate in enumerate(ranked) if not estimate.fits), None)
     if first_out is not None:
-        lines.insert(len(_HEADER) + first_out, f"does not fit in {_limits(plan.budget)}:")
-    lines.insert(len(_HEADER), rule)
+        lines.insert(first_out, f"does not fit in {_limits(plan.budget)}:")
+    lines = [_units_above(header), header, rule, *lines]
     more = [f"{count(left_out, 'combination')} of letters not shown; --json has all."] if left_out else []
     verdict = [plan.reason] if plan.choice is None else [plan.reason, "", plan.choice.paste]
     by_axis = table_of_axes(ranked[0], plan.activations, plan.cluster) if plan.has_axes else []
@@ -163,6 +162,13 @@ def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
     lettered = [each for each in ranked if each.title is None and each.strategy.local_steps is None]
     hidden = [each for each in lettered[_LETTERS:] if each is not plan.choice]
     return [each for each in ranked if not any(each is other for other in hidden)], len(hidden)
+
+
+def _units_above(header: str) -> str:
+    line = ""
+    for column, unit in _UNITS.items():
+        line = line.ljust(header.index(column)) + unit
+    return line
 
 
 def _columns_of_zeros(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page on troubleshooting has an entry for each error and warning, and no entry for one that is gone."""
+"""The pages on troubleshooting have an entry for each error and warning, and none for one that is gone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from harness.launch import ROOT
 
-PAGE = ROOT / "docs/guides/troubleshooting.md"
+PAGES = sorted((ROOT / "docs/guides/troubleshooting").glob("*.md"))
 FOLDERS = ("fsdp_zpp",)
 LEAST = 12
 """Fewer characters than this tell no message from another. A message that has no more is another error's, passed on."""
 HOLE = "…"
-"""What stands for values, in messages here and in entries of the page."""
+"""What stands for values, in messages here and in entries of the pages."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A text that users see, with holes for values."""
+    """A text that users see, with holes for values: what is raised or warned, or its entry in a page."""
 
     file: Path
     line: int
@@ -91,13 +91,14 @@ def quotable() -> frozenset[str]:
 
 
 @cache
-def entries() -> list[tuple[int, str]]:
-    """The messages that the page quotes, in headings and in the first column of tables, with their lines."""
+def entries() -> list[Message]:
+    """The messages that the pages quote, in headings and in the first column of tables."""
     quoted = []
-    for number, line in enumerate(PAGE.read_text().splitlines(), 1):
-        if line.startswith(("### `", "| `")):
-            where = line if line.startswith("#") else re.split(r"(?<!\\)\|", line)[1]
-            quoted += [(number, normalized(code)) for code in re.findall(r"`([^`]+)`", where)]
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if re.match(r"#+ `|\| `", line):
+                where = line if line.startswith("#") else re.split(r"(?<!\\)\|", line)[1]
+                quoted += [Message(page, number, normalized(code)) for code in re.findall(r"`([^`]+)`", where)]
     return quoted
 
 
@@ -113,13 +114,12 @@ def quotes(entry: str, message: str) -> bool:
 
 @pytest.mark.parametrize("message", messages(), ids=str)
 def test_each_error_and_warning_has_an_entry(message: Message) -> None:
-    assert any(quotes(entry, message.text) for _, entry in entries() if is_distinct(entry)), (
-        f"{message} raises or warns {message.text!r}; give it an entry in {PAGE.relative_to(ROOT)}"
+    assert any(quotes(entry.text, message.text) for entry in entries() if is_distinct(entry.text)), (
+        f"{message} raises or warns {message.text!r}; give it an entry in {PAGES[0].parent.relative_to(ROOT)}"
     )
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"line{entry[0]}")
-def test_each_entry_quotes_a_message(entry: tuple[int, str]) -> None:
-    number, text = entry
-    assert is_distinct(text), f"{PAGE.name}:{number} quotes too little to tell the message: {text!r}"
-    assert any(quotes(text, known) for known in quotable()), f"{PAGE.name}:{number} quotes no message of ours: {text!r}"
+@pytest.mark.parametrize("entry", entries(), ids=str)
+def test_each_entry_quotes_a_message(entry: Message) -> None:
+    assert is_distinct(entry.text), f"{entry} quotes too little to tell the message: {entry.text!r}"
+    assert any(quotes(entry.text, known) for known in quotable()), f"{entry} quotes no message of ours: {entry.text!r}"

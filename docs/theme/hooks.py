@@ -1,0 +1,31 @@
+"""Adds to the site what mkdocs.yml can't say: the package's version, and which tables and outputs are wide."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+_TABLE = re.compile(r"<table>(?=\s*<thead>\s*<tr>(\s*<th>[^<]*</th>)*\s*<th>(Remedy|What to do)</th>\s*</tr>)")
+_OUTPUT = re.compile(r'(?<=<div class="language-text )(?=highlight">(?P<output>.*?)</pre>)', re.DOTALL)
+_COLUMNS = re.compile(r"\S {2,}\S")
+
+
+def on_config(config: Any) -> Any:
+    """Puts the package's version beside its name, and offers no edit of pages while no repository is known."""
+    pyproject = Path(config.config_file_path).with_name("pyproject.toml")
+    config.site_name = f"{config.site_name} {tomllib.loads(pyproject.read_text())['project']['version']}"
+    if not config.repo_url:
+        config.edit_uri = None
+    return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks what assets/site.css lays out in another way on narrow screens.
+
+    Tables that end in remedies are ``data-stacked``: each row becomes a block. Output in aligned columns is of the
+    class ``columns``: it scrolls, where other code is wrapped.
+    """
+    html = _TABLE.sub("<table data-stacked>", html)
+    return _OUTPUT.sub(lambda found: "columns " if _COLUMNS.search(found["output"]) else "", html)
