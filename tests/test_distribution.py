@@ -15,7 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
+import markdown
 import pytest
+import yaml
+from build.util import project_wheel_metadata
 from harness.launch import ROOT
 from packaging.requirements import Requirement
 
@@ -130,9 +133,54 @@ def test_an_integration_without_its_framework_says_what_to_install(
     assert error.startswith(f"ImportError: {expected}")
 
 
-def test_changelog_and_citation_are_of_this_version() -> None:
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    newest = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)
-    assert next(name for name in newest if name != "Unreleased") == VERSION
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == VERSION  # type: ignore[index]
+def test_the_version_is_the_same_everywhere() -> None:
+    installed = metadata.version("fsdp_zpp")
+    assert installed == VERSION, f"{installed} is installed: remove .venv/ready, and ./run installs {VERSION}"
+    for page in ("docs/install.md", "docs/reference/command-line.md"):
+        assert re.findall(r"^  fsdp_zpp +(.+)$", (ROOT / page).read_text(), re.MULTILINE) == [VERSION], page
+    assert f"{VERSION} is what the repository holds" in (ROOT / "docs/stability.md").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+
+
+def test_the_changelog_has_a_section_of_this_version() -> None:
+    sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert sections[1].startswith("[Unreleased]\n")
+    heading, _, changes = sections[2].partition("\n")
+    released = yaml.safe_load((ROOT / "CITATION.cff").read_text())["date-released"]
+    assert heading == f"[{VERSION}] - {released}"
+    assert "\n- " in changes
+
+
+def described(folder: Path, urls: str) -> str:
+    """Return the long description of a package whose pyproject.toml has this table of addresses, not its own."""
+    for name in ("LICENSE", "README.md", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "fsdp_zpp", folder / "fsdp_zpp", ignore=NOT_DISTRIBUTED)
+    table = r"^(# )?\[project\.urls\]\n((# )?\w+ = .+\n)+"
+    project, replaced = re.subn(table, urls, (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert replaced == 1
+    (folder / "pyproject.toml").write_text(project)
+    built = project_wheel_metadata(folder, isolated=False)
+    assert built["Description-Content-Type"] == "text/markdown"
+    return built["Description"]
+
+
+def html(text: str) -> str:
+    """Return Markdown as it is shown."""
+    return markdown.markdown(text, extensions=["fenced_code", "tables"])
+
+
+def test_readme_on_an_index_links_to_the_files_of_its_version(tmp_path: Path) -> None:
+    repository = "https://git.example/us/fsdp_zpp"
+    shown = html(described(tmp_path, f'[project.urls]\nRepository = "{repository}"\n'))
+    links = re.findall(r'(href|src)="([^"]+)"', shown)
+    assert len(links) > 20
+    for kind, link in links:
+        base = f"{repository}/{'raw' if kind == 'src' else 'blob'}/v{VERSION}/"
+        assert link.startswith(base)
+        assert (ROOT / link.removeprefix(base).partition("#")[0]).is_file(), link
+    assert re.sub(rf"{repository}/\w+/v{VERSION}/", "", shown) == html((ROOT / "README.md").read_text())
+
+
+def test_readme_stays_as_it_is_while_no_repository_is_known(tmp_path: Path) -> None:
+    assert described(tmp_path, "").strip() == (ROOT / "README.md").read_text().strip()

@@ -1,4 +1,4 @@
-"""Adds to the site what mkdocs.yml can't say: the package's version, and which tables and outputs are wide."""
+"""Adds to the site what mkdocs.yml can't say: the version, the repository, and which tables and outputs are wide."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 _TABLE = re.compile(r"<table>(?=\s*<thead>\s*<tr>(\s*<th>[^<]*</th>)*\s*<th>(Remedy|What to do)</th>\s*</tr>)")
 _OUTPUT = re.compile(r'(?<=<div class="language-text )(?=highlight">(?P<output>.*?)</pre>)', re.DOTALL)
@@ -13,10 +14,14 @@ _COLUMNS = re.compile(r"\S {2,}\S")
 
 
 def on_config(config: Any) -> Any:
-    """Puts the package's version beside its name, and offers no edit of pages while no repository is known."""
-    pyproject = Path(config.config_file_path).with_name("pyproject.toml")
-    config.site_name = f"{config.site_name} {tomllib.loads(pyproject.read_text())['project']['version']}"
-    if not config.repo_url:
+    """Puts the package's version beside its name, and links to the repository and its pages if it has a known one."""
+    project = tomllib.loads(Path(config.config_file_path).with_name("pyproject.toml").read_text())["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
+    config.repo_url = project.get("urls", {}).get("Repository")
+    if config.repo_url:
+        config.repo_url = f"{config.repo_url.rstrip('/')}/"
+        config.repo_name = urlsplit(config.repo_url).path.strip("/")
+    else:
         config.edit_uri = None
     return config
 
