@@ -166,7 +166,7 @@ def test_without_codec_state_checkpoints_are_torchtitans_own(
     ("options", "message"),
     [
         ("--training.no-disable_cuda_graphs", "set --training.disable_cuda_graphs"),
-        ("--parallelism.strategy mixzpp", "frozen=int8.* leave frozen out"),
+        ("--parallelism.strategy mixzpp", "frozen=auto.* leave frozen out"),
         ("--parallelism.strategy zero2 --parallelism.fsdp_reshard_after_forward always", "always contradicts 'NGG'"),
         ('--parallelism.strategy {"overrides":{"*Experts":{"frozen":"nf4"}}}', "frozen=nf4.* leave frozen out"),
         ("--parallelism.strategy zero4", "--parallelism.strategy: .*'zero4'.* zeropp"),
