@@ -23,17 +23,17 @@ def table(results: Sequence[Result]) -> str:
     runs: dict[tuple[int, int, str, float, int], list[float]] = {}
     for result in results:
         given, row = result["arguments"], result["rows"][0]
-        key = -given["tokens"], given["nodes"], row["name"], given["lr"], given["batch"]
+        key = given["tokens"], given["nodes"], row["name"], given["lr"], given["batch"]
         runs.setdefault(key, []).append(row["validation"][-1][1])
     best: dict[int, float] = {}
     for (data, _, name, *_), losses in runs.items():
         if name == SYNCHRONOUS:
             best[data] = min(sum(losses) / len(losses), best.get(data, float("inf")))
     rows = []
-    for (data, nodes, name, lr, batch), losses in sorted(runs.items()):
-        published = PUBLISHED.get(nodes) if -data == TOKENS else None
+    for (data, nodes, name, lr, batch), losses in sorted(runs.items(), key=lambda run: (-run[0][0], *run[0][1:])):
+        published = PUBLISHED.get(nodes) if data == TOKENS else None
         gaps = [] if data not in best or name == SYNCHRONOUS else [100 * (loss / best[data] - 1) for loss in losses]
-        cells = [f"{-data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
+        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
         cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
         rows.append([str(nodes), name, *cells])
     head = ("replicas", "configuration", "bytes read", "lr, sequences a step", "seeds", "validation loss")

@@ -6,6 +6,10 @@ from fsdp_zpp.config.strategy import Strategy
 
 KEY = "fsdp_zpp"
 
+NO_DEEPSPEED = "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)"
+NO_WHOLE_MATRICES = "it works on whole matrices, and a strategy leaves a shard of each on a rank: leave it out"
+"""What to do instead of keys that ask for DeepSpeed, or for an optimizer of whole matrices."""
+
 
 def strategy_of(value: object) -> Strategy:
     """Return the strategy that the key ``fsdp_zpp`` stands for.

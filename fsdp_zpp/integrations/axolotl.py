@@ -21,7 +21,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ._requirement import absent, require
-from ._strategy_key import quantizes, refuse, strategy_of as strategy_of
+from ._strategy_key import NO_DEEPSPEED, quantizes, refuse, strategy_of as strategy_of
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -47,7 +47,7 @@ _EXPERTS = "axolotl shards experts itself for it, by torch's own FSDP: leave it 
 _FROZEN = "leave it out, or have the strategy take over what bitsandbytes packs: fsdp_zpp: {frozen: as stored}"
 
 _ALTERNATIVES = {
-    "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
+    "deepspeed": NO_DEEPSPEED,
     "fsdp": "axolotl has deprecated it, and the strategy decides what is sharded: leave it out",
     "dp_shard_size": _LEVELS,
     "gptq": "a strategy can't gather what GPTQ has packed: start from the base that was quantized, with frozen: nf4",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_zpp.config.strategy import Strategy
 
 from ._requirement import require
-from ._strategy_key import KEY, refuse, strategy_of
+from ._strategy_key import KEY, NO_DEEPSPEED, NO_WHOLE_MATRICES, refuse, strategy_of
 
 # No extra has it: its requirements exclude the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
@@ -40,9 +40,8 @@ DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT
 """Arguments that let a model stay in the CPU's memory until it is sharded; what a file sets stays."""
 
 _BACKEND = "it replaces the trainer that shards the model: leave it out"
-_OPTIMIZER = "it works on whole matrices, and a strategy leaves a shard of each on a rank: leave it out"
 _ALTERNATIVES = {
-    "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
+    "deepspeed": NO_DEEPSPEED,
     "quantization_bit": "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: "
     "{preset: mixzpp, frozen: nf4}",
     "use_unsloth": "unsloth trains in one process: leave it out",
@@ -51,11 +50,11 @@ _ALTERNATIVES = {
     "use_hyper_parallel": _BACKEND,
     "use_megatron_bridge": _BACKEND,
     "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and start them with torchrun",
-    "use_galore": _OPTIMIZER,
-    "use_apollo": _OPTIMIZER,
-    "use_badam": _OPTIMIZER,
-    "use_adam_mini": _OPTIMIZER,
-    "use_muon": _OPTIMIZER,
+    "use_galore": NO_WHOLE_MATRICES,
+    "use_apollo": NO_WHOLE_MATRICES,
+    "use_badam": NO_WHOLE_MATRICES,
+    "use_adam_mini": NO_WHOLE_MATRICES,
+    "use_muon": NO_WHOLE_MATRICES,
     "fp8": "a strategy gathers the weights: leave it out, and write fsdp_zpp: {weights: int8:256}",
     "pissa_convert": "it saves adapters before they are sharded: leave it out, and convert them after the training",
 }

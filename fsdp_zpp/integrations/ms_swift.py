@@ -26,7 +26,7 @@ from swift.trainers import TrainerFactory
 
 from . import transformers as hugging_face
 from ._reference_models import prepare_references_by_strategy
-from ._strategy_key import refuse
+from ._strategy_key import NO_DEEPSPEED, NO_WHOLE_MATRICES, refuse
 
 __all__ = ["use_strategy"]
 
@@ -35,10 +35,9 @@ TASKS = ("causal_lm", "dpo")
 
 _FACTORY = "get_trainer_cls"
 _IS_REPLACED = "_fsdp_zpp_strategy"
-_OPTIMIZER = "it works on whole matrices, and a strategy leaves a shard of each on a rank: leave it out"
 
 _ALTERNATIVES = {
-    "deepspeed": "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)",
+    "deepspeed": NO_DEEPSPEED,
     "quant_method": "a strategy can't gather what it has packed: leave it out, and use Strategy.mixzpp(frozen=NF4())",
     "use_swift_lora": "the strategy knows PEFT's adapters alone: leave it out",
     "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and set NPROC_PER_NODE",
@@ -92,7 +91,7 @@ def check_arguments(args: Any) -> None:
             "ms-swift's sequence parallelism has not been tried with it: leave it out",
         )
     if args.optimizer in _OPTIMIZERS:
-        refuse("optimizer", args.optimizer, _OPTIMIZER)
+        refuse("optimizer", args.optimizer, NO_WHOLE_MATRICES)
     task = getattr(args, "rlhf_type", None) or args.task_type
     if task not in TASKS:
         refuse("rlhf_type", task, f"it has not been tried with a strategy, only {', '.join(TASKS)} have")
