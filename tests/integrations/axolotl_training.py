@@ -23,17 +23,15 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from harness.launch import ROOT
 from harness.pool import device_type
 from hugging_face import choose_own_fsdp, new_job
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny_chats import TOKENS as TOKENS, write_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fsdp_zpp import traffic
 
 os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"  # which axolotl looks at when it begins to train, here and in workers
 
 EXAMPLE = ROOT / "examples" / "axolotl_lora.yaml"
-TOKENS = torch.arange(3, 35).view(2, 16)
 
 
 class OwnShardingPlugin(BasePlugin):
@@ -66,25 +64,7 @@ PARTLY_FROZEN = WHOLE | {"unfrozen_parameters": ["model.layers.1.*", "model.norm
 
 def write_model_and_texts(folder: Path) -> None:
     """Write a small model, its tokenizer of bytes, and texts."""
-    names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(names),
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    write_model(folder / "model", positions=64, chat_template=None)
     texts = [f"{a} plus {b} is {a + b}" for a in range(16) for b in range(8)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 

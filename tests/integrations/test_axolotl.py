@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from framework_workers import framework_workers
 from harness import lora
-from harness.pool import Pool, too_few_gpus
+from harness.pool import Pool
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -50,12 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
     """Return ``workers(function, *args)`` on four ranks, in processes of their own: axolotl patches much there."""
-    if reason := too_few_gpus(4):
-        pytest.skip(reason)
-    pool = Pool(4)
-    pool.run(import_axolotl)  # which takes so long that it is no part of a training's time
-    yield pool.run
-    pool.stop()
+    yield from framework_workers(import_axolotl)
 
 
 @pytest.mark.parametrize("kind", ["adapters", "whole"])

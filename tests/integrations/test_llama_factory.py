@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from framework_workers import framework_workers
 from harness import lora
-from harness.pool import Pool, too_few_gpus
 from peft import PeftModel
-from tiny_chats import TOKENS, write_chats, write_model
+from tiny_chats import TOKENS, write_models_and_chats
 from transformers import AutoModelForCausalLM
 
 from fsdp_zpp import Int8
@@ -32,10 +32,7 @@ FULL: dict[str, Any] = {"finetuning_type": "full", "learning_rate": 2e-3}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a small model in fp32, the same in bf16, and chats."""
     folder = tmp_path_factory.mktemp("llama_factory")
-    write_model(folder / "model")
-    write_model(folder / "bf16" / "model", torch.bfloat16)
-    for each in (folder, folder / "bf16"):
-        write_chats(each)
+    for each in write_models_and_chats(folder):
         write_datasets(each)
     return folder
 
@@ -43,12 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[..., list[Any]]]:
     """Return ``workers(function, *args)`` on four ranks, in processes of their own: LLaMA-Factory patches there."""
-    if reason := too_few_gpus(4):
-        pytest.skip(reason)
-    pool = Pool(4)
-    pool.run(import_llama_factory)  # which takes so long that it is no part of a training's time
-    yield pool.run
-    pool.stop()
+    yield from framework_workers(import_llama_factory)
 
 
 @pytest.mark.parametrize("kind", ["adapters", "whole", "pt", "dpo"])

@@ -15,13 +15,17 @@ QUESTIONS = [(f"{a} plus {b}?", f"{a + b}") for a in range(8) for b in range(8)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
 
 
-def write_model(folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model and its tokenizer."""
+def write_model(
+    folder: Path, dtype: torch.dtype = torch.float32, positions: int = 128, chat_template: str | None = TEMPLATE
+) -> None:
+    """Write the model, for sequences of ``positions`` tokens, and its tokenizer."""
     names = [*SPECIAL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **SPECIAL).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(names),
@@ -29,7 +33,7 @@ def write_model(folder: Path, dtype: torch.dtype = torch.float32) -> None:
         intermediate_size=112,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -47,3 +51,12 @@ def write_chats(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, entries in {"alpaca": alpaca, "ranked": ranked}.items():
         (folder / f"{name}.json").write_text(json.dumps(entries))
+
+
+def write_models_and_chats(folder: Path) -> tuple[Path, Path]:
+    """Write ``model`` and the chats into ``folder``, and with weights in bf16 into ``bf16`` there; return both."""
+    folders = folder, folder / "bf16"
+    for each, dtype in zip(folders, (torch.float32, torch.bfloat16), strict=True):
+        write_model(each / "model", dtype)
+        write_chats(each)
+    return folders
