@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from gaps import spread
@@ -19,22 +20,34 @@ TOKENS = 700_000_000
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a table of losses; gaps are to the best synchronous runs on as much data, with the paper's beside them."""
-    runs: dict[tuple[int, int, str, float, int], list[float]] = {}
+    """Return a table of losses, with the paper's gaps beside ours.
+
+    A gap is to the best synchronous runs on as much data, seed by seed: losses of two seeds differ by more than those
+    of many configurations.
+    """
+    runs: dict[tuple[int, int, str, float, int], dict[int, float]] = {}
     for result in results:
         given, row = result["arguments"], result["rows"][0]
         key = given["tokens"], given["nodes"], row["name"], given["lr"], given["batch"]
-        runs.setdefault(key, []).append(row["validation"][-1][1])
-    best: dict[int, float] = {}
+        runs.setdefault(key, {})[row["seed"]] = row["validation"][-1][1]
+    synchronous: dict[int, list[dict[int, float]]] = {}
     for (data, _, name, *_), losses in runs.items():
         if name == SYNCHRONOUS:
-            best[data] = min(sum(losses) / len(losses), best.get(data, float("inf")))
+            synchronous.setdefault(data, []).append(losses)
+    best = {data: _best(rates) for data, rates in synchronous.items()}
     rows = []
     for (data, nodes, name, lr, batch), losses in sorted(runs.items(), key=lambda run: (-run[0][0], *run[0][1:])):
         published = PUBLISHED.get(nodes) if data == TOKENS else None
-        gaps = [] if data not in best or name == SYNCHRONOUS else [100 * (loss / best[data] - 1) for loss in losses]
-        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
-        cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
-        rows.append([str(nodes), name, *cells])
+        compared = {} if name == SYNCHRONOUS else best.get(data, {})
+        gaps = [100 * (losses[seed] / compared[seed] - 1) for seed in losses if seed in compared]
+        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses))]
+        cells += [spread(list(losses.values()), ".4f"), spread(gaps, "+.2f") if gaps else ""]
+        rows.append([str(nodes), name, *cells, "" if published is None else f"{published:+.1f}"])
     head = ("replicas", "configuration", "bytes read", "lr, sequences a step", "seeds", "validation loss")
     return markdown((*head, "above synchronous, %", "published, %"), rows)
+
+
+def _best(rates: Sequence[dict[int, float]]) -> dict[int, float]:
+    """Return the losses, by seed, at the learning rate that is best on the seeds that all have, if there are any."""
+    common = set.intersection(*map(set, rates))
+    return min(rates, key=lambda losses: statistics.mean(losses[seed] for seed in common or losses))

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.benchmarks import load, tiny_study
 from harness.launch import launch
 
 diloco_table = load("loss", "diloco_table")
+Result = dict[str, Any]
 
 
-def test_gaps_are_above_the_best_synchronous_runs_on_as_much_data() -> None:
-    def result(nodes: int, name: str, lr: float, loss: float, tokens: int = 700_000_000) -> dict[str, object]:
+def test_gaps_are_above_the_best_synchronous_run_with_the_same_seed_and_data() -> None:
+    def result(nodes: int, name: str, lr: float, loss: float, seed: int = 0, tokens: int = 700_000_000) -> Result:
         arguments = {"nodes": nodes, "lr": lr, "batch": 48 // nodes, "tokens": tokens}
-        return {"arguments": arguments, "rows": [{"name": name, "validation": [[0, 5.0], [9, loss]]}]}
+        return {"arguments": arguments, "rows": [{"name": name, "seed": seed, "validation": [[0, 5.0], [9, loss]]}]}
 
     results = [
         result(1, "synchronous", 0.005, 0.4),
+        result(1, "synchronous", 0.005, 0.6, seed=1),
         result(1, "synchronous", 0.01, 0.5),
         result(2, "local30:none", 0.005, 0.404),
-        result(2, "local30:none", 0.005, 0.412),
+        result(2, "local30:none", 0.005, 0.618, seed=1),
+        result(2, "local30:none", 0.005, 0.411, seed=2),
         result(1, "synchronous", 0.005, 0.5, tokens=350_000_000),
         result(2, "local30:none", 0.005, 0.52, tokens=350_000_000),
+        result(2, "local30:int8", 0.005, 0.52, seed=1, tokens=350_000_000),
     ]
     assert diloco_table.table(results).splitlines()[2:] == [
-        "| 1 | synchronous | 700 M | 0.0050, 48 | 1 | 0.4000 |  |  |",
+        "| 1 | synchronous | 700 M | 0.0050, 48 | 2 | 0.5000 ± 0.1414 |  |  |",
         "| 1 | synchronous | 700 M | 0.0100, 48 | 1 | 0.5000 |  |  |",
-        "| 2 | local30:none | 700 M | 0.0050, 48 | 2 | 0.4080 ± 0.0057 | +2.00 ± 1.41 | +0.7 |",
+        "| 2 | local30:none | 700 M | 0.0050, 48 | 3 | 0.4777 ± 0.1216 | +2.00 ± 1.41 | +0.7 |",
         "| 1 | synchronous | 350 M | 0.0050, 48 | 1 | 0.5000 |  |  |",
+        "| 2 | local30:int8 | 350 M | 0.0050, 48 | 1 | 0.5200 |  |  |",
         "| 2 | local30:none | 350 M | 0.0050, 48 | 1 | 0.5200 | +4.00 |  |",
     ]
 
