@@ -29,6 +29,7 @@ PAIRED = Column("of the first row's time (quartiles)", _paired)
 GENERATED = measured("generated tokens/s", "generate_tokens_per_s", "{:.1f}")
 AGAINST_FULL_SHARD = times_as_fast("full_shard", "speedup over FULL_SHARD")
 AGAINST_FSDP2 = times_as_fast("fsdp2:full_shard", "speedup over FULL_SHARD")
+AGAINST_FLOAT8 = times_as_fast("fsdp2:float8-full_shard", "speedup over FULL_SHARD in float8")
 AGAINST_HSDP = times_as_fast("fsdp2:hybrid_shard", "speedup over HSDP")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from columns import AGAINST_FSDP2, AGAINST_FULL_SHARD, AGAINST_HSDP, GENERATED, MEDIAN, PAIRED, share
+from columns import AGAINST_FLOAT8, AGAINST_FSDP2, AGAINST_FULL_SHARD, AGAINST_HSDP, GENERATED, MEDIAN, PAIRED, share
 from labels import label
 from markdown_tables import markdown
 from result_files import Result
@@ -100,6 +100,7 @@ STEP_TIME = {
     "compiled": one("1.35B-2x2-compiled", *USUAL),
     "eager-again": one("1.35B-2x2-h200", STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
     "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
+    "float8": one("1.35B-2x1-float8", STEP, AGAINST_FLOAT8, PEAK, BETWEEN_NODES),
     "large": one("6.7B-2x2", *USUAL, BETWEEN_NODES),
     "mixtures": Comparison(
         MIXTURES,

@@ -1,25 +1,33 @@
 """Time and memory of ``gathered_weights``, beside one all-gather of as many bytes: what the link alone takes.
 
-    torchrun --nproc-per-node 4 benchmarks/step/gathering.py
-    torchrun --nproc-per-node 4 benchmarks/step/gathering.py --adapter fsdp1 --rank 0
+    python benchmarks/step/gathering.py --nodes 1 --gpus-per-node 4
+    python benchmarks/step/gathering.py --nodes 2 --gpus-per-node 2 --adapter fsdp1 --rank 0
 
-The model is a random Llama of 6.7B parameters in bf16 (``--layers 32``). On CPUs, give ``--width 256 --layers 4``.
+The model is a random Llama of 6.7B parameters in bf16 (``--layers 32``). On CPUs, give
+``--device cpu --width 256 --layers 4``. Writes the result (gathering.json) to ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+
+import nodes
 import torch
 import torch.distributed as dist
+from manifest import manifest
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_zpp import Strategy, fully_shard, gathered_weights
-from fsdp_zpp.bench.job import is_rank_zero, joined
+from fsdp_zpp.bench.result_file import write
 from fsdp_zpp.collectives.hops import all_gather_single
 
 
@@ -87,34 +95,53 @@ def gather(model: nn.Module, arguments: argparse.Namespace) -> None:
         pass
 
 
-def main() -> None:
-    """Print the times and, on a GPU, the memory."""
+def measured(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return seconds and bytes. Collective."""
+    model = sharded(arguments, device)
+    layer = sum(parameter.numel() for parameter in Layer(arguments.width).parameters()) * 2
+    nbytes = arguments.layers * layer + 2 * 32000 * arguments.width * 2
+    figures: dict[str, Any] = {"nbytes": nbytes, "largest_unit": max(layer, 2 * 32000 * arguments.width * 2)}
+    figures["link_s"] = seconds(lambda: plain_gathers(nbytes, layer, device), device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    figures["gathered_weights_s"] = seconds(lambda: gather(model, arguments), device)
+    if on_gpu:
+        figures["above_shards"] = torch.cuda.max_memory_allocated() - before
+    return figures
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measure as one rank; rank 0 prints the figures and writes the result."""
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    figures = measured(arguments, device)
+    if dist.get_rank() == 0:
+        made_by, variables = manifest(nodes.command()), nodes.environment()
+        write(arguments.out / "gathering.json", made_by, arguments, [figures], environment=variables)
+        link, ours = figures["link_s"], figures["gathered_weights_s"]
+        print(f"{figures['nbytes'] / 2**30:.2f} GiB of weights over {dist.get_world_size()} ranks, {arguments.adapter}")
+        print(f"link: {link * 1e3:.1f} ms; gathered_weights: {ours * 1e3:.1f} ms, {ours / link:.2f} times as long")
+        if "above_shards" in figures:
+            above, largest = figures["above_shards"] / 2**20, figures["largest_unit"] / 2**20
+            print(f"memory: {above:.0f} MiB above the shards; the largest unit has {largest:.0f} MiB")
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    nodes.add_layout(parser)
+    nodes.add_throttle(parser)
     parser.add_argument("--adapter", choices=["fsdp1", "fsdp2"], default="fsdp2")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--gpus-per-node", type=int, default=None)
     parser.add_argument("--rank", type=int, default=None, help="the rank that gets the weights (default: all)")
-    arguments = parser.parse_args()
-    with joined() as device:
-        model = sharded(arguments, device)
-        layer = sum(parameter.numel() for parameter in Layer(arguments.width).parameters()) * 2
-        nbytes = arguments.layers * layer + 2 * 32000 * arguments.width * 2
-        largest = max(layer, 2 * 32000 * arguments.width * 2)
-        link = seconds(lambda: plain_gathers(nbytes, layer, device), device)
-        before = peak = 0
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        ours = seconds(lambda: gather(model, arguments), device)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() - before
-        if is_rank_zero():
-            print(f"{nbytes / 2**30:.2f} GiB of weights over {dist.get_world_size()} ranks, {arguments.adapter}")
-            print(f"link: {link * 1e3:.1f} ms; gathered_weights: {ours * 1e3:.1f} ms, {ours / link:.2f} times as long")
-            print(f"memory: {peak / 2**20:.0f} MiB above the shards; the largest unit has {largest / 2**20:.0f} MiB")
+    parser.add_argument("--out", type=Path, default=Path("runs/gathering"), help="folder for gathering.json")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    nodes.start(parse(), work)

@@ -16,7 +16,7 @@ import result_files
 import result_pages
 from comparisons import LORA, NO_NVLINK, RECIPES, STEP_TIME, Comparison, Results
 from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, svg_with_origin, with_origin
-from single_runs import cpu, hops, planned
+from single_runs import cpu, hops, offload, planned
 
 FOLDER = Path(__file__).parent
 CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
@@ -24,6 +24,7 @@ SINGLE = {
     "cpu": (cpu, "cpu-1.35B-2x2"),
     "planned": (planned, "planned-1.35B-2x2"),
 }
+OFFLOAD = "offload-2x1"
 BESIDE_PEERS = (
     "full_shard",
     "fsdp2:hybrid_shard",
@@ -56,9 +57,11 @@ def pages(results: Results) -> dict[Path, Tables]:
     step_time["hops"] = with_origin(hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values())
     for table, (make, name) in SINGLE.items():
         step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
+    offloaded = with_origin(offload(results[OFFLOAD]["rows"]), "step", results, [OFFLOAD])
     return {
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),
+        GUIDES / "cpu-offload.md": {"offload": offloaded},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "docs" / "recipes.md": compared(results, RECIPES),
         ROOT / "README.md": {"first-page": first_page.table(results)},

@@ -42,3 +42,11 @@ def planned(rows: list[Row]) -> str:
             "off by": lambda row: f"{row['states_gib'] / row['planned_states_gib'] - 1:+.1%}",
         },
     )
+
+
+def offload(rows: list[Row]) -> str:
+    """Return a table of the time of a step with CPU offload."""
+    (row,) = rows
+    kinds = ("on the GPU", "offloaded", "offloaded, in the backward")
+    times = ({"kind": kind, "ms": row[kind] * 1e3} for kind in kinds)
+    return listed(times, {"optimizer": "{kind}", "step, ms": "{ms:.0f}"})

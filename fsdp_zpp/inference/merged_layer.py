@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_zpp.collectives._torch_coalescing import AllGathers
 from fsdp_zpp.runtime.full_tensors import FullTensor, Pending, gets
 from fsdp_zpp.runtime.tensors_of_model import TensorOfModel
 
@@ -33,11 +34,11 @@ class MergedLayer:
         """Return the bytes of its parameters. What PEFT allocates while it merges them comes on top."""
         return sum(tensor.full.peak_nbytes(None) for tensor in self._inputs)
 
-    def start(self, to: int | None) -> list[Pending]:
+    def start(self, to: int | None, gathers: AllGathers) -> list[Pending]:
         """Start to gather its parameters, each in its own dtype, unless that is done; return what is pending."""
         if not self.is_started:
             self.is_started = True
-            self._pending = [tensor.full.start(None, to) for tensor in self._inputs]
+            self._pending = [tensor.full.start(None, to, gathers) for tensor in self._inputs]
         return self._pending
 
     def take(self, name: str, to: int | None) -> Tensor | None:
@@ -85,10 +86,10 @@ class MergedParameter(FullTensor):
         # Of several parameters of a layer, each counts all of it: whichever is first gathers all.
         return self._layer.nbytes + self.nbytes(dtype) * (self.as_delivered(dtype) != self.stored)
 
-    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
+    def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         pending = Pending(self, dtype, to)
         if not self._layer.is_started:
-            pending.works = [work for each in self._layer.start(to) for work in each.works]
+            pending.works = [work for each in self._layer.start(to, gathers) for work in each.works]
         return pending
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_zpp.collectives._torch_coalescing import AllGathers, Waitable
 from fsdp_zpp.collectives.devices import for_collectives
-from fsdp_zpp.collectives.hops import all_gather_single
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Pending:
     dtype: torch.dtype | None
     to: int | None
     out: Tensor | None = None
-    works: Sequence[dist.Work] = ()
+    works: Sequence[Waitable] = ()
     sent: Sequence[Tensor] = ()
 
     @torch.no_grad()
@@ -86,12 +86,13 @@ class FullTensor(ABC):
         """Return the dtype that it is delivered in: only floating-point numbers are cast."""
         return self.stored if dtype is None or not self.stored.is_floating_point else dtype
 
-    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
-        """Start to gather it; collective over the ranks that share it.
+    def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
+        """Start to gather it, or add it to all-gathers that start soon. Collective over the ranks that share it.
 
         Args:
             dtype: The dtype to cast it to; None as it is stored.
             to: The global rank that gets it; None means all.
+            gathers: The all-gathers, which must start before it is waited for.
         """
         return Pending(self, dtype, to)
 
@@ -145,25 +146,27 @@ class ShardedRows(FullTensor):
         self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self._group = tensor.device_mesh.get_group(dim)
         # As torch.chunk cuts them: equal parts, of which the last may be cut short, or empty.
-        self._rows = -(-self.shape[0] // dist.get_world_size(self._group))
+        self._world = dist.get_world_size(self._group)
+        self._rows = -(-self.shape[0] // self._world)
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
         """Return the bytes that it takes while it is gathered: in full, padded, and this rank's part, cast."""
-        world = dist.get_world_size(self._group)
         row = self.shape[1:].numel() * self.on_the_wire(dtype).itemsize
-        return self._rows * world * row + self.of_casts(self._rows * row, dtype)
+        return self._rows * self._world * row + self.of_casts(self._rows * row, dtype)
 
     @torch.no_grad()
-    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
-        group, world = self._group, dist.get_world_size(self._group)
-        pending = Pending(self, dtype, to)
+    def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
+        group, pending = self._group, Pending(self, dtype, to)
         if not takes_part(to, group):
             return pending
         own = _padded(self._tensor.to_local().detach(), self._rows)
         own = for_collectives(own, group).to(self.on_the_wire(dtype))
         if gets(to):
-            pending.out = own.new_empty(self._rows * world, *own.shape[1:])
-        pending.works, pending.sent = [_gather(pending.out, own, group, to)], [own]
+            pending.out = own.new_empty(self._rows * self._world, *own.shape[1:])
+        if to is not None:
+            pending.works, pending.sent = [_gather(pending.out, own, group, to)], [own]
+        elif pending.out is not None:
+            pending.works = [gathers.add(pending.out, own, group)]
         return pending
 
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
@@ -206,6 +209,8 @@ def gets(to: int | None) -> bool:
 
 def _padded(own: Tensor, rows: int) -> Tensor:
     """Return rows of a shard, contiguous, with any values in those that it lacks."""
+    if own.shape[0] == rows and own.is_contiguous():
+        return own
     shape = (rows, *own.shape[1:])
     behind = own.untyped_storage().nbytes() // own.itemsize - own.storage_offset()
     if own.is_contiguous() and math.prod(shape) <= behind:  # FSDP has room for padding behind a shard
@@ -218,13 +223,9 @@ def takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
     return to is None or group is None or to in dist.get_process_group_ranks(group)
 
 
-def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int | None) -> dist.Work:
-    """Start to gather equal chunks into ``out`` on all ranks of ``group``, or on ``to`` alone."""
-    if to is None:
-        assert out is not None
-        work = all_gather_single()(out, own, group=group, async_op=True)
-    else:
-        chunks = None if out is None else list(out.chunk(dist.get_world_size(group)))
-        work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
+def _gather(out: Tensor | None, own: Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
+    """Start to gather equal chunks into ``out`` on the rank ``to`` alone."""
+    chunks = None if out is None else list(out.chunk(dist.get_world_size(group)))
+    work = dist.gather(own, chunks, dst=to, group=group, async_op=True)
     assert isinstance(work, dist.Work)
     return work

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from fsdp_zpp.collectives._torch_coalescing import AllGathers
 
 from .full_tensors import FullTensor, Pending
 
@@ -22,6 +24,14 @@ Unit = Sequence[tuple[K, FullTensor]]
 
 LARGEST_BATCH = 2**28
 """Bytes of a batch, unless a tensor has more: larger batches don't make better use of links."""
+
+
+class _Item(NamedTuple, Generic[K]):
+    """A tensor, what its receiver knows it by, and the bytes that it takes while it is gathered."""
+
+    key: K
+    tensor: FullTensor
+    nbytes: int
 
 
 class GatherInTurn(Generic[K]):
@@ -36,8 +46,9 @@ class GatherInTurn(Generic[K]):
     def __init__(self, units: Sequence[Unit[K]], dtype: torch.dtype | None = None, to: int | None = None) -> None:
         self._dtype, self._to = dtype, to
         self._limit = max((sum(tensor.nbytes(dtype) for _, tensor in unit) for unit in units), default=0)
-        self._batches = deque(self._in_batches([named for unit in units for named in unit]))
-        self._started: deque[tuple[K, Pending]] = deque()
+        items = [_Item(key, tensor, tensor.peak_nbytes(dtype)) for unit in units for key, tensor in unit]
+        self._batches = deque(self._in_batches(items))
+        self._started: deque[tuple[_Item[K], Pending]] = deque()
 
     def __iter__(self) -> Generator[tuple[K, Tensor | None], None, None]:
         """Yield each tensor; None in its place on ranks that don't get it."""
@@ -48,11 +59,11 @@ class GatherInTurn(Generic[K]):
                     self._start_batch()
                 if self._has_room(held):
                     self._start_batch()
-                key, pending = self._started.popleft()
-                held = pending.source.nbytes(self._dtype)
+                item, pending = self._started.popleft()
+                held = item.tensor.nbytes(self._dtype)
                 tensor = pending.wait()
                 del pending
-                yield key, tensor
+                yield item.key, tensor
                 del tensor
         finally:
             # The caller may leave early, at the same tensor on all ranks.
@@ -64,30 +75,25 @@ class GatherInTurn(Generic[K]):
         """Return whether the next batch fits beside what is started and the tensor that the caller holds."""
         if not self._batches:
             return False
-        started = sum(self._nbytes(pending.source) for _, pending in self._started)
-        return held + started + self._batch_nbytes(self._batches[0]) <= self._limit
+        items = [*(item for item, _ in self._started), *self._batches[0]]
+        return held + sum(item.nbytes for item in items) <= self._limit
 
     def _start_batch(self) -> None:
-        for key, tensor in self._batches.popleft():
-            self._started.append((key, tensor.start(self._dtype, self._to)))
+        gathers = AllGathers()
+        batch = [(item, item.tensor.start(self._dtype, self._to, gathers)) for item in self._batches.popleft()]
+        gathers.start()
+        self._started += batch
 
-    def _in_batches(self, tensors: Sequence[tuple[K, FullTensor]]) -> list[Unit[K]]:
-        batches: list[list[tuple[K, FullTensor]]] = []
+    def _in_batches(self, items: Sequence[_Item[K]]) -> list[list[_Item[K]]]:
+        batches: list[list[_Item[K]]] = []
         size, room = 0, -1
-        for key, tensor in tensors:
-            nbytes = self._nbytes(tensor)
-            if size + nbytes > room:
+        for item in items:
+            if size + item.nbytes > room:
                 # Beside a large tensor, there is room for less than half a unit.
                 room = min(LARGEST_BATCH, self._limit // 2, max(self._limit - size, 0))
                 batches.append([])
                 size = 0
-            batches[-1].append((key, tensor))
-            size += nbytes
+            batches[-1].append(item)
+            size += item.nbytes
         # Largest first: the caller still holds the last one when the next batch starts.
-        return [sorted(batch, key=lambda named: -self._nbytes(named[1])) for batch in batches]
-
-    def _batch_nbytes(self, batch: Unit[K]) -> int:
-        return sum(self._nbytes(tensor) for _, tensor in batch)
-
-    def _nbytes(self, tensor: FullTensor) -> int:
-        return tensor.peak_nbytes(self._dtype)
+        return [sorted(batch, key=lambda item: -item.nbytes) for batch in batches]

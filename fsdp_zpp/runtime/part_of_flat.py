@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_zpp.collectives._torch_coalescing import AllGathers
+
 from ._torch_flat_parts import FlatPart
 from .full_tensors import FullTensor, Pending, gets, takes_part
 
@@ -37,7 +39,7 @@ class PartOfFlat(FullTensor):
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
 
     @torch.no_grad()
-    def start(self, dtype: torch.dtype | None, to: int | None) -> Pending:
+    def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
         if to is None or part.has_other_axes:  # along which ranks that get nothing take part, too
             self._broadcast(pending, part.group)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from harness.pool import free_port, start_method
+from harness.pool import start_method
 from node_training import Training, run_rank
 
 LONGEST = 150.0
@@ -51,12 +51,14 @@ class Node:
         lives: What each rank of each life has written down.
         processes: The ranks of the present life.
         stopped: Whether it is stopped.
+        store: Over which its ranks meet in their present life.
     """
 
     number: int
     lives: list[list[Path]] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
     stopped: bool = False
+    store: dist.TCPStore | None = None
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks."""
@@ -94,13 +96,15 @@ class Jobs:
     def start(self, node: Node) -> None:
         """Start a node, again if it has run before."""
         assert len(node.lives) < MOST_LIVES, node.texts()
-        life, context, port = len(node.lives), start_method(), free_port()
+        life, context = len(node.lives), start_method()
+        # As under torchrun: a store of the agent's, or another process may take the port before the first rank does.
+        node.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         paths = [self.folder / f"node{node.number}.life{life}.rank{rank}" for rank in range(self.gpus)]
         node.lives.append(paths)
         node.processes = [
             context.Process(
                 target=run_rank,
-                args=(self.training, node.number, rank, self.gpus, port, self.endpoint, path),
+                args=(self.training, node.number, rank, self.gpus, node.store.port, self.endpoint, path),
                 daemon=True,
             )
             for rank, path in enumerate(paths)
@@ -212,6 +216,7 @@ def outcome(nodes: list[Node], spared: set[int]) -> Outcome:
                         rounds = agreed.setdefault((line["exchange"], rank), {})
                         rounds.setdefault(line["round"], set()).add(line["agreed"])
     together = [[line["nodes"] for line in lines[number][0] if "step" in line] for number in spared]
+    assert all(together), "\n".join(nodes[number].texts() for number in spared)
     ends = [line for line in last if "groups" in line]
     return Outcome(
         [line["held_out"] for line in last if "held_out" in line],
