@@ -103,6 +103,32 @@ def test_an_unknown_method_is_named(checkpoints: Callable[[str], Path]) -> None:
     refused(model, reading(folder, "as stored"), f"{path} can't be read as JSON")
 
 
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a method in a list": ({"quant_method": ["fp8"]}, "quant_method ['fp8'], and a string belongs"),
+    "one block size": ({"weight_block_size": [32]}, "weight_block_size [32], and two sizes belong"),
+    "an empty block": ({"weight_block_size": [0, 128]}, "weight_block_size [0, 128], and two sizes belong"),
+    "a block's name": ({"weight_block_size": "x"}, "weight_block_size 'x', and a list belongs"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_another_kind_are_named(checkpoints: Callable[[str], Path], case: str) -> None:
+    settings, message = SETTINGS[case]
+    folder = checkpoints("fp8")
+    model, path = stored.empty(folder), folder / "config.json"
+    content = json.loads(path.read_text())
+    content["quantization_config"] |= settings
+    path.write_text(json.dumps(content))
+    refused(model, reading(folder, "as stored"), message)
+
+
+def test_a_configuration_of_another_kind_is_named(checkpoints: Callable[[str], Path]) -> None:
+    folder = checkpoints("fp8")
+    model = stored.empty(folder)
+    (folder / "config.json").write_text('{"quantization_config": ["fp8"]}')
+    refused(model, reading(folder, "as stored"), "quantization_config ['fp8'], and a mapping belongs")
+
+
 def test_without_a_configuration_names_and_dtypes_tell(checkpoints: Callable[[str], Path]) -> None:
     for name in ("fp8", "nf4, nested", "int8"):
         folder = checkpoints(name)

@@ -257,6 +257,10 @@ def test_settings_that_are_not_supported_are_refused() -> None:
         (Awq, {"quant_method": "awq", "version": "gemv"}, r"version 'gemv'.* gemm alone"),
         (Awq, {"quant_method": "awq", "bits": 8}, r"bits 8.* 4 alone"),
         (PackedIntegers, COMPRESSED | {"format": "marlin-24"}, r"format 'marlin-24'.* pack-quantized, int-quantized"),
+        (PackedIntegers, COMPRESSED | {"config_groups": ["Linear"]}, r"groups \['Linear'\], and a mapping belongs"),
+        (PackedIntegers, COMPRESSED | {"config_groups": {"group_0": 4}}, "group_0 4, and a mapping belongs"),
+        (PackedIntegers, COMPRESSED | {"config_groups": {"0": {"format": 4}}}, "format 4, and a string belongs"),
+        (PackedIntegers, COMPRESSED | {"sparsity_config": "none"}, "sparsity_config 'none', and a mapping belongs"),
         (Gptq, {}, "layer.qweight is of GPTQ or AWQ, but no config.json"),
     ):
         with pytest.raises(ValueError, match=said):

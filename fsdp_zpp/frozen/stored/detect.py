@@ -16,6 +16,7 @@ from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
 from .packed_integers import PackedIntegers
 from .plain_integers import PlainIntegers
+from .settings import setting
 
 FORMATS: dict[str, tuple[type[StoredFormat], ...]] = {
     "fp8": (Fp8,),
@@ -32,22 +33,24 @@ def read_config(source: Path) -> dict[str, Any]:
     """Return the ``quantization_config`` of the ``config.json`` beside a checkpoint's file; empty if there is none.
 
     Raises:
-        ValueError: If that file is broken, or names a method that is unknown.
+        ValueError: If that file is broken, has something else there, or names a method that is unknown.
     """
     path = source.parent / "config.json"
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text())
-        config = content.get("quantization_config") if isinstance(content, dict) else None
-        # Models of several parts have the configuration of their language model in another mapping.
-        if config is None and isinstance(content, dict) and isinstance(content.get("text_config"), dict):
-            config = content["text_config"].get("quantization_config")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as JSON ({error}); {REMEDY}") from error
+    if not isinstance(content, dict):
+        return {}
+    config = setting(content, "quantization_config", dict)
+    # Models of several parts have the configuration of their language model in another mapping.
+    if config is None and isinstance(content.get("text_config"), dict):
+        config = setting(content["text_config"], "quantization_config", dict)
     if config is None:
         return {}
-    method = config.get("quant_method", "bitsandbytes" if "load_in_4bit" in config else None)
+    method = setting(config, "quant_method", str) or ("bitsandbytes" if "load_in_4bit" in config else None)
     if method not in FORMATS:
         raise ValueError(
             f"{path} says that the checkpoint is quantized by {method!r}; those that can be read are "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .records import Field, RecordLayout
+from .settings import block_size
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
@@ -141,10 +142,10 @@ def block_of(shape: torch.Size, scales: tuple[int, ...], config: Mapping[str, An
     grid = scales[-2:] if len(scales) >= 2 else (*scales, 1)
     if len(scales) not in (len(shape), len(shape) - 1) or scales[: len(shape) - 2] != shape[:-2]:
         refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
-    stated = config.get("weight_block_size") or (128, 128)
-    for block in (tuple(stated), (128, 128)):
+    usual = (128, 128)
+    for block in (block_size(config, "weight_block_size", usual), usual):
         if (-(-rows // block[0]), -(-columns // block[1])) == grid:
-            return int(block[0]), int(block[1])
+            return block
     if rows % grid[0] == 0 and columns % grid[1] == 0:
         return rows // grid[0], columns // grid[1]
     refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
