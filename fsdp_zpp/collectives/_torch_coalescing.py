@@ -51,18 +51,17 @@ class _OfGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.tensors: list[tuple[Tensor, Tensor]] = []
-        self._started: list[Waitable] = []
-        self._is_started = False
+        self._works: list[Waitable] | None = None
 
     def start(self) -> None:
         gather = all_gather_single()
         with _coalescing_manager(self.group, async_ops=True) as started:
             for out, own in self.tensors:
                 gather(out, own, group=self.group)
-        self._started, self.tensors = [started], []
-        self._is_started = True
+        self._works = [started]
 
     def wait(self) -> None:
-        assert self._is_started, "all-gathers are waited for before they start"
-        while self._started:  # and lets go of the tensors, whose readers may be done with them at different times
-            self._started.pop().wait()
+        assert self._works is not None, "all-gathers are waited for before they start"
+        while self._works:
+            self._works.pop().wait()
+        self.tensors = []  # whose readers are done with them at different times

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from harness.pool import start_method
+from harness.pool import free_port, start_method
 from node_training import Training, run_rank
 
 LONGEST = 150.0
@@ -51,14 +51,12 @@ class Node:
         lives: What each rank of each life has written down.
         processes: The ranks of the present life.
         stopped: Whether it is stopped.
-        store: Over which its ranks meet in their present life.
     """
 
     number: int
     lives: list[list[Path]] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
     stopped: bool = False
-    store: dist.TCPStore | None = None
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks."""
@@ -96,15 +94,13 @@ class Jobs:
     def start(self, node: Node) -> None:
         """Start a node, again if it has run before."""
         assert len(node.lives) < MOST_LIVES, node.texts()
-        life, context = len(node.lives), start_method()
-        # As under torchrun: a store of the agent's, or another process may take the port before the first rank does.
-        node.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        life, context, port = len(node.lives), start_method(), free_port()
         paths = [self.folder / f"node{node.number}.life{life}.rank{rank}" for rank in range(self.gpus)]
         node.lives.append(paths)
         node.processes = [
             context.Process(
                 target=run_rank,
-                args=(self.training, node.number, rank, self.gpus, node.store.port, self.endpoint, path),
+                args=(self.training, node.number, rank, self.gpus, port, self.endpoint, path),
                 daemon=True,
             )
             for rank, path in enumerate(paths)

@@ -179,7 +179,6 @@ def run_rank(training: Training, node: int, rank: int, gpus: int, port: int, end
     gc.freeze()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(gpus)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(gpus), "GROUP_WORLD_SIZE": "1"}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     work(training, node, endpoint, path)
 
 

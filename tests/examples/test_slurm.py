@@ -60,10 +60,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "train.py").write_text(TRAINING)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    port = next(
-        port for port in iter(free_port, None) if 20000 <= port < 40000
-    )  # which the scripts make of the job's id
-    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(port - 20000), "SLURM_NNODES": "2"}
+    number = free_port() - 20000  # of which the scripts make the port
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(number), "SLURM_NNODES": "2"}
     return kept | job | {"PATH": path, "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 

@@ -7,6 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -76,10 +77,15 @@ def start_method() -> multiprocessing.context.BaseContext:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on.
+
+    It is none of those that the system gives to connections, or one may take it before who asked listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def init_process_group(rank: int, world: int, port: int) -> None:
