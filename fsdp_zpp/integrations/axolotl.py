@@ -8,7 +8,7 @@
 Nothing else is needed, neither ``fsdp_config`` nor a configuration of accelerate. Settings for FSDP2 in axolotl's
 ``fsdp_config`` (what to wrap, activation checkpointing, the kind of state dict of checkpoints) hold, too.
 integrations/transformers.py shards the model, with its adapters, when the training or the first evaluation begins;
-until then it is in the CPU's memory, on each rank.
+until then it is in the CPU's memory, on each rank. Without GPUs, set ``ACCELERATE_USE_CPU=true``.
 
 axolotl only prints an ImportError of a plugin's module, and trains without the plugin. So versions are checked, and the
 other integrations imported, when the plugin is registered.
@@ -19,6 +19,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ._requirement import absent, require
 from ._strategy_key import NO_DEEPSPEED, quantizes, refuse, strategy_of as strategy_of
@@ -116,7 +118,8 @@ class StrategyPlugin(BasePlugin):
 
         Raises:
             ImportError: If axolotl, transformers or accelerate is too old; says what to install.
-            ValueError: If ``cfg`` has an invalid strategy; the error names the key.
+            ValueError: If ``cfg`` has an invalid strategy; the error names the key. If several processes find no GPU,
+                and are not told to train on CPUs.
         """
         require("axolotl", "0.19")
         from . import transformers  # noqa: F401  (see the top of this file)
@@ -128,6 +131,7 @@ class StrategyPlugin(BasePlugin):
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
+        _choose_device()
         fsdp_config = cfg.get("fsdp_config") or {}
         if cfg.get("fsdp_version") is None and not {"version", "fsdp_version"} & set(fsdp_config):
             cfg["fsdp_version"] = 2
@@ -139,6 +143,10 @@ class StrategyPlugin(BasePlugin):
             cfg["experimental_skip_move_to_device"] = True  # or a model would have to fit on a GPU before it is sharded
         if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # axolotl's own default is True
+
+    def get_training_args(self, cfg: DictDefault) -> dict[str, Any] | None:
+        """Tell Trainer of CPUs, without which it refuses bf16 on them."""
+        return {"use_cpu": True} if cfg.fsdp_zpp is not None and _on_cpus() else None
 
     def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
         """Make ``trainer`` shard its model.
@@ -154,6 +162,22 @@ class StrategyPlugin(BasePlugin):
         # With adapters and FSDP2 axolotl writes the final files itself, but only weights whose names have "lora_" in
         # them, without what lora_modules_to_save has trained. Told of no version, it leaves that to the trainer.
         cfg.fsdp_version = None
+
+
+def _on_cpus() -> bool:
+    from accelerate.utils import parse_flag_from_env
+
+    return bool(parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def _choose_device() -> None:
+    """Keep axolotl from making a mesh of GPUs where there are none; only parallelisms that are refused use it."""
+    if _on_cpus():
+        from axolotl.loaders import ModelLoader
+
+        ModelLoader.use_parallel_config = None
+    elif not torch.accelerator.is_available():
+        raise ValueError("torch finds no GPU: to train on CPUs, set ACCELERATE_USE_CPU=true in the environment")
 
 
 def check_configuration(config: Configuration) -> None:

@@ -1,7 +1,7 @@
 """Trainings by axolotl's own functions, for test_axolotl.py.
 
 axolotl does not mean to train in several processes on CPUs. Of its ways to place a model only that of ``fsdp_config``
-needs no GPU, but for a mesh of GPUs, which is one of CPUs here.
+needs no GPU, but for a mesh of GPUs, which the strategy's plugin leaves out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from axolotl.integrations.base import BasePlugin, PluginManager
+from axolotl.loaders import ModelLoader
 from harness.launch import ROOT
 from harness.pool import device_type
 from hugging_face import choose_own_fsdp, new_job
@@ -36,6 +36,10 @@ EXAMPLE = ROOT / "examples" / "axolotl_lora.yaml"
 
 class OwnShardingPlugin(BasePlugin):
     """axolotl's own FSDP2, which accelerate does not choose on a CPU."""
+
+    def register(self, cfg: Any) -> None:
+        if device_type() == "cpu":
+            ModelLoader.use_parallel_config = None
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         choose_own_fsdp(trainer.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
@@ -62,9 +66,10 @@ PARTLY_FROZEN = WHOLE | {"unfrozen_parameters": ["model.layers.1.*", "model.norm
 """Options of the example without adapters, of which the last layer and the norm are trained."""
 
 
-def write_model_and_texts(folder: Path) -> None:
-    """Write a small model, its tokenizer of bytes, and texts."""
-    write_model(folder / "model", positions=64, chat_template=None)
+def write_models_and_texts(folder: Path) -> None:
+    """Write a small model in fp32, in ``model``, and in bf16, in ``bf16``, its tokenizer of bytes, and texts."""
+    for name, dtype in {"model": torch.float32, "bf16": torch.bfloat16}.items():
+        write_model(folder / name, dtype, positions=64, chat_template=None)
     texts = [f"{a} plus {b} is {a + b}" for a in range(16) for b in range(8)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
@@ -82,7 +87,6 @@ def axolotl_job() -> Iterator[None]:
     """Return a context in which axolotl runs as its command would run it, and after which it keeps nothing."""
     offline = {"HF_HUB_OFFLINE": "1"}
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if device_type() == "cpu" else {}
-    build_device_mesh = ParallelismConfig.build_device_mesh
     PluginManager.get_instance().plugins.clear()
     with (
         new_job(),
@@ -90,7 +94,7 @@ def axolotl_job() -> Iterator[None]:
         patch.object(sys, "argv", ["axolotl"]),
         patch("axolotl.utils.distributed.distributed_state", None),  # which accelerate has forgotten
         patch("axolotl.train.cleanup_distributed"),  # the workers' process group outlives a job
-        patch.object(ParallelismConfig, "build_device_mesh", lambda self, _: build_device_mesh(self, device_type())),
+        patch.object(ModelLoader, "use_parallel_config", ModelLoader.use_parallel_config),  # which plugins change
     ):
         yield
 

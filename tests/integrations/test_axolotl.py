@@ -13,7 +13,7 @@ import torch
 import yaml
 from framework_workers import framework_workers
 from harness import lora
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,17 +34,26 @@ from axolotl_training import (
     merge,
     options_for,
     trained,
-    write_model_and_texts,
+    write_models_and_texts,
 )
 
 NODES = {"gpus_per_node": 2}
+
+
+@pytest.fixture(autouse=True)
+def _on_cpus_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axolotl.loaders import ModelLoader
+
+    monkeypatch.setattr(ModelLoader, "use_parallel_config", ModelLoader.use_parallel_config)  # which the plugin changes
+    if device_type() == "cpu":
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a small model, its tokenizer of bytes, and texts."""
     folder = tmp_path_factory.mktemp("axolotl")
-    write_model_and_texts(folder)
+    write_models_and_texts(folder)
     return folder
 
 
@@ -182,6 +191,21 @@ def test_the_best_is_saved_in_the_end(
     assert not torch.allclose(last, result.logits, atol=1e-3)
 
 
+@pytest.mark.parametrize("strategy", ["mixzpp", {"preset": "zeropp", "frozen": "nf4"}], ids=str)
+def test_adapters_on_a_bf16_base_are_read_without_it(
+    workers: Callable[..., list[Any]], folder: Path, tmp_path: Path, strategy: Any
+) -> None:
+    options = {"base_model": str(folder / "bf16"), "bf16": True, "fsdp_zpp": strategy}
+    result = workers(trained, options_for(folder, tmp_path) | options)[0]
+    assert result.losses[-1] < result.losses[0]
+    base = AutoModelForCausalLM.from_pretrained(folder / "bf16")
+    assert base.dtype == torch.bfloat16
+    before = base(input_ids=TOKENS).logits
+    after = PeftModel.from_pretrained(base, tmp_path).eval()(input_ids=TOKENS).logits
+    # The base here is not rounded to the codec.
+    assert (after - result.logits).norm() < 0.3 * (after - before).norm()
+
+
 def test_one_process_merges_adapters_by_the_same_file(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False)).eval()
@@ -240,6 +264,16 @@ def test_conflicts_are_refused_by_key(monkeypatch: pytest.MonkeyPatch, options: 
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=message):
         validated(options)
+
+
+@pytest.mark.skipif(device_type() != "cpu", reason="there are GPUs")
+def test_several_processes_without_gpus_are_told_how_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    with pytest.raises(ValueError, match="to train on CPUs, set ACCELERATE_USE_CPU=true"):
+        validated({})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    validated({})  # axolotl preprocess, merge-lora and inference
 
 
 def test_axolotl_is_told_of_fsdp2_where_there_are_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
