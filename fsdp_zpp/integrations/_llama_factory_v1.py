@@ -26,7 +26,7 @@ from ._base_files import check_base_identity, save_base_identity
 from ._codec_files import load_codec_state, save_codec_state
 from ._in_place_of_torchs import in_place_of_torchs, sharding_by
 from ._requirement import require
-from ._strategy_key import quantizes, refuse
+from ._strategy_key import NO_PACKED_BASE, quantizes, refuse
 
 require("llamafactory", "0.9.6.dev0", purpose="for V1", install="see docs/guides/llama-factory.md")
 
@@ -66,11 +66,7 @@ def check_arguments(arguments: Arguments, strategy: Strategy) -> None:
     if (arguments.get("cp_size") or 1) > 1:
         refuse("cp_size", arguments["cp_size"], "V1's context parallelism has not been tried with it: leave it out")
     if arguments.get("quant_config") is not None:
-        refuse(
-            "quant_config",
-            arguments["quant_config"],
-            "a strategy can't gather what bitsandbytes has packed: leave it out, and write frozen: nf4 in fsdp_zpp",
-        )
+        refuse("quant_config", arguments["quant_config"], NO_PACKED_BASE)
     init = (arguments.get("init_config") or {}).get("name")
     if quantizes(strategy) and init not in (None, "init_on_default"):
         refuse("init_config", init, "it loads weights after they are quantized: leave it out, or frozen")

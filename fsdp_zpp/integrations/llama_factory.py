@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_zpp.config.strategy import Strategy
 
 from ._requirement import require
-from ._strategy_key import KEY, NO_DEEPSPEED, NO_WHOLE_MATRICES, refuse, strategy_of
+from ._strategy_key import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, strategy_of
 
 # No extra has it: its requirements exclude the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory.md")
@@ -42,8 +42,7 @@ DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT
 _BACKEND = "it replaces the trainer that shards the model: leave it out"
 _ALTERNATIVES = {
     "deepspeed": NO_DEEPSPEED,
-    "quantization_bit": "a strategy can't gather what bitsandbytes has packed: leave it out, and write fsdp_zpp: "
-    "{preset: mixzpp, frozen: nf4}",
+    "quantization_bit": NO_PACKED_BASE,
     "use_unsloth": "unsloth trains in one process: leave it out",
     "use_kt": _BACKEND,
     "use_mca": _BACKEND,

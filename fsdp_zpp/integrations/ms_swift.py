@@ -38,7 +38,8 @@ _IS_REPLACED = "_fsdp_zpp_strategy"
 
 _ALTERNATIVES = {
     "deepspeed": NO_DEEPSPEED,
-    "quant_method": "a strategy can't gather what it has packed: leave it out, and use Strategy.mixzpp(frozen=NF4())",
+    "quant_method": "training on a base that the framework has packed has not been tried with a strategy, which "
+    "quantizes one itself: leave it out, and use Strategy.mixzpp(frozen=NF4())",
     "use_swift_lora": "the strategy knows PEFT's adapters alone: leave it out",
     "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and set NPROC_PER_NODE",
 }

@@ -105,7 +105,9 @@ def test_commands_exist(block: Block, tmp_path: Path) -> None:
 def _check_command(words: list[str], folder: Path) -> None:
     """Run what predicts or reports; of what trains, see that it is there and knows its options."""
     match words:
-        case ["export" | "cd" | "git", *_] | ["python" | "python3", "-m", "venv", *_]:
+        case ["export" | "cd" | "git" | "touch", *_] | ["python" | "python3", "-m", "venv", *_]:
+            pass
+        case ["pip", "uninstall", *_]:
             pass
         case ["pip", "install", *packages]:
             for package in packages:
