@@ -52,7 +52,7 @@ _ALTERNATIVES = {
     "deepspeed": NO_DEEPSPEED,
     "fsdp": "axolotl has deprecated it, and the strategy decides what is sharded: leave it out",
     "dp_shard_size": _LEVELS,
-    "gptq": "a strategy can't gather what GPTQ has packed: start from the base that was quantized, with frozen: nf4",
+    "gptq": "its codes are buffers, which no FSDP shards: start from the base that was quantized, with frozen: nf4",
     "fp32_norms": "axolotl shards norms itself for it, and a strategy shards the whole model: leave it out",
     "fp8_enable_fsdp_float8_all_gather": "a strategy gathers the weights: leave it out, and write weights: int8:256",
     "torch_compile": "torch.compile of a whole model does not see where a strategy gathers: leave it out",
