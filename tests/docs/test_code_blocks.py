@@ -127,7 +127,7 @@ def _check_command(words: list[str], folder: Path) -> None:
             pass
         case ["torchrun" | "python" | "accelerate", *_]:
             _check_script(words)
-        case ["sbatch", script, *_]:
+        case ["sbatch", script, *_] | ["axolotl", "train", script, *_]:
             assert (ROOT / script).is_file(), script
         case ["docker", "run", *_] if "torchrun" in words:
             _check_script(words[words.index("torchrun") :])
