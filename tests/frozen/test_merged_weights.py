@@ -8,6 +8,7 @@ from typing import Any
 
 import moe
 import pytest
+import stored_checkpoints as stored
 import torch
 import torch.distributed as dist
 from adapted_llama import CODEC, MIXZPP, oracle, sharded
@@ -16,11 +17,17 @@ from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.models import device
 from harness.pool import Pool
-from peft import PeftModel, PrefixTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    PeftModel,
+    PrefixTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fsdp_zpp import Strategy, gathered_weights, save_adapter
+from fsdp_zpp import Strategy, gathered_weights, quantize_frozen_params, save_adapter
 
 EXACT = Strategy("IGG", gpus_per_node=2)
 
@@ -114,6 +121,18 @@ def test_adapters_of_experts_are_merged(
     pool: Callable[[int], Pool], adapter: Adapter, kind: str, tmp_path: Path
 ) -> None:
     pool(4).run(of_experts, adapter, kind, str(tmp_path))
+
+
+@pytest.mark.parametrize("format", ["fp8", "nf4", "int8"])
+def test_adapters_are_merged_into_a_base_as_it_was_stored(format: str, tmp_path: Path) -> None:
+    folder = stored.FORMATS[format](tmp_path)
+    base = stored.empty(folder)
+    quantize_frozen_params(base, "as stored", checkpoint=folder)
+    ours, alone = (llama.adapt(model, {"default": "lora"}) for model in (base, stored.dequantized(folder)))
+    adapter = get_peft_model_state_dict(ours)
+    assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
+    set_peft_model_state_dict(alone, adapter)
+    assert_same(dict(gathered_weights(ours, merged=True)), alone.merge_and_unload().state_dict())
 
 
 def test_what_can_not_be_handed_out_is_refused() -> None:
