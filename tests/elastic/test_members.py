@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.models import device
-from harness.pool import Pool
+from harness.pool import TIMEOUT, Pool
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from fsdp_zpp import Elastic, Int4, LoCo
 from fsdp_zpp.codecs.base import Codec
+from fsdp_zpp.collectives._torch_group_names import next_number
+from fsdp_zpp.collectives._torch_group_of_store import group_of_store
 from fsdp_zpp.collectives.decisions import Decisions
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
 from fsdp_zpp.collectives.hops import Traffic
@@ -126,16 +129,23 @@ def test_weights_of_nodes_make_a_weighted_mean(trained: tuple[int, ...]) -> None
         assert weights == [1.0] * 3  # exactly: changes are then sent as they are
 
 
-def among(ranks: Sequence[int]) -> ProcessMesh:
-    """In a worker: some ranks as nodes of one, over gloo as elastic nodes; collective over all."""
-    group = dist.new_group(list(ranks), backend="gloo")
+def among(ranks: Sequence[int]) -> ProcessMesh | None:
+    """In a worker: some ranks as nodes of one; None on others. Collective over all."""
+    # Not by new_group: on GPUs, ranks that are not in a group of gloo's would wait for its members to split NCCL's.
+    name = f"nodes of tests {next_number(dist.group.WORLD)}"
+    if dist.get_rank() not in ranks:
+        return None
+    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    group = group_of_store(store, name, ranks.index(dist.get_rank()), len(ranks), TIMEOUT)
     return ProcessMesh(Topology(len(ranks), 1), ranks.index(dist.get_rank()), None, group, group)
 
 
 def outer_step(codec: Codec | None = None, feedback: LoCo | None = None, **options: float) -> ElasticOuterStep:
     """In a worker: an exchange between all ranks as nodes."""
     config = LocalSteps(codec=codec, error_feedback=feedback, elastic=Elastic(4), **options)  # type: ignore[arg-type]
-    outer = ElasticOuterStep(config, among(range(dist.get_world_size())), Traffic())
+    mesh = among(range(dist.get_world_size()))
+    assert mesh is not None
+    outer = ElasticOuterStep(config, mesh, Traffic())
     outer.start({name: torch.zeros(shape, device=device()) for name, shape in SHAPES.items()})
     return outer
 
@@ -168,11 +178,10 @@ def momentum_after_a_loss(left: list[int], then: list[int]) -> dict[str, list[Te
     whole = {name: [each.to("cpu", copy=True)] for name, each in outer.state_dict()["momentum"].items()}
     numels = {name: agreed.numel() for name, agreed in outer.agreed.items()}
     for ranks in (left, then):
-        member = dist.get_rank() in ranks
-        mesh = among(ranks) if member else dist.new_group(list(ranks), backend="gloo")
-        if member:
+        mesh = among(ranks)
+        if mesh is not None:
             was_member = ranks is left or dist.get_rank() in left
-            outer.connect(mesh, outer.momentum_among(mesh, numels, owned=was_member))  # type: ignore[arg-type]
+            outer.connect(mesh, outer.momentum_among(mesh, numels, owned=was_member))
             for name, each in outer.state_dict()["momentum"].items():
                 whole[name].append(each.to("cpu", copy=True))
     return whole
