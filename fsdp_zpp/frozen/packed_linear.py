@@ -98,8 +98,7 @@ def _fp8_linear(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> Pack
     scales = getattr(modules[0], "weight_scale_inv", None)
     if parameter.dtype not in CODES or scales is None:
         return None
-    config = {"weight_block_size": getattr(modules[0], "block_size", None)}
-    block = block_of(parameter.shape, tuple(scales.shape), config, "weight_scale_inv")
+    block = block_of(parameter.shape, tuple(scales.shape), getattr(modules[0], "block_size", None), "weight_scale_inv")
     stored: StoredFormat = Fp8(parameter.shape, torch.bfloat16, {}, parameter.dtype, block)
     parts = {"codes": parameter.detach(), "scales": scales.detach()}
     beside = ("weight_scale_inv", "activation_scale", "block_size", "activation_scheme")

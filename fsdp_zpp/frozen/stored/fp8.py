@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -43,6 +43,7 @@ class Fp8(StoredFormat):
     @classmethod
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
         found: dict[str, StoredFormat] = {}
+        stated = block_size(config, "weight_block_size")
         for key in tensors:
             dtype = tensors.dtype(key)
             # The scales of some formats are in fp8, too, such as those of nvfp4.
@@ -56,7 +57,7 @@ class Fp8(StoredFormat):
             if scale is None:
                 refuse_misfit(key, f"{dtype} without a scale", f"{names[0]}, which is missing")
             shape = torch.Size(tensors.shape(key))
-            block = block_of(shape, tensors.shape(scale), config, scale)
+            block = block_of(shape, tensors.shape(scale), stated, scale)
             if tensors.dtype(scale) not in _SCALES:
                 refuse_misfit(scale, tensors.dtype(scale), "fp32, bf16, fp16 or e8m0")
             found[key] = cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
@@ -134,8 +135,18 @@ class Fp8(StoredFormat):
         return codes.mul_(scales).flatten(1)
 
 
-def block_of(shape: torch.Size, scales: tuple[int, ...], config: Mapping[str, Any], key: str) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, by the shape of the scales and the configuration."""
+def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Sequence[int] | None, key: str) -> tuple[int, int]:
+    """Return the rows and columns that share a scale.
+
+    Args:
+        shape: The shape of the weight.
+        scales: The shape of the scales.
+        stated: The rows and columns by the configuration.
+        key: The name of the scales.
+
+    Raises:
+        ValueError: If the scales don't fit the weight.
+    """
     rows, columns = shape[-2:]
     if torch.Size(scales).numel() == 1 or (len(shape) == 3 and torch.Size(scales).numel() == shape[0]):
         return (_UNBLOCKED if len(shape) == 2 else rows, columns)
@@ -143,9 +154,9 @@ def block_of(shape: torch.Size, scales: tuple[int, ...], config: Mapping[str, An
     if len(scales) not in (len(shape), len(shape) - 1) or scales[: len(shape) - 2] != shape[:-2]:
         refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
     usual = (128, 128)
-    for block in (block_size(config, "weight_block_size", usual), usual):
+    for block in (tuple(stated or usual), usual):
         if (-(-rows // block[0]), -(-columns // block[1])) == grid:
-            return block
+            return int(block[0]), int(block[1])
     if rows % grid[0] == 0 and columns % grid[1] == 0:
         return rows // grid[0], columns // grid[1]
     refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")

@@ -26,13 +26,15 @@ def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     )
 
 
-def block_size(settings: Mapping[str, Any], key: str, default: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of blocks.
+def block_size(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """Return the rows and columns of blocks; None if the setting is missing or null.
 
     Raises:
         ValueError: If the setting is something else.
     """
-    stated = setting(settings, key, list) or list(default)
+    stated = setting(settings, key, list)
+    if stated is None:
+        return None
     if len(stated) != 2 or not all(type(size) is int and size > 0 for size in stated):
         raise ValueError(
             f"config.json beside the checkpoint has {key} {stated!r}, and two sizes belong there; {REMEDY}"
