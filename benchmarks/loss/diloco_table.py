@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
-from gaps import spread
+from gaps import Runs, spread
+from local_gaps import TunedRuns
 from markdown_tables import markdown
 from result_files import Result
 
@@ -25,29 +25,26 @@ def table(results: Sequence[Result]) -> str:
     A gap is to the best synchronous runs on as much data, seed by seed: losses of two seeds differ by more than those
     of many configurations.
     """
-    runs: dict[tuple[int, int, str, float, int], dict[int, float]] = {}
+    alike: dict[tuple[int, int, str, float, int], list[Result]] = {}
     for result in results:
-        given, row = result["arguments"], result["rows"][0]
-        key = given["tokens"], given["nodes"], row["name"], given["lr"], given["batch"]
-        runs.setdefault(key, {})[row["seed"]] = row["validation"][-1][1]
-    synchronous: dict[int, list[dict[int, float]]] = {}
-    for (data, _, name, *_), losses in runs.items():
-        if name == SYNCHRONOUS:
-            synchronous.setdefault(data, []).append(losses)
-    best = {data: _best(rates) for data, rates in synchronous.items()}
+        given = result["arguments"]
+        key = given["tokens"], given["nodes"], result["rows"][0]["name"], given["lr"], given["batch"]
+        alike.setdefault(key, []).append(result)
     rows = []
-    for (data, nodes, name, lr, batch), losses in sorted(runs.items(), key=lambda run: (-run[0][0], *run[0][1:])):
+    for (data, nodes, name, lr, batch), own in sorted(alike.items(), key=lambda run: (-run[0][0], *run[0][1:])):
         published = PUBLISHED.get(nodes) if data == TOKENS else None
-        compared = {} if name == SYNCHRONOUS else best.get(data, {})
-        gaps = [100 * (losses[seed] / compared[seed] - 1) for seed in losses if seed in compared]
-        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses))]
-        cells += [spread(list(losses.values()), ".4f"), spread(gaps, "+.2f") if gaps else ""]
-        rows.append([str(nodes), name, *cells, "" if published is None else f"{published:+.1f}"])
+        runs = Runs([*own, *([] if name == SYNCHRONOUS else _best_synchronous(results, data))])
+        losses = [runs.final(name, seed) for seed in runs.seeds(name)]
+        gaps = [] if name == SYNCHRONOUS else runs.gaps(name, SYNCHRONOUS)
+        cells = [f"{data / 1e6:.0f} M", f"{lr:.4f}, {nodes * batch}", str(len(losses)), spread(losses, ".4f")]
+        cells += [spread(gaps, "+.2f") if gaps else "", "" if published is None else f"{published:+.1f}"]
+        rows.append([str(nodes), name, *cells])
     head = ("replicas", "configuration", "bytes read", "lr, sequences a step", "seeds", "validation loss")
     return markdown((*head, "above synchronous, %", "published, %"), rows)
 
 
-def _best(rates: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Return the losses, by seed, at the learning rate that is best on the seeds that all have, if there are any."""
-    common = set.intersection(*map(set, rates))
-    return min(rates, key=lambda losses: statistics.mean(losses[seed] for seed in common or losses))
+def _best_synchronous(results: Sequence[Result], data: int) -> list[Result]:
+    """Return the synchronous runs on so many tokens at the best learning rate."""
+    runs = [r for r in results if r["arguments"]["tokens"] == data and r["rows"][0]["name"] == SYNCHRONOUS]
+    rate = TunedRuns(runs).rates.get(SYNCHRONOUS)
+    return [run for run in runs if run["arguments"]["lr"] == rate]

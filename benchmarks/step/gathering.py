@@ -99,8 +99,9 @@ def measured(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
     """Return seconds and bytes. Collective."""
     model = sharded(arguments, device)
     layer = sum(parameter.numel() for parameter in Layer(arguments.width).parameters()) * 2
-    nbytes = arguments.layers * layer + 2 * 32000 * arguments.width * 2
-    figures: dict[str, Any] = {"nbytes": nbytes, "largest_unit": max(layer, 2 * 32000 * arguments.width * 2)}
+    ends = 2 * 32000 * arguments.width * 2  # the embedding and the head
+    nbytes = arguments.layers * layer + ends
+    figures: dict[str, Any] = {"nbytes": nbytes, "largest_unit": max(layer, ends)}
     figures["link_s"] = seconds(lambda: plain_gathers(nbytes, layer, device), device)
     on_gpu = device.type == "cuda"
     if on_gpu:

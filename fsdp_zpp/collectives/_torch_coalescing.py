@@ -1,4 +1,4 @@
-"""All-gathers that start together, by a private name of torch's: as one collective of each process group.
+"""All-gathers that start together, by a private name of torch's: as one collective of each process group and dtype.
 
 Each collective takes a CPU tens of microseconds to start, and a network its latency.
 """
@@ -46,7 +46,7 @@ class AllGathers:
 
 
 class _OfGroup:
-    """The all-gathers of one process group."""
+    """The all-gathers of one process group and dtype."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
