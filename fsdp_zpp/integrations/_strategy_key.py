@@ -8,10 +8,11 @@ KEY = "fsdp_zpp"
 
 NO_DEEPSPEED = "a strategy is for torch's FSDP: leave it out (Strategy.from_deepspeed reads such a file)"
 NO_WHOLE_MATRICES = "it works on whole matrices, and a strategy leaves a shard of each on a rank: leave it out"
-NO_PACKED_BASE = (
+PACKED_BASE = (
     "training on a base that the framework has packed has not been tried with a strategy, which quantizes one itself: "
-    "leave it out, and write fsdp_zpp: {preset: mixzpp, frozen: nf4}"
+    "leave it out, and "
 )
+NO_PACKED_BASE = f"{PACKED_BASE}write fsdp_zpp: {{preset: mixzpp, frozen: nf4}}"
 """What to do instead of keys that ask for DeepSpeed, for an optimizer of whole matrices, or for a base in few bits."""
 
 

@@ -26,7 +26,7 @@ from swift.trainers import TrainerFactory
 
 from . import transformers as hugging_face
 from ._reference_models import prepare_references_by_strategy
-from ._strategy_key import NO_DEEPSPEED, NO_WHOLE_MATRICES, refuse
+from ._strategy_key import NO_DEEPSPEED, NO_WHOLE_MATRICES, PACKED_BASE, refuse
 
 __all__ = ["use_strategy"]
 
@@ -38,8 +38,7 @@ _IS_REPLACED = "_fsdp_zpp_strategy"
 
 _ALTERNATIVES = {
     "deepspeed": NO_DEEPSPEED,
-    "quant_method": "training on a base that the framework has packed has not been tried with a strategy, which "
-    "quantizes one itself: leave it out, and use Strategy.mixzpp(frozen=NF4())",
+    "quant_method": f"{PACKED_BASE}use Strategy.mixzpp(frozen=NF4())",
     "use_swift_lora": "the strategy knows PEFT's adapters alone: leave it out",
     "use_ray": "the strategy would not reach the processes that Ray starts: leave it out, and set NPROC_PER_NODE",
 }
