@@ -9,6 +9,7 @@ NEEDED = (
     Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),
     Needed("torch.distributed.distributed_c10d", "_coalescing_manager", "all-gathers that start as one collective"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
     Needed("torch.autograd.Variable", "_execution_engine", "the end of a backward, while a model is monitored"),
     Needed("torch.distributed.distributed_c10d", "_new_process_group_helper _world", "groups of elastic nodes"),
     Needed(

@@ -18,6 +18,8 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
 from torch.distributed.tensor import DTensor
 
+from fsdp_zpp.collectives._torch_autograd import in_backward
+
 Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""
 
@@ -149,9 +151,7 @@ def copy_replaced(handle: FlatParamHandle) -> None:
 def copy_replaced_shards(handle: FlatParamHandle) -> None:
     """Copy parameters that have other storage by now to a sharded handle's shard, as FSDP does."""
     # In a backward, FSDP keeps gradients where a writeback does not look for them.
-    may_differ = (
-        torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
-    )
+    may_differ = not in_backward() and handle._use_orig_params and not handle._skip_writeback_check
     if may_differ and handle._writeback_orig_params():
         handle._use_sharded_views()  # or FSDP would do it again, which counts as a write
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_zpp.collectives._torch_backward_end import at_end_of_backward
+from fsdp_zpp.collectives._torch_autograd import at_end_of_backward
 from fsdp_zpp.collectives.hop_timer import MOST_INTERVALS, Mark, mark
 
 from .unit import units_of

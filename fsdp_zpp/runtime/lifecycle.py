@@ -15,6 +15,8 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import Optimizer
 
+from fsdp_zpp.collectives._torch_autograd import in_backward
+
 from .local_training import LocalTraining
 from .made_optimizers import note_optimizer
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
@@ -28,8 +30,8 @@ class LifecycleHooks:
     """Tells the units of a model when their weights change and when their gradients are cleared.
 
     Weights change with a backward that synchronizes gradients, with a step of an optimizer, and with its ``train`` and
-    ``eval``, if it has them (optimizer_modes.py). All three change all units that any step changes; see
-    [Note: What a step changes] in weight_changes.py.
+    ``eval``, if it has them (optimizer_modes.py). All three change all units that any step changes, but for a step in
+    the backward; see [Note: What a step changes] in weight_changes.py.
 
     Args:
         units: The units of the model.
@@ -69,7 +71,10 @@ class LifecycleHooks:
                 self._mistakes.other_stepped()
             return
         self._last_scaler = None  # with a step units forget the scaler, so they must be told of it again
-        self._changes.step(ids)
+        if in_backward():
+            self._changes.step_in_backward(ids)
+        else:
+            self._changes.step(ids)
         self._step_ended(optimizer)
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(ids, getattr(optimizer, "found_inf", None))

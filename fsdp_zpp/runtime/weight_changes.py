@@ -8,6 +8,10 @@ good, and this is checked where all ranks pass: at the end of every backward and
 
 Users may leave parameters of which their rank has no element out of their optimizers. So a unit of which some rank has
 none changes with every step: it is too small for that to matter, and ranks could not tell otherwise.
+
+A step after the backward changes all units that change at all, whichever of them its optimizer holds. A step in the
+backward, by one of many optimizers, changes only those that it holds: the backward still needs the others' weights, and
+would send all of them between nodes anew. Its end declares all of them stale.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class WeightChanges:
     """
 
     def __init__(self, units: Sequence[Unit], too_small: Collection[Unit] = ()) -> None:
+        self._too_small = too_small
         self._changing = [unit for unit in units if unit in too_small]
         self._others = [unit for unit in units if unit not in too_small]
         self._has_warned = False
@@ -63,6 +68,13 @@ class WeightChanges:
     def step(self, ids: Collection[int] = ()) -> None:
         """Declare the weights of units that change stale, for a step made or to come; ``ids`` as of :meth:`look`."""
         self._invalidate(ids, by_step=True)
+
+    def step_in_backward(self, ids: Collection[int]) -> None:
+        """Declare the weights of units stale that an optimizer in the backward holds; ``ids`` as of :meth:`look`."""
+        self.look(ids)
+        for unit in self._changing:
+            if unit in self._too_small or any(id(parameter) in ids for parameter in unit.sharded.parameters()):
+                unit.invalidate(by_step=True)
 
     def written(self, ids: Collection[int]) -> None:
         """Declare these weights stale after other writes of an optimizer, which may change them by more."""

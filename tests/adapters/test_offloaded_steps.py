@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from harness import models
-from harness.adapter import STOCK, Adapter, Case
+from harness.adapter import STOCK, Adapter
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
 from harness.offload import offloading, without_pinning
 from harness.pool import Pool
+from harness.steps_in_backward import make
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import Int4, Int8, LoCo, Strategy
 from fsdp_zpp.collectives.arriving_gradients import UNITS_BEHIND, ArrivingGradients
@@ -35,27 +35,9 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def make(adapter: Adapter, strategy: Strategy | None) -> Any:
-    """Return a model whose parameters have optimizers that step in the backward."""
-    if isinstance(adapter, Fsdp1):
-        net = models.make_net()
-        _apply_optimizer_in_backward(Counting, net.parameters(), {"lr": 0.125})
-        return adapter.shard(net, Case(), strategy)
-    model = adapter.make(Case(), strategy)
-    optimizers = {p: Counting([p], lr=0.125) for p in model.parameters()}
-
-    def step(parameter: nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    return model
-
-
 def stepped(adapter: Adapter, strategy: Strategy | None, micro_batches: int = 1) -> tuple[dict[str, Tensor], list[str]]:
     """Return weights after some steps, and in which order the last one stepped and went on with the backward."""
-    model = make(adapter, strategy)
+    model = make(adapter, strategy, Counting, lr=0.125)
     for block in model.modules():
         if isinstance(block, models.Block):
             block.up.register_full_backward_pre_hook(lambda *unused: Counting.notes.append("block"))
@@ -124,7 +106,7 @@ def after_an_exception(adapter: Adapter) -> float:
 
     with without_pinning():
         for failing in (False, True):
-            model = make(offloading(adapter), strategy)
+            model = make(offloading(adapter), strategy, Counting, lr=0.125)
             for step in range(3):
                 if failing and step == 1:
                     handle = model.blocks[0].up.register_full_backward_pre_hook(fail)

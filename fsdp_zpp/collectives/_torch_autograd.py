@@ -1,12 +1,18 @@
-"""Private names of torch's autograd engine: the end of a backward."""
+"""Private names of torch's autograd engine: whether a backward runs, and its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch.autograd import Variable
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called at the end of the backward that runs, after what asked for it earlier."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Return whether a backward runs that has called this, in a hook or at its end."""
+    return torch._C._current_graph_task_id() != -1
