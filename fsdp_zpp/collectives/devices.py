@@ -27,6 +27,8 @@ def collective_device(group: dist.ProcessGroup, device: torch.device | None = No
 
 def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return ``tensor`` on a device from which collectives of ``group`` take it: the accelerator if they do."""
+    if tensor.device.type != "cpu":
+        return tensor
     kind, backend = accelerator(), dist.get_backend(group)
     # With CPU offload a group may have several backends, "cpu:gloo,cuda:nccl".
     takes_accelerators = "gloo" not in backend or "ccl" in backend

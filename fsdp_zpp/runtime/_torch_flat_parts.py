@@ -96,7 +96,7 @@ class FlatPart:
 
 def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
     """Yield the parts of all flat parameters below ``model``, whose shards have what was written to parameters."""
-    for instance in FullyShardedDataParallel.fsdp_modules(model):
+    for instance in _instances(model):
         handle = instance._handle
         if handle is None:
             continue
@@ -114,6 +114,11 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
             start += size
 
 
+def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
+    # torch's fsdp_modules() takes five times as long, for it looks for the states of modules that it has not wrapped.
+    return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
+
+
 def is_flat(parameter: Tensor) -> bool:
     """Return whether a parameter that a module shows is a flat one."""
     return isinstance(parameter, FlatParameter)
@@ -122,7 +127,7 @@ def is_flat(parameter: Tensor) -> bool:
 def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the dtypes that buffers had before mixed precision cast them; state dicts show buffers in these."""
     dtypes = {}
-    for instance in FullyShardedDataParallel.fsdp_modules(model):
+    for instance in _instances(model):
         if instance.mixed_precision.buffer_dtype is None:
             continue
         for name, buffer in instance.named_buffers():

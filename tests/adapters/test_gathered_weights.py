@@ -197,6 +197,10 @@ MODELS: dict[str, Any] = {
 }
 
 
+AGREED = 3 * 8
+"""Bytes of the flags by which ranks agree, which are counted on a GPU alone, where they are copied to."""
+
+
 def allowed_bytes(adapter: Adapter, model: Any, strategy: Any, dtype: torch.dtype | None) -> int:
     """In a worker: the bytes of the largest unit, or of a tensor that the caller has and the next one, if more."""
     ranks = {"G": 4, "I": 2, "N": 1}["G" if strategy is STOCK else strategy.levels[2]]
@@ -237,7 +241,7 @@ def test_it_takes_the_memory_of_one_unit_at_most(
         if to in (None, rank):
             assert peak, "or it sees nothing"
         elif dtype is None:  # which would be a copy of its part
-            assert peak == 0, rank
+            assert peak <= AGREED, rank
 
 
 def ahead(adapter: Adapter) -> float:

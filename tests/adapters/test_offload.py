@@ -12,7 +12,7 @@ from harness import models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
 from harness.offload import offloading, without_pinning
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from harness.training import load, save, train
 
 from fsdp_zpp import CodecState, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
@@ -68,7 +68,9 @@ PARTS = {
 def test_parts_may_be_frozen_quantized_or_tied_and_gradients_clipped_or_scaled(
     pool: Callable[[int], Pool], adapter: Adapter, part: str
 ) -> None:
-    assert pool(4).run(distance_from_kept, adapter, *PARTS[part]) == [0.0] * 4
+    # A GPU sums norms in another order than a CPU.
+    bound = 1e-6 if device_type() != "cpu" and PARTS[part][0].clip is not None else 0.0
+    assert max(pool(4).run(distance_from_kept, adapter, *PARTS[part])) <= bound
 
 
 def resumed(adapter: Adapter, strategy: Strategy, path: str) -> None:

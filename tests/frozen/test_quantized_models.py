@@ -139,7 +139,7 @@ def test_an_adapter_loads_in_peft_beside_the_same_checkpoint(
     folder = checkpoints.write(tmp_path / "base", *case)
     expected = pool(4).run(saved, adapter, case[0], str(tmp_path))
     base = owners_model(folder, checkpoints.FORMATS[case[1]].config, torch.float32)
-    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(base.to(models.device()), tmp_path / "adapter")
     for logits in expected:
         assert torch.equal(llama.logits_of(loaded), logits)
 
@@ -166,7 +166,8 @@ def test_weights_equal_those_that_transformers_dequantizes(kind: str, format: st
         quantize_frozen_params(ours, AS_STORED if smallest == 1 else Int8(64), checkpoint=folder, min_numel=smallest)
         assert bool(dequantize_frozen_params(ours)) == (smallest == 1)
         for name, value in theirs.state_dict().items():
-            assert torch.equal(ours.state_dict()[name], value.to(torch.bfloat16)), name  # routers stay in fp32 there
+            # Routers stay in fp32 there.
+            assert torch.equal(ours.state_dict()[name], value.to(models.device(), torch.bfloat16)), name
 
 
 def owners_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -80,10 +80,10 @@ def test_a_codec_encodes_what_the_owner_decodes(checkpoint: Path) -> None:
 
 
 def test_the_owners_model_has_the_same_weights_and_outputs(checkpoint: Path) -> None:
-    owner: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    owner: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map=DEVICE)
     model = stored.empty(checkpoint, torch.bfloat16)
     quantize_frozen_params(model, "as stored", checkpoint=checkpoint)
-    ours, theirs = llama.logits_of(model), llama.logits_of(owner)
+    ours, theirs = (llama.logits_of(each, on=DEVICE) for each in (model, owner))
     # bf16 has 8 bits, and LLM.int8 rounds activations to 8 bits, too.
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
@@ -219,14 +219,14 @@ def test_fp8_with_one_scale_for_all_or_for_each_matrix() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
 def test_experts_stay_as_stored(tmp_path: Path, kind: str, experts: str) -> None:
     stored.fp8(tmp_path, kind)
-    owner: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    owner: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map=DEVICE)
     expected = weights_of(owner)
     model: Any = stored.empty(tmp_path, torch.bfloat16)
     quantize_frozen_params(model, "as stored", checkpoint=tmp_path)
     for each in (owner, model):
         each.set_experts_implementation(experts)
     # One expert at a time is decoded where they are eager.
-    assert torch.equal(llama.logits_of(model), llama.logits_of(owner))
+    assert torch.equal(llama.logits_of(model, on=DEVICE), llama.logits_of(owner, on=DEVICE))
     stack = model.model.layers[1].mlp.experts
     assert isinstance(stack, FrozenModule)
     assert torch.equal(stack.gate_up_proj[3].dequantize(), expected["model.layers.1.mlp.experts.gate_up_proj"][3])

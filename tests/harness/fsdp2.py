@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_zpp import fully_shard
+from fsdp_zpp import clip_grad_norm_, fully_shard
 
 from . import models
 from .adapter import STOCK, Adapter, Case, on_cpu
@@ -82,7 +82,10 @@ class Fsdp2(Adapter):
         yield
 
     def clip(self, model: nn.Module, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        # torch sums the norms of ranks where gradients are, and NCCL communicates on GPUs alone.
+        is_offloaded = self.local(next(model.parameters())).device.type != device_type()
+        clip = clip_grad_norm_ if is_offloaded else torch.nn.utils.clip_grad_norm_
+        clip(model.parameters(), norm)
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         assert isinstance(parameter, DTensor)

@@ -126,10 +126,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0) ->
     return losses
 
 
-def logits_of(model: nn.Module) -> Tensor:
-    """Logits of a batch that is the same on every rank."""
+def logits_of(model: nn.Module, on: torch.device | None = None) -> Tensor:
+    """Logits of a batch that is the same on every rank, of a model on this rank's device or on another."""
     with torch.no_grad():
-        return model(input_ids=tokens(99, 0)).logits.cpu()
+        return model(input_ids=tokens(99, 0).to(on)).logits.cpu()
 
 
 def greedy_tokens(model: Any, count: int) -> list[int]:
