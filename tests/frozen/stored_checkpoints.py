@@ -87,6 +87,15 @@ def empty(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.requires_grad_(False)
 
 
+def owners_model(folder: Path) -> Any:
+    """The model as transformers loads it on a CPU, in bf16."""
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    if AutoConfig.from_pretrained(folder).quantization_config["quant_method"] == "fp8":
+        # What it does anyway where there is no GPU; where there is one, it would call its kernels with a CPU's memory.
+        how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, **how)
+
+
 def decoded(folder: Path) -> dict[str, Tensor]:
     """All of a checkpoint's tensors by the names that models had before they were quantized, by the owner, in fp32."""
     with safe_open(folder / FILE, "pt") as file:

@@ -11,7 +11,6 @@ import stored_checkpoints as stored
 import torch
 from harness import llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from fsdp_zpp import (
     NF4,
@@ -80,7 +79,7 @@ def test_a_codec_encodes_what_the_owner_decodes(checkpoint: Path) -> None:
 
 
 def test_the_owners_model_has_the_same_weights_and_outputs(checkpoint: Path) -> None:
-    owner: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map=DEVICE)
+    owner = stored.owners_model(checkpoint)
     model = stored.empty(checkpoint, torch.bfloat16)
     quantize_frozen_params(model, "as stored", checkpoint=checkpoint)
     ours, theirs = (llama.logits_of(each, on=DEVICE) for each in (model, owner))
@@ -219,7 +218,7 @@ def test_fp8_with_one_scale_for_all_or_for_each_matrix() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
 def test_experts_stay_as_stored(tmp_path: Path, kind: str, experts: str) -> None:
     stored.fp8(tmp_path, kind)
-    owner: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map=DEVICE)
+    owner = stored.owners_model(tmp_path)
     expected = weights_of(owner)
     model: Any = stored.empty(tmp_path, torch.bfloat16)
     quantize_frozen_params(model, "as stored", checkpoint=tmp_path)

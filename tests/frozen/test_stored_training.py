@@ -16,7 +16,6 @@ from harness.adapter import Adapter
 from harness.covering import ADAPTERS, over_each
 from harness.pool import Pool
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from fsdp_zpp import Int8, Strategy, dequantize_frozen_params, quantize_frozen_params, save_adapter, traffic
 from fsdp_zpp.codecs.base import Codec
@@ -45,8 +44,8 @@ def trained(
     same = torch.equal(llama.logits_of(on_dequantized), logits)
     if dist.get_rank():
         return before, greedy, distance, same, 0.0
-    original: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map="cpu")
-    theirs = llama.logits_of(PeftModel.from_pretrained(original, saved)).float()
+    original = stored.owners_model(checkpoint)
+    theirs = llama.logits_of(PeftModel.from_pretrained(original, saved), on=torch.device("cpu")).float()
     return before, greedy, distance, same, ((theirs - logits).norm() / logits.norm()).item()
 
 
