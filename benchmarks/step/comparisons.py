@@ -13,6 +13,7 @@ from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column, meas
 
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
+WHOLE = (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
 DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
 Results = dict[str, Result]
 
@@ -96,27 +97,30 @@ NO_PEER_TO_PEER = {
 """Of one host whose GPUs copy through its memory."""
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
-    "eager": one("1.35B-2x2-eager", *USUAL),
+    "eager": one("1.35B-2x2-eager", *WHOLE),
     "compiled": one("1.35B-2x2-compiled", *USUAL),
-    "eager-again": one("1.35B-2x2-h200", STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
+    "eager-again": one("1.35B-2x2-h200", *WHOLE),
     "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
     "float8": one("1.35B-2x1-float8", STEP, AGAINST_FLOAT8, PEAK, BETWEEN_NODES),
-    "large": one("6.7B-2x2", *USUAL, BETWEEN_NODES),
+    "large": one("6.7B-2x2", *WHOLE),
     "mixtures": Comparison(
         MIXTURES,
-        (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
+        WHOLE,
         below="layers, nodes x GPUs, link",
     ),
     "mixtures-beside-peers": Comparison(
         MIXTURES_BESIDE_PEERS,
-        (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
+        WHOLE,
         below="nodes x GPUs, link",
     ),
     "no-peer-to-peer": Comparison(
         NO_PEER_TO_PEER, (STEP, AGAINST_FSDP2, PEAK, HOST, BETWEEN_NODES), below="model, GPUs"
     ),
     "hosts-without-peer-to-peer": one("1.35B-2x2-no-p2p", STEP, AGAINST_HSDP, PEAK, BETWEEN_NODES),
-    "four-micro-batches": Comparison({"eager": f"{FOUR}-eager", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)),
+    "four-micro-batches": one(f"{FOUR}-eager", *WHOLE),
+    "four-micro-batches-earlier": Comparison(
+        {"eager": f"{FOUR}-earlier-on-C", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)
+    ),
     "four-micro-batches-delta": one(
         f"{FOUR}-delta",
         STEP,
@@ -153,7 +157,7 @@ STEP_TIME = {
             "shared GPU, 128 KiB": "1.35B-2x1-shared-128KiB-chunks",
             "shared GPU, 512 KiB": "1.35B-2x1-shared-512KiB-chunks",
             "own GPUs, 128 KiB": "1.35B-2x2-128KiB-chunks",
-            "own GPUs, 512 KiB": "1.35B-2x2-eager",
+            "own GPUs, 512 KiB": "1.35B-2x2-512KiB-chunks",
         },
         (MEDIAN,),
         DELTAS,
@@ -206,7 +210,7 @@ LORA = {
 }
 TOKENS = measured("tokens/s, all GPUs", "tokens_per_s", "{:,.0f}")
 RECIPES = {
-    "recipe-full": one("6.7B-2x2", STEP, TOKENS, PEAK, only=(HSDP, "full_shard", "zeropp", *DELTAS)),
+    "recipe-full": one("6.7B-2x2", STEP, TOKENS, PEAK, only=(HSDP, "fsdp2:full_shard", "fsdp2:zeropp", *DELTAS)),
     "recipe-mixture": one("moe-2.6B-2x2", STEP, TOKENS, PEAK),
     "recipe-70B": Comparison(
         {"2 x 2": "lora-70B-2x2", "1 x 2": "lora-70B-1x2-qlora"}, (STEP, TOKENS, PEAK), below="nodes x GPUs"

@@ -12,7 +12,7 @@ from result_files import Result
 from fsdp_zpp.bench.chart import OURS, PEER, Bar, peaks_figure, steps_figure
 from fsdp_zpp.bench.columns import times_as_fast
 
-REFERENCE = "full_shard"
+REFERENCE = "fsdp2:full_shard"
 _SPEEDUP = times_as_fast(REFERENCE, "", "{:.1f}")
 _KINDS = {"gather": ("Weights", WEIGHTS, 0.6), "reduce": ("Gradients", GRADIENTS, 1.0), "": ("", PEER, 1.0)}
 """Names, colors and opacities of what a lane shows."""
@@ -23,7 +23,7 @@ def step_time(result: Result, strategies: Iterable[str] = ()) -> Figure:
     """Draw step times with speedups over FULL_SHARD, and peak memory, of a result's strategies; by default, of all."""
     rows = result["rows"]
     bars = []
-    for strategy in strategies or sorted(dict.fromkeys(row["strategy"] for row in rows), key=_is_ours):
+    for strategy in strategies or sorted(dict.fromkeys(row["strategy"] for row in rows), key=_place):
         own = [row for row in rows if row["strategy"] == strategy]
         times = " to ".join(sorted({f"{row['step_ms']:.0f}" for row in own}, key=float))
         speedup = "" if strategy == REFERENCE else _SPEEDUP.cell(own, rows)
@@ -71,6 +71,11 @@ def _setting(result: Result) -> str:
 def _is_ours(strategy: str) -> bool:
     """Return whether a strategy is one of fsdp_zpp's."""
     return "zeropp" in strategy and "deepspeed" not in strategy
+
+
+def _place(strategy: str) -> tuple[bool, bool]:
+    """Return a strategy's place in a figure: the reference first, ours last."""
+    return _is_ours(strategy), strategy != REFERENCE
 
 
 def _color(strategy: str) -> str:

@@ -31,8 +31,8 @@ class Training:
 ZEROPP = {"": "fsdp2:zeropp", "with deltas": "fsdp2:zeropp-delta"}
 ALONE = {name: f"{strategy}-alone" for name, strategy in ZEROPP.items()}
 TRAININGS = (
-    Training("Llama 1.35B, 2 nodes of 2", "1.35B-2x2-h200", "fsdp2:full_shard", ZEROPP),
-    Training("Llama 6.7B, 2 nodes of 2", "6.7B-2x2", "full_shard", {"": "zeropp", "with deltas": "zeropp-delta"}),
+    Training("Llama 1.35B, 2 nodes of 2", "1.35B-2x2-eager", "fsdp2:full_shard", ZEROPP),
+    Training("Llama 6.7B, 2 nodes of 2", "6.7B-2x2", "fsdp2:full_shard", ZEROPP),
     Training("LoRA of 6.7B, 2 nodes of 2", "lora-6.7B-2x2", "full_shard", {"": "fsdp2:once-zeropp"}),
     Training("mixture of experts, 2.6B, 2 nodes of 1", "moe-2.6B-2x1", "fsdp2:full_shard", ZEROPP),
     Training("Llama 6.7B, 1 machine of 4 without NVLink", "6.7B-1x4-no-p2p", "fsdp2:full_shard", ALONE),

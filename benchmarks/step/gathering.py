@@ -75,7 +75,7 @@ def seconds(call: Callable[[], object], device: torch.device, times: int = 5) ->
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    slowest = torch.tensor(min(taken[1:]), device=device)
+    slowest = torch.tensor(min(taken[1:]), dtype=torch.float64, device=device)  # not the default dtype, bf16
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 

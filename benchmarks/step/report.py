@@ -1,4 +1,4 @@
-"""Tables and figures of steps, from results/, on pages of docs/results, in a guide, in recipes.md and in README.md.
+"""Tables and figures of steps, from results/, on pages of docs/results, in guides, in recipes.md and in README.md.
 
 python benchmarks/step/report.py [--check]
 """
@@ -16,7 +16,7 @@ import result_files
 import result_pages
 from comparisons import LORA, NO_NVLINK, RECIPES, STEP_TIME, Comparison, Results
 from result_pages import GUIDES, RESULTS_PAGES, ROOT, Figures, Tables, svg_with_origin, with_origin
-from single_runs import cpu, hops, offload, planned
+from single_runs import GATHERING, ONE_NODE_FIRST, beside_one_node, cpu, gathering, hops, offload, planned
 
 FOLDER = Path(__file__).parent
 CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
@@ -26,7 +26,7 @@ SINGLE = {
 }
 OFFLOAD = "offload-2x1"
 BESIDE_PEERS = (
-    "full_shard",
+    "fsdp2:full_shard",
     "fsdp2:hybrid_shard",
     "deepspeed-zeropp",
     "megatron-hfsdp",
@@ -57,11 +57,14 @@ def pages(results: Results) -> dict[Path, Tables]:
     step_time["hops"] = with_origin(hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values())
     for table, (make, name) in SINGLE.items():
         step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name])
+    both = (name for pair in ONE_NODE_FIRST.values() for name in pair)
+    step_time["one-node-of-four"] = with_origin(beside_one_node(results), "step", results, both)
     offloaded = with_origin(offload(results[OFFLOAD]["rows"]), "step", results, [OFFLOAD])
     return {
         RESULTS_PAGES / "step-time.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA),
         GUIDES / "cpu-offload.md": {"offload": offloaded},
+        GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
         GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
         ROOT / "docs" / "recipes.md": compared(results, RECIPES),
         ROOT / "README.md": {"first-page": first_page.table(results)},

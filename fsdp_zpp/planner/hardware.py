@@ -20,7 +20,7 @@ SLOWEST_NVLINK = OF_A_LINK * link_named("nvlink-bridge").gbps
 """Gbit/s that collectives reach over the slowest NVLink; what is slower is taken for PCIe or the host's memory."""
 LAUNCH_MS = 5.0
 """Milliseconds in which a CPU launches forward and backward of one unit in eager mode: of the 25 units of a Llama of
-1.35B under fully_shard, 141 to 205 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
+1.35B under fully_shard, 141 to 243 ms on the CPUs of H100 and H200 machines (benchmarks/step/results/1.35B-*.json)."""
 OF_HOST_LINK = 0.8
 """Share of PCI Express's peak that copies from and to pinned memory reach, not measured here."""
 OPTIMIZER_GBS = 200.0
