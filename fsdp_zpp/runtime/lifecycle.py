@@ -22,6 +22,7 @@ from .made_optimizers import note_optimizer
 from .method_hooks import Hook, register_method_post_hook, register_step_hook
 from .mistakes import MistakeWatch
 from .optimizer_modes import register_mode_hook, watch_modes
+from .step_ends import StepEnds
 from .unit import StrategyUnit, Unit, units_of
 from .weight_changes import IN_OPTIMIZER, WeightChanges, local_numel
 
@@ -51,7 +52,7 @@ class LifecycleHooks:
         self._changes = WeightChanges(units) if changes is None else changes
         self._mistakes = mistakes
         self._local_training = local_training
-        self._step_counters = [each for each in (mistakes, local_training) if each is not None]
+        self._steps = StepEnds([each for each in (mistakes, local_training) if each is not None])
         self._last_scaler: weakref.ref[GradScaler] | None = None  # of which units were told since the last step
         # Each model has hooks of its own, which go when it goes, so no global list of models is needed.
         weakref.finalize(self, register_step_hook(_weak(self.optimizer_stepped)))
@@ -88,8 +89,7 @@ class LifecycleHooks:
     def _step_ended(self, optimizer: object) -> None:
         if self._local_training is not None:
             self._local_training.moments.saw(optimizer)
-        for counter in self._step_counters:
-            counter.step_ended()
+        self._steps.optimizer_stepped()
 
     def _step_made(self, ids: set[int], skipped: Tensor | None) -> None:
         if all(unit.errors is None for unit in self._units):
@@ -177,8 +177,7 @@ class LifecycleHooks:
         # A step follows, and not every optimizer announces it: some are not torch's, some write through p.data or in
         # the middle of their step. Those that do announce it cover steps that no backward precedes.
         self._changes.step()
-        for counter in self._step_counters:
-            counter.gradients_synchronized()
+        self._steps.gradients_synchronized()
 
 
 def _weak(method: Callable[..., None]) -> Hook:

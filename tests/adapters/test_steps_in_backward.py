@@ -1,25 +1,31 @@
-"""Optimizers in the backward: weights cross nodes as often as with a step after it, and are the same."""
+"""Optimizers in the backward: nodes send each other what they do with a step after it, and weights are the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, SCOPES, over_each
+from harness.covering import ADAPTERS, over_pairs
 from harness.offload import offloading, without_pinning
 from harness.pool import Pool
 from harness.steps_in_backward import make
 from harness.wiretap import sent_in
 from torch import Tensor
 
-from fsdp_zpp import Int4Delta, Int8, Strategy
+from fsdp_zpp import Int4, Int4Delta, LocalSteps, Strategy
 
-STRATEGIES = {scopes: Strategy(scopes, gpus_per_node=2) for scopes in SCOPES}
-STRATEGIES["zeropp"] = Strategy.zeropp(gpus_per_node=2)
-STRATEGIES["deltas"] = Strategy("IGG", weights=Int4Delta(), gpus_per_node=2)
-STRATEGIES["encoded, kept whole"] = Strategy("NGG", weights=Int8(64), gpus_per_node=2)
+TWO: Any = {"gpus_per_node": 2}
+STRATEGIES = {
+    **{scopes: Strategy(scopes, **TWO) for scopes in ("IGG", "IIG", "NNG", "NNN")},
+    "zeropp": Strategy.zeropp(**TWO),
+    "deltas": Strategy("IGG", weights=Int4Delta(), **TWO),
+    "errors": Strategy.loco(**TWO),
+    "local steps": Strategy("III", local_steps=LocalSteps(2, codec=Int4(64)), **TWO),
+    "overlapped local steps": Strategy("NNN", local_steps=LocalSteps(2, overlap=1), **TWO),
+}
 
 Sent = dict[tuple[str, str], int]
 
@@ -51,8 +57,8 @@ def compared(adapter: Adapter, strategy: Strategy, offloads: bool) -> tuple[list
     return sent, expected, models.distance(weights, after)
 
 
-@over_each(2, adapter=ADAPTERS, strategy=STRATEGIES, offloads=[False, True])
-def test_weights_cross_nodes_once_a_step(
+@over_pairs(rest=False, adapter=ADAPTERS, strategy=STRATEGIES, offloads=[False, True])
+def test_steps_in_the_backward_send_what_others_do(
     pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, offloads: bool
 ) -> None:
     for sent, expected, distance in pool(4).run(compared, adapter, strategy, offloads):
