@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,21 @@ def test_a_worker_that_hangs_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pool_module, "TIMEOUT", timedelta(seconds=0.5))
     with pytest.raises(WorkerError, match=r"failed on ranks \[1\] of 2, first on rank 1:\nno answer in time"):
         pool.run(hang)
+
+
+def process() -> int:
+    """Return the number of this process, of which only those of a new pool have others."""
+    return os.getpid()
+
+
+@pytest.mark.skipif(device_type() == "cuda", reason="needs no GPU, and there may be one only")
+def test_a_pool_runs_what_is_to_be_run_once_once() -> None:
+    pool = Pool(2)
+    first = pool.once(process)
+    pool.stop()
+    assert pool.run(process) != first
+    assert pool.once(process) == first
+    pool.stop()
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

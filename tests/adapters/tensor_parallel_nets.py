@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,9 +71,15 @@ class Trained:
     losses: list[float]
 
 
+@cache
+def mesh_of_two() -> DeviceMesh:
+    """In a worker: the mesh of data x tensor parallelism, whose groups all trainings share."""
+    return init_device_mesh(device_type(), (DATA_PARALLEL, 2), mesh_dim_names=("dp", "tp"))
+
+
 def trained(adapter: Adapter, strategy: Strategy, steps: int = 4, rate: float = 0.3) -> Trained:
     """Train a net under a strategy beside tensor parallelism."""
-    mesh = init_device_mesh(device_type(), (DATA_PARALLEL, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of_two()
     net = make()
     for place, block in enumerate(net):
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

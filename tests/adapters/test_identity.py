@@ -82,7 +82,7 @@ def test_gradients_stay_with_their_parameters(
     pool: Callable[[int], Pool], scopes: str, change: list[tuple[Sequence[int], bool]]
 ) -> None:
     name = next(key for key, value in CHANGES.items() if value is change)
-    expected = pool(4).run(accumulated, Fsdp2(), STOCK, name)
+    expected = pool(4).once(accumulated, Fsdp2(), STOCK, name)
     for ours, stock in zip(
         pool(4).run(accumulated, Fsdp2(), Strategy(scopes, gpus_per_node=2), name), expected, strict=True
     ):
@@ -109,7 +109,7 @@ def test_earlier_micro_batches_are_divided_like_the_last(
     pool: Callable[[int], Pool], scopes: str, how: tuple[torch.dtype | None, float | None]
 ) -> None:
     strategy = Strategy.zeropp(gpus_per_node=2) if scopes == "zeropp" else Strategy(scopes, gpus_per_node=2)
-    expected = pool(4).run(divided, STOCK, *how)[0]
+    expected = pool(4).once(divided, STOCK, *how)[0]
     ours = pool(4).run(divided, strategy, *how)[0]
     # fp16 has 11 bits; a code of Int8 and one of Int4 are half a step off at most.
     bound = 0.2 if scopes == "zeropp" else 2e-3

@@ -46,7 +46,7 @@ def sent(adapter: Adapter, strategy: Strategy | None, gpus_per_node: int) -> Wir
 @over_presets
 @over_adapters
 def test_sends_what_stock_sends(pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy) -> None:
-    stock = pool(4).run(sent, adapter, STOCK, 4)
+    stock = pool(4).once(sent, adapter, STOCK, 4)
     assert pool(4).run(sent, adapter, strategy, 4) == stock
     assert set(stock[0].sent) == {("all_gather", "intra"), ("reduce_scatter", "intra")}
 

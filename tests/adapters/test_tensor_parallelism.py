@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 from harness.adapter import Adapter
@@ -17,6 +18,7 @@ from fsdp_zpp import Int4, Int4Delta, Int8, LoCo, Strategy
 STEPS = 4
 
 
+@cache
 def trained_alone() -> dict[str, Tensor]:
     """Train a net on this rank alone, on the batches of all data-parallel ranks."""
     net = make()

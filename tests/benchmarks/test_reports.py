@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness.benchmarks import BENCHMARKS, load
+from harness.launch import launch
 
 from fsdp_zpp.bench.result_file import write
 
@@ -29,10 +29,9 @@ result_pages = load("common", "result_pages")
 result_files = load("common", "result_files")
 
 
-def report(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def report(folder: Path, *options: str) -> CompletedProcess[str]:
     """What a folder's report.py does."""
-    command = [sys.executable, folder / "report.py", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return launch(1, folder / "report.py", *options)
 
 
 def page(name: str) -> str:

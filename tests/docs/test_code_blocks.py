@@ -7,8 +7,6 @@ import ast
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness.launch import ROOT
+from harness.launch import ROOT, launch
 from harness.pool import Pool
 from pages import PAGES, Block, blocks_of
 from reader import RANKS, run_python
@@ -85,7 +83,8 @@ def test_commands_print_what_pages_say(text: Block, commands: Block) -> None:
     assert text.printed_by == "the command above"
     command = shlex.split(commands.code.replace("\\\n", " ").splitlines()[-1])
     assert command[:3] == ["python", "-m", "fsdp_zpp"]
-    done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = launch(1, *command[1:])
+    assert done.returncode == 0, done.stderr
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in text.code.splitlines():
         assert " ".join(line.split()) in [*printed, "..."], line
@@ -116,8 +115,7 @@ def _check_command(words: list[str], folder: Path) -> None:
         case ["./run", what, *_]:
             assert f"    {what})" in (ROOT / "run").read_text(), words
         case ["python", "-m", "fsdp_zpp", *options] | ["fsdp_zpp", *options] if not {"--measure"} & set(words):
-            command = [sys.executable, "-m", "fsdp_zpp", *options]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            done = launch(1, "-m", "fsdp_zpp", *options, working=folder)
             assert done.returncode == 0, done.stderr
         case ["torchrun", *_] if "bench" in words:
             parser = argparse.ArgumentParser()

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from harness.launch import ROOT
+from harness.launch import ROOT, launch
 from pages import PAGES
 from test_troubleshooting import entries, normalized
 
@@ -75,8 +75,7 @@ def test_each_page_says_first_what_it_is_for(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["plan", "bench"])
 def test_the_command_line_is_shown_as_it_prints_itself(name: str) -> None:
-    command = [sys.executable, "-m", "fsdp_zpp", name, "--help"]
-    help_text = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout
+    help_text = launch(1, "-m", "fsdp_zpp", name, "--help").stdout
     options = help_text[help_text.index("model:\n") : help_text.index("Example:")]
     shown = (ROOT / "docs/reference/command-line.md").read_text()
     assert "".join(options.split()) in "".join(shown.split())  # lines are broken for a terminal's width

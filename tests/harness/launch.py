@@ -24,7 +24,9 @@ from .pool import free_port, start_method
 ROOT = Path(__file__).parents[2]
 
 
-def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: bool = False) -> CompletedProcess[str]:
+def launch(
+    processes: int, *command: str | Path, timeout: float = 100, on_cpu: bool = False, working: Path = ROOT
+) -> CompletedProcess[str]:
     """Run ``command``, a script or ``-m`` and a module, with its arguments, on all ranks of one host.
 
     Args:
@@ -32,6 +34,7 @@ def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: b
         command: What each runs.
         timeout: Seconds after which those that still run are killed.
         on_cpu: Whether GPUs are hidden, as they are where there are fewer than ranks.
+        working: The folder that each runs in, from which the path of a script counts.
 
     Returns:
         The exit code of the first rank that failed, after which the others are ended, and what all have printed.
@@ -44,7 +47,7 @@ def launch(processes: int, *command: str | Path, timeout: float = 100, on_cpu: b
         gpus = {"CUDA_MPS_PIPE_DIRECTORY": os.devnull}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_main, args=(rank, processes, port, arguments, folder, gpus), daemon=True)
+            context.Process(target=_main, args=(rank, processes, port, arguments, working, folder, gpus), daemon=True)
             for rank in range(processes)
         ]
         for process in ranks:
@@ -75,11 +78,13 @@ def _printed(folder: str, name: str, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _main(rank: int, world: int, port: int, arguments: list[str], folder: str, gpus: dict[str, str]) -> None:
+def _main(
+    rank: int, world: int, port: int, arguments: list[str], working: Path, folder: str, gpus: dict[str, str]
+) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder, f"{name}{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
-    os.chdir(ROOT)
+    os.chdir(working)
     os.environ |= gpus | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -89,7 +94,7 @@ def _main(rank: int, world: int, port: int, arguments: list[str], folder: str, g
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path.insert(0, str(ROOT / Path(arguments[0]).parent))
+        sys.path.insert(0, str(working / Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
 
 

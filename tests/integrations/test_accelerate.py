@@ -46,7 +46,7 @@ def trained(strategy: Strategy | None, precision: str) -> list[float]:
 
 
 def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool]) -> None:
-    own, plain, zeropp = (pool(4).run(trained, strategy, "no")[0] for strategy in (None, PLAIN, ZEROPP))
+    own, plain, zeropp = (pool(4).once(trained, strategy, "no")[0] for strategy in (None, PLAIN, ZEROPP))
     assert own[-1] < own[0] - 0.1
     assert plain == pytest.approx(own, rel=1e-6)
     assert zeropp == pytest.approx(own, rel=0.01)
@@ -66,7 +66,7 @@ def trained_offloaded(strategy: Strategy) -> tuple[list[float], str]:
 @pytest.mark.parametrize("strategy", [ZEROPP, STATEFUL, LOCAL], ids=["zeropp", "stateful", "local steps"])
 def test_offloaded_parameters_train_as_others(pool: Callable[[int], Pool], strategy: Strategy) -> None:
     losses, device = pool(4).run(trained_offloaded, strategy)[0]
-    kept = pool(4).run(trained, strategy, "no")[0]
+    kept = pool(4).once(trained, strategy, "no")[0]
     assert losses == pytest.approx(kept, rel=0 if device_type() == "cpu" else 1e-3)  # CPUs round optimizers otherwise
     assert device == "cpu"
 
@@ -75,7 +75,7 @@ def test_mixed_precision_is_accelerates(pool: Callable[[int], Pool]) -> None:
     own, plain = (pool(4).run(trained, strategy, "bf16")[0] for strategy in (None, PLAIN))
     # Losses are bf16, in which neighbours are up to 2**-7 apart, and gradients are summed in another order.
     assert plain == pytest.approx(own, rel=2**-7)
-    assert plain != pytest.approx(pool(4).run(trained, PLAIN, "no")[0], rel=1e-5)
+    assert plain != pytest.approx(pool(4).once(trained, PLAIN, "no")[0], rel=1e-5)
 
 
 def checkpointed() -> tuple[list[float], int, list[int]]:
@@ -94,7 +94,7 @@ def units_in(module: nn.Module) -> int:
 
 def test_activations_are_recomputed_inside_of_units(pool: Callable[[int], Pool]) -> None:
     losses, units, inside = pool(4).run(checkpointed)[0]
-    assert losses == pytest.approx(pool(4).run(trained, PLAIN, "no")[0], rel=1e-6)
+    assert losses == pytest.approx(pool(4).once(trained, PLAIN, "no")[0], rel=1e-6)
     assert units == 3
     # accelerate recomputes two layers, or, before 1.15, the four modules of each.
     assert inside in ([0] * 2, [0] * 8)
@@ -110,7 +110,7 @@ def compiled() -> list[float]:
 
 @pytest.mark.skipif(TorchVersion(version("accelerate")) < "1.14", reason="refused, see below")
 def test_layers_are_compiled(pool: Callable[[int], Pool]) -> None:
-    assert pool(4).run(compiled)[0] == pytest.approx(pool(4).run(trained, PLAIN, "no")[0], rel=1e-6)
+    assert pool(4).run(compiled)[0] == pytest.approx(pool(4).once(trained, PLAIN, "no")[0], rel=1e-6)
 
 
 def bytes_by_micro_batch(strategy: Strategy) -> list[tuple[int, int, int]]:
@@ -225,7 +225,7 @@ def with_a_teacher() -> tuple[list[float], list[str]]:
 
 def test_other_models_are_evaluated_beside(pool: Callable[[int], Pool]) -> None:
     losses, units = pool(4).run(with_a_teacher)[0]
-    assert losses == pool(4).run(trained, ZEROPP, "no")[0]
+    assert losses == pool(4).once(trained, ZEROPP, "no")[0]
     assert units == ["FSDPNet", "FSDPBlock", "FSDPBlock"]
 
 

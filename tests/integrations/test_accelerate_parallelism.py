@@ -149,7 +149,7 @@ def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool], s
     workers = pool(math.prod(sizes.values()))
     node = {"gpus_per_node": workers.world // 2}
     own, plain, zeropp = (
-        workers.run(trained, sizes, each)[0] for each in (None, Strategy(levels, **node), Strategy.zeropp(**node))
+        workers.once(trained, sizes, each)[0] for each in (None, Strategy(levels, **node), Strategy.zeropp(**node))
     )
     assert own[-1] < own[0] - 0.1
     assert plain == pytest.approx(own, rel=1e-6)
@@ -161,9 +161,9 @@ def test_losses_are_those_of_accelerates_own_fsdp(pool: Callable[[int], Pool], s
 @pytest.mark.parametrize("levels", ["GGG", "III", "IIG", "NNG"])
 def test_losses_beside_tensor_parallelism_are_those_without(pool: Callable[[int], Pool], levels: str) -> None:
     # accelerate's own FSDP2 can't: it needs a class that transformers 5.24 no longer has.
-    alone = pool(2).run(trained, {"dp_shard_size": 2}, None)[0]
+    alone = pool(2).once(trained, {"dp_shard_size": 2}, None)[0]
     plain, zeropp = (
-        pool(4).run(trained, TENSOR, each)[0]
+        pool(4).once(trained, TENSOR, each)[0]
         for each in (Strategy(levels, gpus_per_node=1), Strategy.zeropp(gpus_per_node=1))
     )
     # Sums over columns that are split are rounded otherwise, which AdamW amplifies.

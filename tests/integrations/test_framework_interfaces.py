@@ -9,14 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.launch import launch
 
 from fsdp_zpp.config.strategy import Strategy
 
@@ -76,10 +74,9 @@ def run(folder: Path, files: dict[str, str], code: str) -> str:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(textwrap.dedent(text))
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}
-    )
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(code))
+    done = launch(1, script, working=folder)
     return done.stdout + done.stderr
 
 
@@ -137,9 +134,15 @@ def test_llama_factorys_conflicts_are_refused_by_key(tmp_path: Path) -> None:
         assert message in line
 
 
-def test_variables_that_choose_another_trainer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USE_MCA", "1")
-    assert "USE_MCA: '1' can't be combined with fsdp_zpp: it replaces the" in llama_factory(tmp_path, SFT)
+def test_variables_that_choose_another_trainer_are_refused(tmp_path: Path) -> None:
+    code = f"""
+        import os
+        from fsdp_zpp.integrations.llama_factory import run_exp
+
+        os.environ["USE_MCA"] = "1"
+        run_exp({SFT!r})
+    """
+    assert "USE_MCA: '1' can't be combined with fsdp_zpp: it replaces the" in run(tmp_path, LLAMA_FACTORY, code)
 
 
 def test_the_command_takes_llama_factorys_names_and_a_file(tmp_path: Path) -> None:
@@ -168,16 +171,20 @@ def test_v1_needs_a_newer_llama_factory(tmp_path: Path) -> None:
 
 
 def test_an_absent_llama_factory_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata as metadata\n"
-        "found = metadata.version\n"
-        "def version(name):\n"
-        "    if name == 'llamafactory':\n"
-        "        raise metadata.PackageNotFoundError(name)\n"
-        "    return found(name)\n"
-        "metadata.version = version\n"
-    )
-    last = run(tmp_path, {}, "import fsdp_zpp.integrations.llama_factory").splitlines()[-1]
+    code = """
+        import importlib.metadata as metadata
+
+        found = metadata.version
+
+        def version(name):
+            if name == "llamafactory":
+                raise metadata.PackageNotFoundError(name)
+            return found(name)
+
+        metadata.version = version
+        import fsdp_zpp.integrations.llama_factory
+    """
+    last = run(tmp_path, {}, code).splitlines()[-1]
     assert last == (
         "ImportError: fsdp_zpp.integrations.llamafactory needs llamafactory: see docs/guides/llama-factory.md"
     )

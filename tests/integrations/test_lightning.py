@@ -215,7 +215,7 @@ def test_refused_on_every_rank(pool: Callable[[int], Pool], name: str) -> None:
 
 @pytest.mark.parametrize("levels", ["GGG", "III"])
 def test_works_beside_tensor_parallelism(pool: Callable[[int], Pool], levels: str) -> None:
-    stock = pool(4).run(train_beside_tensor_parallelism, STOCK)
+    stock = pool(4).once(train_beside_tensor_parallelism, STOCK)
     by_strategy = pool(4).run(train_beside_tensor_parallelism, Strategy(levels, gpus_per_node=1))
     assert by_strategy == [pytest.approx(losses, rel=ROUNDING) for losses in stock]
 

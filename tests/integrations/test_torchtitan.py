@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.covering import over_each
 from harness.launch import launch
 from safetensors.torch import load_file
 from torch.distributed import fsdp
@@ -250,8 +251,7 @@ def test_checkpoints_are_whole(torchtitan: Callable[..., list[Any]], tmp_path: P
         torch.testing.assert_close(logits, answers[4], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["mixzpp", "nf4"])
-@pytest.mark.parametrize("kind", KINDS)
+@over_each(kind=KINDS, strategy=["mixzpp", "nf4"])
 def test_a_quantized_base_is_refused_on_every_rank(
     torchtitan: Callable[..., list[Any]], tmp_path: Path, kind: str, strategy: str
 ) -> None:

@@ -204,7 +204,12 @@ def train_watched(checkpoint: Path, copies: Path, config: str, folder: Path, *op
 
 
 def parallelism(module: str, config: str, *options: str) -> str:
-    """Return the parallelism section of a configuration with command-line options, as torchtitan logs it."""
+    """Return the parallelism section of a configuration with command-line options, as torchtitan logs it.
+
+    Ranks but the first return nothing, for torchtitan is slow to read a command line.
+    """
+    if dist.get_rank() != 0:
+        return ""
     parsed = ConfigManager().parse_args(["--module", module, "--config", config, *options])
     return json.dumps(parsed.to_dict()["parallelism"])
 

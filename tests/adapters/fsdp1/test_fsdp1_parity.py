@@ -89,10 +89,16 @@ def trained_with_replaced(replace: Callable[..., None], strategy: Any) -> dict[s
     return adapter.full_weights(model)
 
 
+@cache
+def trained_by_stock_with_replaced(replace: Callable[..., None]) -> dict[str, Tensor]:
+    """In a worker: the weights of one that stock trains."""
+    return trained_with_replaced(replace, STOCK)
+
+
 def distance_with_replaced(replace: Callable[..., None], scopes: str) -> float:
     """In a worker: how far such a model is from one that stock trains."""
-    of_strategy, of_stock = (trained_with_replaced(replace, s) for s in (Strategy(scopes, gpus_per_node=2), STOCK))
-    return models.distance(of_strategy, of_stock)
+    of_strategy = trained_with_replaced(replace, Strategy(scopes, gpus_per_node=2))
+    return models.distance(of_strategy, trained_by_stock_with_replaced(replace))
 
 
 REPLACE = (other_values, other_parameter, other_shape, masked_in_forwards)

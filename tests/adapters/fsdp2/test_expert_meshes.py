@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from harness import models
 from harness.messages import Refusal, assert_refused, attempt
 from harness.pool import Pool, device_type
 from mixtures import STEPS, WIDTH, batch, by, make, mesh_of, on_experts_mesh, train, weights_of, wrapped
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -28,13 +29,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@cache
+def losses_and_weights_of_stock(layout: str | None) -> tuple[list[float], list[Tensor]]:
+    """In a worker: losses under torch's own ``fully_shard``, and the weights after them."""
+    net = wrapped(fsdp.fully_shard, layout)
+    return train(net), [weight.detach() for weight in weights_of(net)]
+
+
 def losses_and_distance(strategy: Strategy, layout: str | None) -> tuple[list[float], list[float], float]:
     """In a worker: losses under a strategy and under torch's own ``fully_shard``, and how far weights are apart."""
-    stock = wrapped(fsdp.fully_shard, layout)
-    expected = train(stock)
+    expected, stock = losses_and_weights_of_stock(layout)
     net = wrapped(by(strategy), layout)
     losses = train(net)
-    pairs = zip(weights_of(net), weights_of(stock), strict=True)
+    pairs = zip(weights_of(net), stock, strict=True)
     return losses, expected, max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
 
 

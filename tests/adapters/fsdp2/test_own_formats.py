@@ -42,7 +42,6 @@ def trained(kind: str, strategy: Any, case: Any = ACCUMULATING) -> tuple[list[fl
     return losses, ADAPTER.full_weights(model)
 
 
-_stock: dict[str, Any] = {}
 # The stand-in by default in all scopes, but for one rank alone, where torch takes the first of several tensors only.
 FORMATS_AND_SCOPES = [
     pytest.param(
@@ -59,12 +58,11 @@ FORMATS_AND_SCOPES = [
 
 @pytest.mark.parametrize(("kind", "scopes"), FORMATS_AND_SCOPES)
 def test_training_equals_stock_bit_by_bit(pool: Callable[[int], Pool], kind: str, scopes: str) -> None:
-    if kind not in _stock:
-        _stock[kind] = pool(4).run(trained, kind, STOCK)
+    stock = pool(4).once(trained, kind, STOCK)
     ours = pool(4).run(trained, kind, Strategy(scopes, gpus_per_node=2))
-    for (losses, weights), (expected, stock) in zip(ours, _stock[kind], strict=True):
+    for (losses, weights), (expected, others) in zip(ours, stock, strict=True):
         assert losses == expected
-        assert all(torch.equal(weights[name], stock[name]) for name in stock)
+        assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
 # ---- bytes
@@ -149,7 +147,7 @@ def evaluated_after_changes(strategy: Any) -> list[float]:
 @pytest.mark.parametrize("scopes", ["IGG", "NNG", "III", "GGG"])
 def test_changes_outdate_them(pool: Callable[[int], Pool], scopes: str) -> None:
     ours = pool(4).run(evaluated_after_changes, Strategy(scopes, gpus_per_node=2))
-    assert ours == pool(4).run(evaluated_after_changes, STOCK)
+    assert ours == pool(4).once(evaluated_after_changes, STOCK)
     assert len(set(ours[0])) == 3
 
 
@@ -181,7 +179,7 @@ def test_codecs_leave_them_alone_and_the_log_says_so(pool: Callable[[int], Pool]
     assert level == "INFO"
     assert f"weights gathered as {strategy.weights} (1 of 4 units, " in line
     assert f"weights that encode themselves gathered in their own bytes, not as {strategy.weights} (3 of 4 uni" in line
-    stock = pool(4).run(logged, kind, STOCK)
+    stock = pool(4).once(logged, kind, STOCK)
     for (_, losses), (_, expected) in zip([first, *others], stock, strict=True):
         assert losses[0] == pytest.approx(expected[0], rel=1e-2)
         assert losses == pytest.approx(expected, rel=5e-2)
@@ -292,6 +290,6 @@ def test_they_may_come_to_encode_themselves_after_sharding(
 ) -> None:
     strategy = Strategy("NGG", weights=codec, gpus_per_node=gpus_per_node)
     ours = pool(4).run(patched_late, strategy)
-    for (losses, _), (expected, _) in zip(ours, pool(4).run(patched_late, STOCK), strict=True):
+    for (losses, _), (expected, _) in zip(ours, pool(4).once(patched_late, STOCK), strict=True):
         assert losses == pytest.approx(expected, rel=1e-2 if codec else 0)
     assert "encode themselves" in ours[0][1][0][1]

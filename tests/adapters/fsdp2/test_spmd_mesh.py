@@ -66,14 +66,20 @@ def by(strategy: Strategy) -> Callable[..., Any]:
     return lambda module, **arguments: fully_shard(module, strategy=strategy, **arguments)
 
 
+@cache
+def stock_weights() -> list[Tensor]:
+    """Train by torch's own ``fully_shard`` over all data-parallel ranks; return the weights."""
+    return trained(fsdp.fully_shard, nn.utils.clip_grad_norm_, shard=("replicate", "shard"))[0]
+
+
 def distance_to_stock(strategy: Strategy, dims: dict[str, Any]) -> float:
     """In a worker: how far weights are from those of torch's own ``fully_shard`` over all data-parallel ranks."""
-
-    stock, _ = trained(fsdp.fully_shard, nn.utils.clip_grad_norm_, shard=("replicate", "shard"))
     weights, net = trained(by(strategy), **dims)
     assert traffic(net)["reduce"]["inter"] > 0
     assert strategy.optimizer == "G" or traffic(net)["gather"]["inter"] == 0
-    return max(float((weight - expected).abs().max()) for weight, expected in zip(weights, stock, strict=True))
+    return max(
+        float((weight - expected).abs().max()) for weight, expected in zip(weights, stock_weights(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("levels", ["GGG", "IGG", "NNG", "III", "IIG", "INI", "NNN"])
