@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .drafts import Draft, remove_leftovers, to_disk
-from .file_format import FORMAT, StoredWeight, index_text
+from .file_format import FORMAT, SavedWeight, index_text
 
 
 class BaseWriter:
@@ -39,7 +39,7 @@ class BaseWriter:
             self._flush()
         self._pending |= tensors
 
-    def finish(self, rest: dict[str, Tensor], stored: dict[str, StoredWeight]) -> str:
+    def finish(self, rest: dict[str, Tensor], stored: dict[str, SavedWeight]) -> str:
         """Write the rest, and the index; return the error if there was one, else an empty string."""
         for name, tensor in rest.items():
             self.add({name: tensor})

@@ -37,8 +37,8 @@ CODECS: dict[str, type[Storable]] = {"Int8": Int8, "Int4": Int4, "NF4": NF4}
 
 
 @dataclass(frozen=True)
-class StoredWeight:
-    """Metadata of one weight."""
+class SavedWeight:
+    """Metadata of one weight in a base that was saved."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,7 +46,7 @@ class StoredWeight:
     block: int
 
     @classmethod
-    def of(cls, weight: FrozenWeight) -> StoredWeight:
+    def of(cls, weight: FrozenWeight) -> SavedWeight:
         """Return the metadata of ``weight``.
 
         Raises:
@@ -87,14 +87,14 @@ def full_codes(weight: FrozenWeight) -> tuple[Tensor, Tensor]:
     return codes.cpu().clone(), scales.cpu().clone()
 
 
-def index_text(files: dict[str, str], weights: dict[str, StoredWeight]) -> str:
+def index_text(files: dict[str, str], weights: dict[str, SavedWeight]) -> str:
     """Return the text of the index."""
     described = {name: asdict(stored) for name, stored in weights.items()}
     metadata = {"format": FORMAT, "version": VERSION, "weights": described}
     return json.dumps({"metadata": metadata, "weight_map": files}, indent=1)
 
 
-def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
+def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     """Return the files of a quantized base and each weight's metadata, once headers have been checked against it.
 
     Raises:
@@ -113,7 +113,7 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
             # A save has replaced the index since, and removed the files that the old one named.
 
 
-def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
+def _read_base(path: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     file_of, index = read_index(path, REMEDY)
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
@@ -127,7 +127,7 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
     described = metadata.get("weights")
     if not isinstance(described, dict) or not described:
         raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
-    weights = {name: _stored_weight(name, metadata_of_weight, path) for name, metadata_of_weight in described.items()}
+    weights = {name: _saved_weight(name, metadata_of_weight, path) for name, metadata_of_weight in described.items()}
     files = TensorFiles(file_of, path, REMEDY)
     for name, stored in weights.items():
         for kind, expected in zip((CODES, SCALES), stored.headers(), strict=True):
@@ -145,14 +145,14 @@ def _read_base(path: Path) -> tuple[TensorFiles, dict[str, StoredWeight]]:
     return files, weights
 
 
-def _stored_weight(name: str, described: Any, path: Path) -> StoredWeight:
+def _saved_weight(name: str, described: Any, path: Path) -> SavedWeight:
     """Return a weight's metadata.
 
     Raises:
         ValueError: If it does not describe a weight that a codec can have encoded.
     """
     try:
-        stored = StoredWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
+        stored = SavedWeight(tuple(described["shape"]), described["dtype"], described["codec"], described["block"])
         # The type itself, since JSON's true is an int by isinstance.
         sizes_fit = all(type(size) is int and size > 0 for size in stored.shape) and len(stored.shape) > 1
         if not sizes_fit or stored.torch_dtype() not in DTYPES:

@@ -27,7 +27,7 @@ from .file_format import (
     CODES,
     REMEDY,
     SCALES,
-    StoredWeight,
+    SavedWeight,
     read_base,
 )
 from .model_tensors import ModelTensor, frozen_names
@@ -160,7 +160,7 @@ def _check_both_ways(
     model: nn.Module,
     selection: Selection,
     files: TensorFiles,
-    stored: dict[str, StoredWeight],
+    stored: dict[str, SavedWeight],
     keys: list[str],
     matches: list[tuple[ModelTensor, list[str]]],
 ) -> None:

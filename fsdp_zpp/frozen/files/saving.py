@@ -19,7 +19,7 @@ from fsdp_zpp.runtime.validation import check_folder, check_module
 from ..full_tensors import on_first_rank
 from ..weight import FrozenWeight
 from .base_writer import BaseWriter
-from .file_format import CODES, SCALES, StoredWeight, full_codes
+from .file_format import CODES, SCALES, SavedWeight, full_codes
 from .model_tensors import frozen_names
 
 _SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([KMGT])B", re.IGNORECASE)
@@ -81,7 +81,7 @@ class _Task:
     folder: Path
     limit: int
     weights: dict[FrozenWeight, str]
-    stored: dict[str, StoredWeight]
+    stored: dict[str, SavedWeight]
 
 
 def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | str) -> _Task:
@@ -89,7 +89,7 @@ def _check(model: nn.Module, path: str | os.PathLike[str], max_file_size: int | 
     weights = {weight: names[0] for weight, names in frozen_names(model).items()}
     if not weights:
         raise ValueError(f"nothing of this {type(model).__name__} is quantized; call quantize_frozen_params first")
-    stored = {name: StoredWeight.of(weight) for weight, name in weights.items()}
+    stored = {name: SavedWeight.of(weight) for weight, name in weights.items()}
     return _Task(check_folder(path), _nbytes(max_file_size), weights, stored)
 
 
