@@ -53,7 +53,7 @@ def used_eight_bits() -> tuple[nn.Module, Tensor]:
 
 def fp8(seed: int = 0) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(seed)
-    layer = FP8Linear(256, 128, block_size=(128, 128), has_bias=True).requires_grad_(False)
+    layer = FP8Linear(256, 128, block_size=(128, 128), has_bias=True).to(models.device()).requires_grad_(False)
     layer.weight.copy_(torch.randn(128, 256).to(torch.float8_e4m3fn))
     layer.weight_scale_inv.copy_(torch.rand(1, 2) + 0.5)
     layer.bias.zero_()
