@@ -14,4 +14,5 @@ SHARED = (
     Needed(_MESH, "_flatten", "sharding over several dimensions of a mesh"),
     Needed(_MESH, "_unflatten _dim_group_names", "sharding over a part of the data-parallel ranks of a mesh"),
     Needed(_MESH, "_pg_registry", "the groups of a mesh in compiled functions", since=(2, 13)),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
 )

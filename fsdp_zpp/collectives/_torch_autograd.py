@@ -13,12 +13,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def in_backward() -> bool:
-    """Return whether a backward runs that has called this, in a hook or at its end."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def running_backward() -> int | None:
-    """Return the number of the backward that runs, which no other one of this process has; None if there is none."""
+    """Return the number of the backward that has called this, in a hook or at its end; None if none has.
+
+    No other backward of this process has the same.
+    """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number

@@ -29,5 +29,6 @@ NEEDED = (
         "mesh placements shape stride",
         "how another parallelism shards a parameter",
     ),
+    Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
 )
 check_needed("runtime", NEEDED)

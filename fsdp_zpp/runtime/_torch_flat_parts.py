@@ -18,8 +18,6 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.collectives._torch_autograd import in_backward
-
 Site = tuple[nn.Module, str]
 """A module, and the name of a parameter on it."""
 
@@ -115,7 +113,7 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
 
 
 def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    # torch's fsdp_modules() takes five times as long, for it looks for the states of modules that it has not wrapped.
+    # torch's fsdp_modules() takes four times as long, for it looks for the states of modules that it has not wrapped.
     return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
 
 
@@ -156,7 +154,9 @@ def copy_replaced(handle: FlatParamHandle) -> None:
 def copy_replaced_shards(handle: FlatParamHandle) -> None:
     """Copy parameters that have other storage by now to a sharded handle's shard, as FSDP does."""
     # In a backward, FSDP keeps gradients where a writeback does not look for them.
-    may_differ = not in_backward() and handle._use_orig_params and not handle._skip_writeback_check
+    may_differ = (
+        torch._C._current_graph_task_id() == -1 and handle._use_orig_params and not handle._skip_writeback_check
+    )
     if may_differ and handle._writeback_orig_params():
         handle._use_sharded_views()  # or FSDP would do it again, which counts as a write
 

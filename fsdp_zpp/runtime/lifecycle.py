@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import Optimizer
 
-from fsdp_zpp.collectives._torch_autograd import in_backward
+from fsdp_zpp.collectives._torch_autograd import running_backward
 
 from .local_training import LocalTraining
 from .made_optimizers import note_optimizer
@@ -72,10 +72,10 @@ class LifecycleHooks:
                 self._mistakes.other_stepped()
             return
         self._last_scaler = None  # with a step units forget the scaler, so they must be told of it again
-        if in_backward():
-            self._changes.step_in_backward(ids)
-        else:
+        if running_backward() is None:
             self._changes.step(ids)
+        else:
+            self._changes.step_in_backward(ids)
         self._step_ended(optimizer)
         # A fused optimizer skips a step on the device: GradScaler sets found_inf on it for as long as step() runs.
         self._step_made(ids, getattr(optimizer, "found_inf", None))

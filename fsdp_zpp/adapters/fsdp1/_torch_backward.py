@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_zpp.collectives._torch_autograd import in_backward
 from fsdp_zpp.collectives.agreement import agree_on_use
 from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
@@ -62,7 +61,7 @@ class BackwardWatch:
         Gradients stay until they are cleared, as torch leaves them.
         """
         began = getattr(root, "_post_backward_callback_queued", False)  # there is none until a forward with gradients
-        if not began or in_backward():
+        if not began or torch._C._current_graph_task_id() != -1:
             return
         self.arriving.drop()
         self._order.abandon()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
-from fsdp_zpp.collectives._torch_autograd import in_backward
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.secondary_shard import ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -185,7 +185,7 @@ class StrategyHandle(FlatParamHandle):
         """
         initialized = hasattr(self.flat_param, "_full_param_padded")
         # What is prefetched counts as idle, but a backward that runs (with optimizers in it) is about to use it.
-        is_in_use = self._prefetched and in_backward()
+        is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
         if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
             if self._prefetched:
                 self._leave_prefetched()
@@ -208,7 +208,7 @@ class StrategyHandle(FlatParamHandle):
 
     def can_be_read(self) -> bool:
         """Return whether the shard may be read: not in a backward, in which an optimizer may write to it."""
-        return not in_backward()
+        return torch._C._current_graph_task_id() == -1
 
     def prepare_read(self) -> int:
         """Copy parameters that have other storage by now to the shard, as FSDP does; return this rank's value count."""

@@ -12,7 +12,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_zpp.collectives._torch_autograd import in_backward
 from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
@@ -239,7 +238,7 @@ class StepGradients:
     def drop(self) -> None:
         """Drop the gradients that torch has kept, and forget which parameters have them. Not to be called in a
         backward."""
-        if in_backward():
+        if torch._C._current_graph_task_id() != -1:
             return  # an optimizer in the backward has cleared what it has stepped with
         self.use.forget_used()
         for param in self._group.fsdp_params:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
-from fsdp_zpp.collectives._torch_autograd import in_backward
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -101,7 +101,7 @@ class GroupWeights:
 
     def can_be_read(self) -> bool:
         """Return whether the shards may be read: not in a backward, nor if it is not known yet how much there is."""
-        if in_backward():  # an optimizer in the backward may outdate what is prefetched
+        if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may outdate what is prefetched
             return False
         plan, group = self.plan or self.make_plan(), self._group
         # Of what is gathered already, torch still needs the metadata.
