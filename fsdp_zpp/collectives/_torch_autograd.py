@@ -1,4 +1,4 @@
-"""Private names of torch's autograd engine: whether a backward runs, and its end."""
+"""Private names of torch's autograd engine: which backward is running, and its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def running_backward() -> int | None:
-    """Return the number of the backward that has called this, in a hook or at its end; None if none has.
+    """Return the number of the backward that has called this, in a hook or at its end; None outside of backwards.
 
-    No other backward of this process has the same.
+    It is unique in this process. A backward within another one has its own, larger one.
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number

@@ -113,7 +113,7 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
 
 
 def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    # torch's fsdp_modules() takes four times as long, for it looks for the states of modules that it has not wrapped.
+    # torch's fsdp_modules() takes four times as long: it looks up the states of modules that it has not wrapped, too.
     return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
 
 

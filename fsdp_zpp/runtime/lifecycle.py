@@ -31,8 +31,8 @@ class LifecycleHooks:
     """Tells the units of a model when their weights change and when their gradients are cleared.
 
     Weights change with a backward that synchronizes gradients, with a step of an optimizer, and with its ``train`` and
-    ``eval``, if it has them (optimizer_modes.py). All three change all units that any step changes, but for a step in
-    the backward; see [Note: What a step changes] in weight_changes.py.
+    ``eval``, if it has them (optimizer_modes.py). Each changes all units that any step changes, except a step in the
+    backward, which changes those that its optimizer holds; see [Note: What a step changes] in weight_changes.py.
 
     Args:
         units: The units of the model.

@@ -9,23 +9,23 @@ from fsdp_zpp.collectives._torch_autograd import running_backward
 
 
 class StepCounter(Protocol):
-    """What counts the steps of a model."""
+    """Counts the steps of a model."""
 
     def gradients_synchronized(self) -> None:
-        """Handle a backward that has synchronized gradients, on which a step is made."""
+        """Handle the synchronization of a step's gradients."""
 
     def step_ended(self) -> None:
-        """Handle a step on these gradients; of several optimizers, the first one to step ends it."""
+        """Handle a step on these gradients; only the first call after their synchronization counts."""
 
 
 class StepEnds:
-    """Tells counters of the end of each step of a model once its gradients are synchronized.
+    """Tells counters when the gradients of a model's step are synchronized, and when the step has ended.
 
-    Optimizers in the backward step on gradients of units before those of the whole model are. Their step ends with the
-    backward, or if all of them step at its end, with the first of them.
+    Optimizers in the backward step on each unit's gradients before the whole model's are synchronized. Such a step ends
+    when they are; if no optimizer has stepped by then, with the first one that does after it.
 
     Args:
-        counters: What is told.
+        counters: The counters.
     """
 
     def __init__(self, counters: Sequence[StepCounter]) -> None:
@@ -38,7 +38,9 @@ class StepEnds:
         backward = running_backward()
         for counter in self._counters:
             counter.gradients_synchronized()
-        if self._stepped_in is not None and backward in (None, self._stepped_in):
+        # Steps in a backward within this one, as of a reentrant checkpoint, have a larger number; those in an earlier
+        # one, which an exception has ended, a smaller one.
+        if self._stepped_in is not None and (backward is None or self._stepped_in >= backward):
             self._end()
         self._synchronized_in, self._stepped_in = backward, None
 

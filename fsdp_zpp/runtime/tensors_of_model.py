@@ -39,7 +39,7 @@ Others = Callable[[nn.Module], Mapping[str, FullTensor]]
 """Returns tensors of a module itself that are neither parameters nor buffers, by name; tied ones must be equal."""
 
 
-@torch.no_grad()  # in which the shard of a parameter is no autograd function away
+@torch.no_grad()  # so that taking the shard of a parameter records no autograd function
 def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[TensorOfModel]:
     """Return all tensors of a model, tied ones once, in the order of its modules.
 

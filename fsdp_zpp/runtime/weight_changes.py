@@ -11,13 +11,15 @@ none changes with every step: it is too small for that to matter, and ranks coul
 
 A step after the backward changes all units that change at all, whichever of them its optimizer holds. A step in the
 backward, by one of many optimizers, changes only those that it holds: the backward still needs the others' weights, and
-would send all of them between nodes anew. Its end declares all of them stale.
+if they were stale, it would send all of them between nodes again. When gradients are synchronized, all units that
+change are declared stale, on all ranks. So ranks can differ only on a unit of which some step and others hold nothing,
+and only until then, which matters if the backward uses the unit again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,7 +43,6 @@ class WeightChanges:
     """
 
     def __init__(self, units: Sequence[Unit], too_small: Collection[Unit] = ()) -> None:
-        self._too_small = too_small
         self._changing = [unit for unit in units if unit in too_small]
         self._others = [unit for unit in units if unit not in too_small]
         self._has_warned = False
@@ -69,11 +70,11 @@ class WeightChanges:
         """Declare the weights of units that change stale, for a step made or to come; ``ids`` as of :meth:`look`."""
         self._invalidate(ids, by_step=True)
 
-    def step_in_backward(self, ids: Collection[int]) -> None:
-        """Declare the weights of units stale that an optimizer in the backward holds; ``ids`` as of :meth:`look`."""
+    def step_in_backward(self, ids: Set[int]) -> None:
+        """Declare the units stale that an optimizer in the backward holds a part of; ``ids`` as of :meth:`look`."""
         self.look(ids)
         for unit in self._changing:
-            if unit in self._too_small or any(id(parameter) in ids for parameter in unit.sharded.parameters()):
+            if not ids.isdisjoint(map(id, unit.sharded.parameters())):
                 unit.invalidate(by_step=True)
 
     def written(self, ids: Collection[int]) -> None:

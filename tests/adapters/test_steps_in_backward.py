@@ -1,4 +1,4 @@
-"""Optimizers in the backward: nodes send each other what they do with a step after it, and weights are the same."""
+"""Optimizers in the backward: nodes send what they send with a step after it, and weights end equal."""
 
 from __future__ import annotations
 
