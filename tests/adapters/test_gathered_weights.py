@@ -13,7 +13,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, Case, Precision
 from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_each, over_pairs
 from harness.live_bytes import LiveBytes
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from harness.training import train
 from harness.wiretap import wiretap
 from local_nodes import strategy_of
@@ -197,8 +197,8 @@ MODELS: dict[str, Any] = {
 }
 
 
-AGREED = 3 * 8
-"""Bytes of the flags by which ranks agree, which are counted on a GPU alone, where they are copied to."""
+AGREED = 0 if device_type() == "cpu" else 3 * 8
+"""Bytes of the flags by which ranks agree that are counted: their copies to a GPU."""
 
 
 def allowed_bytes(adapter: Adapter, model: Any, strategy: Any, dtype: torch.dtype | None) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from . import models
 from .adapter import Adapter, Case
@@ -29,3 +29,13 @@ def make(adapter: Adapter, strategy: Any, optimizer: type[Optimizer], lr: float)
     for parameter in of_each:
         parameter.register_post_accumulate_grad_hook(step)
     return model
+
+
+def stepped(adapter: Adapter, strategy: Any, micro_batches: int) -> dict[str, Tensor]:
+    """In a worker: weights after three steps that are made in the backward, as soon as a gradient is reduced."""
+    model = make(adapter, strategy, SGD, lr=0.1)
+    for step in range(3):
+        for micro_batch in range(micro_batches):
+            with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
+                models.loss_of(model, models.batch(step, micro_batch)).backward()
+    return adapter.full_weights(model)

@@ -14,10 +14,10 @@ from harness.adapter import STOCK, Case
 from harness.covering import SCOPES, over_each
 from harness.fsdp1 import Fsdp1
 from harness.pool import Pool, device_type
+from harness.steps_in_backward import stepped
 from harness.training import gradients, largest_distance, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP, MixedPrecision
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_zpp import Strategy
 
@@ -209,24 +209,12 @@ def test_ignored_states_may_be_an_iterator(pool: Callable[[int], Pool]) -> None:
     assert ours == stock == [["_fsdp_wrapped_module.head.weight"]] * 4
 
 
-def stepped_in_backward(strategy: Any, micro_batches: int) -> dict[str, Tensor]:
-    """In a worker: weights after steps that FSDP makes in the backward, as soon as a gradient is reduced."""
-    adapter, net = Fsdp1(), models.make_net()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    model = adapter.shard(net, Case(), strategy)
-    for step in range(3):
-        for micro_batch in range(micro_batches):
-            with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
-                models.loss_of(model, models.batch(step, micro_batch)).backward()
-    return adapter.full_weights(model)
-
-
-stock_stepped_in_backward = cache(partial(stepped_in_backward, STOCK))
+stock_stepped_in_backward = cache(partial(stepped, Fsdp1(), STOCK))
 
 
 def distance_stepped_in_backward(strategy: Strategy, micro_batches: int) -> float:
     """In a worker: the distance from stock."""
-    return models.distance(stepped_in_backward(strategy, micro_batches), stock_stepped_in_backward(micro_batches))
+    return models.distance(stepped(Fsdp1(), strategy, micro_batches), stock_stepped_in_backward(micro_batches))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -11,8 +11,8 @@ from harness.adapter import STOCK, Case
 from harness.covering import SCOPES, over_each
 from harness.fsdp2 import Fsdp2
 from harness.pool import Pool
+from harness.steps_in_backward import stepped
 from harness.training import logits, train
-from torch import Tensor, nn
 
 from fsdp_zpp import Strategy, invalidate
 
@@ -64,31 +64,9 @@ def test_a_model_sharded_in_part_by_a_strategy_equals_stock(pool: Callable[[int]
     assert max(pool(4).run(mixed_with_stock, optimizer)) <= 1e-6
 
 
-def steps_in_backward(strategy: Strategy | None, micro_batches: int) -> dict[str, Tensor]:
-    """In a worker: an optimizer for each parameter that steps as soon as its gradient is there.
-
-    FullyShardedDataParallel runs no hooks of original parameters.
-    """
-    adapter = Fsdp2()
-    model = adapter.make(Case(), strategy)
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def step(parameter: nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    for i in range(3):
-        for micro_batch in range(micro_batches):
-            with adapter.micro_batch(model, micro_batch == micro_batches - 1, False):
-                models.loss_of(model, models.batch(i, micro_batch)).backward()
-    return adapter.full_weights(model)
-
-
 @over_each(scopes=SCOPES, micro_batches=[1, 2])
 def test_steps_in_hooks_of_the_backward_equal_stock(
     pool: Callable[[int], Pool], scopes: str, micro_batches: int
 ) -> None:
-    ours = pool(4).run(steps_in_backward, Strategy(scopes, gpus_per_node=2), micro_batches)
-    assert max(map(models.distance, ours, pool(4).run(steps_in_backward, STOCK, micro_batches))) <= 1e-6
+    ours = pool(4).run(stepped, Fsdp2(), Strategy(scopes, gpus_per_node=2), micro_batches)
+    assert max(map(models.distance, ours, pool(4).run(stepped, Fsdp2(), STOCK, micro_batches))) <= 1e-6
