@@ -166,7 +166,7 @@ def test_weights_equal_those_that_transformers_dequantizes(kind: str, format: st
         quantize_frozen_params(ours, AS_STORED if smallest == 1 else Int8(64), checkpoint=folder, min_numel=smallest)
         assert bool(dequantize_frozen_params(ours)) == (smallest == 1)
         expected, weights = theirs.state_dict(), ours.state_dict()
-        # An older transformers leaves the scales that compressed-tensors has used beside the weights.
+        # transformers 5.17 leaves the scales that compressed-tensors has used beside the weights.
         assert {name for name in expected if not name.rpartition(".")[2].startswith("weight_")} == set(weights)
         for name, value in weights.items():
             # Routers stay in fp32 there.
@@ -184,7 +184,12 @@ def owners_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torc
     else:
         kinds = {"mxfp4": transformers.Mxfp4Config, "fp8": transformers.FineGrainedFP8Config}
         asked = kinds[config["quant_method"]](dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=asked)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=asked, output_loading_info=True
+    )
+    if loading["missing_keys"]:  # 5.17, beside a newer compressed-tensors, looks for int8 in files of packed integers
+        pytest.skip(f"this transformers does not find {min(loading['missing_keys'])}")
+    return model
 
 
 # ---- files that are broken
