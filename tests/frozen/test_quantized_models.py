@@ -139,7 +139,8 @@ def test_an_adapter_loads_in_peft_beside_the_same_checkpoint(
     folder = checkpoints.write(tmp_path / "base", *case)
     expected = pool(4).run(saved, adapter, case[0], str(tmp_path))
     base = owners_model(folder, checkpoints.FORMATS[case[1]].config, torch.float32)
-    loaded = PeftModel.from_pretrained(base.to(models.device()), tmp_path / "adapter")
+    base = base.to(models.device(), torch.float32)  # transformers 5.17 leaves experts in bf16, whatever it is asked for
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     for logits in expected:
         assert torch.equal(llama.logits_of(loaded), logits)
 
