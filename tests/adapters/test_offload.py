@@ -11,7 +11,7 @@ import torch
 from harness import models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
-from harness.offload import offloading, without_pinning
+from harness.offload import group_for_scaling, offloading, scales_that_have_arrived, without_pinning
 from harness.pool import Pool, device_type
 from harness.training import load, save, train
 
@@ -37,10 +37,10 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 def distance_from_kept(adapter: Adapter, case: Case, strategy: Strategy) -> float:
     """In a worker: the distance of offloaded weights from others; both have trained alike."""
-    weights = []
-    with without_pinning():
+    weights, group = [], group_for_scaling() if case.scaler else None
+    with without_pinning(), scales_that_have_arrived():
         for each in (adapter, offloading(adapter)):
-            model = each.make(case, strategy)
+            model = each.make(case, strategy, group)
             train(each, model, case, optimizer=sgd(model))
             weights.append(each.full_weights(model))
     return models.distance(*weights)

@@ -180,7 +180,9 @@ def trained_in_int8(strategy: Any) -> tuple[list[float], list[Tensor], str]:
     with collected() as records:
         model = make(Fsdp2(), int8_weights, strategy)
         torch.manual_seed(dist.get_rank())  # of stochastic rounding
-        losses = train(Fsdp2(), model, CASE)
+        # On GPUs optimizers step many weights at a time by default, which torchao's weights can't.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        losses = train(Fsdp2(), model, CASE, optimizer=optimizer)
     shards = [parameter.to_local().detach() for parameter in model.parameters()]
     return losses, [shard if type(shard) is Tensor else shard.dequantize() for shard in shards], str(records)
 

@@ -45,6 +45,6 @@ def make(**options: Any) -> Packed:
     return Packed(**options).to(models.device(), torch.bfloat16)
 
 
-def x() -> Tensor:
+def x(rows: int = 4) -> Tensor:
     """An input."""
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(models.device())
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(models.device())

@@ -50,7 +50,11 @@ def copy_as_a_gpu(copies: Sequence[Tensor], sources: Sequence[Tensor], *args: An
 
 
 def output(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> tuple[Tensor, Tensor]:
-    """In a worker: the output of a model with packed layers, and the unsharded one's; after a step, too."""
+    """In a worker: the output of a model with packed layers, and the unsharded one's, for two forwards.
+
+    They are of so many rows that on GPUs, too, bitsandbytes decodes weights to bf16, as layers taken over do: for up to
+    1536 rows it may multiply by packed ones in a kernel of its own, which rounds otherwise.
+    """
     model, alone = make(), make()
     assert alone.first.weight.isnan().any()
     assert alone.second.weight.isnan().any()
@@ -64,9 +68,10 @@ def output(adapter: Adapter, strategy: Any, parts: bool, flat: bool) -> tuple[Te
     if parts:
         model.second = adapter.wrap(model.second, strategy, **arguments)
     sharded = adapter.wrap(model, strategy, **arguments)
+    batch = x(rows=2048)
     with torch.no_grad(), mock.patch("torch._foreach_copy_", copy_as_a_gpu):
         # Twice: then from what is kept of the first.
-        return torch.stack([sharded(x()) for _ in range(2)]).cpu(), torch.stack([alone(x())] * 2).cpu()
+        return torch.stack([sharded(batch) for _ in range(2)]).cpu(), torch.stack([alone(batch)] * 2).cpu()
 
 
 @over_pairs(adapter=ADAPTERS, name=list(STRATEGIES), parts=[False, True], flat=[False, True])

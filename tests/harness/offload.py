@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp.sharded_grad_scaler import _GeneralMultiDeviceReplicator
 
 from fsdp_zpp.adapters.fsdp1 import validation
 
@@ -68,4 +70,29 @@ def without_pinning() -> Iterator[None]:
             stack.enter_context(mock.patch.object(fsdp, "CPUOffloadPolicy", _Unpinned))
             # Private, since the check is just what stands in the way.
             stack.enter_context(mock.patch.object(validation, "_check_offload"))
+        yield
+
+
+def group_for_scaling() -> dist.ProcessGroup | None:
+    """Return a group of all ranks that communicates on CPUs, too, as a scaler of FSDP2's offloaded gradients does."""
+    return None if device_type() == "cpu" else dist.new_group(backend="cpu:gloo,cuda:nccl")
+
+
+_get = _GeneralMultiDeviceReplicator.get
+
+
+def _get_and_wait(self: _GeneralMultiDeviceReplicator, device: torch.device) -> Tensor:
+    copy = _get(self, device)
+    if device.type == "cpu" and self.master.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return copy
+
+
+@contextmanager
+def scales_that_have_arrived() -> Iterator[None]:
+    """Return a context in which torch's gradient scaler unscales on the CPU with what it has copied there.
+
+    The copy from a GPU is asynchronous, and torch's scaler multiplies by it without a wait, with or without a strategy.
+    """
+    with mock.patch.object(_GeneralMultiDeviceReplicator, "get", _get_and_wait):
         yield
