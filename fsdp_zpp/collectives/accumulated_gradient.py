@@ -13,6 +13,9 @@ class AccumulatedGradient:
 
     It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
 
+    Nothing waits for the sums, so all additions and what takes them are to be in one stream: that of the last hop that
+    the gradient scope makes early.
+
     Attributes:
         sums: The sums, flat; None if nothing has been accumulated.
         names: The FQNs of the parameters that are accumulated, as far as layouts were given.

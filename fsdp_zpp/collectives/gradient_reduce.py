@@ -161,12 +161,12 @@ class GradientReduce:
         self._two_hop.layout = layout
         if self.errors is not None:
             self.errors.begin(gradient.device)
-        accumulated = None if self.accumulated.sums is None else self.accumulated.take(layout, divided_by)
-        if self._gradient_scope == "G" and accumulated is not None:
-            last = torch.empty_like(accumulated)
-            return _PendingWithAccumulated(
-                self._two_hop.start(gradient, None, last, factor), last, accumulated, out, factor
-            )
+        has_accumulated = self.accumulated.sums is not None
+        if self._gradient_scope == "G" and has_accumulated:
+            last = torch.empty(out.numel(), dtype=torch.float32, device=gradient.device)
+            reduction = self._two_hop.start(gradient, None, last, factor)
+            return _PendingWithAccumulated(self.accumulated, reduction, last, layout, divided_by, out, factor)
+        accumulated = self.accumulated.take(layout, divided_by) if has_accumulated else None
         if self._gradient_scope == "N" and accumulated is not None:
             # The hops send the dtype that FSDP would have sent, whatever the sum is in.
             return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
@@ -205,14 +205,18 @@ class _PendingAccumulation(PendingReduction):
 class _PendingWithAccumulated(PendingReduction):
     """Reduction of the last micro-batch, where earlier ones reduced over all ranks: writes the fp32 sum of all."""
 
+    accumulated: AccumulatedGradient
     reduction: PendingReduction
     last: Tensor
-    accumulated: Tensor
+    layout: FlatLayout | None
+    divided_by: float
     out: Tensor
     factor: float
 
     def finish(self) -> None:
         self.reduction.finish()
-        # Both were allocated in the stream that started the reduction, and are freed when this returns.
-        last, accumulated = keep_until_read(self.last), keep_until_read(self.accumulated)
+        # Only here: the stream that started the reduction has not waited for the sums of earlier micro-batches.
+        accumulated = self.accumulated.take(self.layout, self.divided_by)
+        assert accumulated is not None, "dropped within a reduction"
+        last = keep_until_read(self.last)  # which that stream allocated; it is freed when this returns
         self.out.copy_(last.add_(accumulated, alpha=self.factor))

@@ -13,6 +13,7 @@ from harness import models
 from harness.adapter import STOCK, Adapter, original_name
 from harness.covering import ADAPTERS, over_each, over_pairs
 from harness.fsdp2 import Fsdp2
+from harness.late_hops import late_hops
 from harness.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -72,7 +73,7 @@ def accumulated(adapter: Adapter, strategy: Any, change: str) -> dict[str, Tenso
     for number, (heads, trunk) in enumerate(CHANGES[change]):
         last = number == len(CHANGES[change]) - 1
         train_only(model, heads, trunk)
-        with adapter.micro_batch(model, last, False):
+        with adapter.micro_batch(model, last, False), late_hops("inter"):
             (10.0**-number * model(inputs(number), range(HEADS))).backward()
     return adapter.full_gradients(model)
 
@@ -97,7 +98,7 @@ def divided(strategy: Any, dtype: torch.dtype | None, factor: float | None) -> T
         model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(True)  # gloo can't multiply while it sums
     for micro_batch in range(3):
-        with Fsdp2().micro_batch(model, micro_batch == 2, False):
+        with Fsdp2().micro_batch(model, micro_batch == 2, False), late_hops("inter"):
             (model(inputs(0), [0, 1]) * float(micro_batch == 0)).backward()
     return Fsdp2().full_gradients(model)["trunk.weight"]
 
