@@ -23,12 +23,12 @@ def weights_of(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
     start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     for _ in range(step):
         start = {name: weight + 1e-3 * torch.randn(weight.shape, generator=generator) for name, weight in start.items()}
-    return {"frozen": torch.ones(40, 40), **{name: weight.to(dtype) for name, weight in start.items()}}
+    trained = {name: weight.to(device(), dtype) for name, weight in start.items()}
+    return {"frozen": torch.ones(40, 40, device=device()), **trained}
 
 
 def sent(token: SyncToken, step: int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> list[WeightUpdate]:
-    weights = [(name, weight.to(device())) for name, weight in weights_of(step, dtype).items()]
-    return [update for _, update in token.updates(iter(weights), group)]
+    return [update for _, update in token.updates(iter(weights_of(step, dtype).items()), group)]
 
 
 def compared_with_one_process(dtype: torch.dtype) -> int:
