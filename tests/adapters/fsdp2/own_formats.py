@@ -14,6 +14,8 @@ from harness.fsdp2 import Fsdp2
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp_zpp.collectives.streams import keep_until_read
+
 SIZES = (("width", 32), ("hidden", 48), ("vocabulary", 64))
 # Gradients in bf16 have so few bits that fp32 sums of them are exact, in whatever order: weights are equal bit by bit.
 CASE = Case(model=SIZES, precision=Precision(torch.bfloat16, torch.float32), clip=None)
@@ -73,6 +75,8 @@ class RowScaled(Tensor):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         """The values of all ranks."""
         (codes, scales), (largest,) = outputs, metadata
+        # It was made in the stream of the gather, where torch lets its memory be reused once this has returned.
+        keep_until_read(largest)
         values = (codes.float() * (scales * largest / 127)[:, None]).to(dtype)
         if out is None:
             return values, (values,)

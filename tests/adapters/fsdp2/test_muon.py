@@ -106,9 +106,19 @@ def test_torchs_muon_rounds_as_with_torchs_sharding(pool: Callable[[int], Pool])
     assert max(pool(4).run(distance_to_stock)) <= 1e-6
 
 
-def test_torchs_muon_refuses_fewer_rows_than_ranks(pool: Callable[[int], Pool]) -> None:
-    with pytest.raises(Exception, match="in-place operations that require placement changes are not supported"):
-        pool(4).run(distance_to_one_rank, "GGG", ROWS["few"], torch.optim.Muon)
+def refusal_of_few_rows() -> str:
+    """In a worker: how torch's Muon refuses fewer rows than ranks; nothing if it trains them as on one rank."""
+    try:
+        distance = distance_to_one_rank("GGG", ROWS["few"], torch.optim.Muon)
+    except Exception as error:
+        return str(error)
+    return "" if distance <= 1e-5 else f"trains with a distance of {distance}"
+
+
+def test_torchs_muon_refuses_fewer_rows_than_ranks_or_trains_as_on_one(pool: Callable[[int], Pool]) -> None:
+    """It refuses them on CPUs in torch 2.13, and not on GPUs in torch 2.11."""
+    for refusal in pool(4).run(refusal_of_few_rows):
+        assert not refusal or "in-place operations that require placement changes are not supported" in refusal
 
 
 def calls_of_a_step(levels: str, muon: Callable[..., torch.optim.Optimizer]) -> dict[str, int]:
