@@ -14,6 +14,9 @@ from fsdp_zpp.bench.columns import BETWEEN_NODES, HOST, PEAK, STEP, Column, meas
 HSDP = "fsdp2:hybrid_shard"
 USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
 WHOLE = (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
+WHOLE_OF_FSDP = (STEP, AGAINST_FULL_SHARD, *WHOLE[2:])
+"""Of a run whose FULL_SHARD is FSDP's."""
+OF_HSDPS_PEAK = share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")
 DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
 Results = dict[str, Result]
 
@@ -73,6 +76,7 @@ MIXTURES = {
     "24 layers, 2 x 1, no peer-to-peer": "moe-2.6B-2x1-no-p2p",
     "24 layers, 2 x 1, NVLink": "moe-2.6B-2x1-fast",
     "24 layers, 2 x 2, sockets": "moe-2.6B-2x2",
+    "24 layers, 2 x 2, sockets, earlier machine": "moe-2.6B-2x2-earlier-on-G",
     "12 layers, 2 x 1, sockets": "moe-2.7B-2x1",
     "12 layers, 2 x 1, no peer-to-peer": "moe-2.7B-2x1-no-p2p",
     "12 layers, 2 x 1, NVLink": "moe-2.7B-2x1-fast",
@@ -98,7 +102,7 @@ NO_PEER_TO_PEER = {
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *WHOLE),
-    "compiled": one("1.35B-2x2-compiled", *USUAL),
+    "compiled": one("1.35B-2x2-compiled", *WHOLE_OF_FSDP),
     "eager-again": one("1.35B-2x2-h200", *WHOLE),
     "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
     "float8": one("1.35B-2x1-float8", STEP, AGAINST_FLOAT8, PEAK, BETWEEN_NODES),
@@ -134,6 +138,7 @@ STEP_TIME = {
     ),
     "without-codecs": one("1.35B-2x2-first-version", *USUAL),
     "nodes-of-one": one("1.35B-2x1", *USUAL),
+    "four-nodes-of-one": one("1.35B-4x1", *WHOLE),
     "slow-links": Comparison(
         {
             "none: one rank alone": ("1.35B-1x1-free-running", "1.35B-1x1-free-running-first"),
@@ -150,8 +155,10 @@ STEP_TIME = {
         below="link",
     ),
     "shared": one("1.35B-2x2-shared-four-micro-batches", *USUAL),
+    "shared-nodes-of-four": one("1.35B-2x4-shared", *WHOLE),
     "loco-fast": one("1.35B-2x1-fast-loco", STEP, PAIRED),
     "loco": one("1.35B-2x2-loco", STEP, PEAK),
+    "loco-and-IIG": one("1.35B-2x2-loco-and-IIG", STEP, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
     "chunks": Comparison(
         {
             "shared GPU, 128 KiB": "1.35B-2x1-shared-128KiB-chunks",
@@ -182,7 +189,15 @@ NO_NVLINK = {
     ),
 }
 LORA = {
-    "lora": one("lora-6.7B-2x2", *USUAL, share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")),
+    "lora": Comparison(
+        {
+            "one": "lora-6.7B-2x2",
+            "another": "lora-6.7B-2x2-again",
+            "a third, earlier version": "lora-6.7B-2x2-earlier-on-A",
+        },
+        (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, OF_HSDPS_PEAK, HOST),
+        below="machine",
+    ),
     "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
     "lora-70B": Comparison(
         {"two of 2": "lora-70B-2x2", "one of 2": "lora-70B-1x2"}, (STEP, PEAK, GENERATED), below="nodes"
