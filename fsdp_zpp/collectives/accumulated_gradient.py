@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .flat_layout import FlatLayout
-from .streams import keep_until_read
+from .streams import keep_until_read, record_event, wait_for
 
 
 class AccumulatedGradient:
@@ -13,8 +14,7 @@ class AccumulatedGradient:
 
     It belongs to parameters, and the next micro-batch may use other ones; see [Note: Identity] in flat_layout.py.
 
-    Nothing waits for the sums, so all additions and what takes them are to be in one stream: that of the last hop that
-    the gradient scope makes early.
+    Micro-batches may add in one stream, and the last one take in another, which waits for the sums.
 
     Attributes:
         sums: The sums, flat; None if nothing has been accumulated.
@@ -25,6 +25,7 @@ class AccumulatedGradient:
         self.sums: Tensor | None = None
         self.names: frozenset[str] = frozenset()
         self._layout: FlatLayout | None = None
+        self._complete: torch.cuda.Event | None = None
 
     def drop(self) -> None:
         """Drop the sums."""
@@ -33,6 +34,11 @@ class AccumulatedGradient:
     def _set(self, sums: Tensor | None, layout: FlatLayout | None) -> None:
         self.sums, self._layout = sums, layout
         self.names = frozenset() if layout is None else layout.names
+        self._complete = None if sums is None else record_event(sums)
+
+    def _wait_for(self, sums: Tensor) -> Tensor:
+        wait_for(self._complete, sums.device)
+        return keep_until_read(sums)
 
     def add(self, part: Tensor, layout: FlatLayout | None) -> None:
         """Add a micro-batch's fp32 ``part``, of whole chunks of ``layout``, which may be kept and written to.
@@ -44,20 +50,19 @@ class AccumulatedGradient:
         if self.sums is None:
             self._set(part, layout)
             return
-        sums = keep_until_read(self.sums)
+        sums = self._wait_for(self.sums)
         if layout is None or self._layout is None or layout == self._layout:
-            sums.add_(part)
+            self._set(sums.add_(part), self._layout)
             return
         both = self._layout | layout
         self._set(self._layout.translate(sums, both).add_(layout.translate(part, both)), both)
 
     def take(self, layout: FlatLayout | None, divided_by: float = 1.0) -> Tensor | None:
         """Drop the sums, and return them, divided, in ``layout``, which has all their parameters; None without sums."""
-        sums, accumulated_layout = self.sums, self._layout
-        self.drop()
-        if sums is None:
+        if self.sums is None:
             return None
-        keep_until_read(sums)
+        sums, accumulated_layout = self._wait_for(self.sums), self._layout
+        self.drop()
         if layout is not None and accumulated_layout is not None:
             assert accumulated_layout.names <= layout.names, "gradients of earlier micro-batches would be lost"
             sums = accumulated_layout.translate(sums, layout)

@@ -215,7 +215,7 @@ class _PendingWithAccumulated(PendingReduction):
 
     def finish(self) -> None:
         self.reduction.finish()
-        # Only here: the stream that started the reduction has not waited for the sums of earlier micro-batches.
+        # Only here: the stream that started the reduction would wait for the slow hops of earlier micro-batches.
         accumulated = self.accumulated.take(self.layout, self.divided_by)
         assert accumulated is not None, "dropped within a reduction"
         last = keep_until_read(self.last)  # which that stream allocated; it is freed when this returns

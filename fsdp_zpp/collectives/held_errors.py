@@ -12,6 +12,7 @@ from fsdp_zpp.codecs.blockwise import Int8
 from fsdp_zpp.kernels.payload import SCALE_MASK
 
 from .flat_layout import FlatLayout, Piece
+from .streams import keep_until_read
 
 
 class HeldErrorsState(TypedDict):
@@ -122,6 +123,9 @@ class HeldErrors:
         old, new = self.extent.layout, extent.layout
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
+        # A rollback or a change of scale may have made them in the stream of another hop, and they are dropped now.
+        for made in (self.state, *self.parked.values()):
+            keep_until_read(made)
         flat = self.extent.embed(self.values())
         chunks, parts = flat.numel() // old.numel, old.split(flat)
         parked = {
