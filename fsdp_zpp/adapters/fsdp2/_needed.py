@@ -24,6 +24,7 @@ NEEDED = (
     Needed(_STATE, "_fsdp_param_groups", "the parameter groups of a module", since=(2, 12)),
     Needed(_STATE, "_state_ctx _modules", "the modules of a model"),
     Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "all_states", "the sharded modules of a model"),
+    Needed(f"{_FSDP}._fsdp_state.FSDPStateContext", "post_optim_event", "gathering weights after changes"),
     Needed(_GROUP, "modules fsdp_params _module_fqn", "what a parameter group consists of"),
     Needed(_GROUP, "lazy_init", "learning which module is the root"),
     Needed(_GROUP, "_training_state", "telling which phase a group is in"),

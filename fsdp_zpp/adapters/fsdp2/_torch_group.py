@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.profiler import record_function
 
+from fsdp_zpp.collectives.streams import keep_until_read
 from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.runtime.sharded import Sharded
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -160,7 +161,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if plan is None or not plan.swaps or not by_strategy:
             if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
-                as_bytes = plan.as_torch_gathers(result.all_gather_output)
+                # torch keeps only what it is given here, so the next gather could reuse the memory of the rest.
+                as_bytes = plan.as_torch_gathers(keep_until_read(result.all_gather_output))
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
             if plan is not None and not plan.swaps:
@@ -325,6 +327,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.drop_unsharded()
         if not by_step:
             self.weights.plan = None
+            # A user's event of the last step, for which alone the next forward's gathers would wait.
+            self._state._state_ctx.post_optim_event = None
 
     def drop_unsharded(self) -> None:
         """Drop what FSDP still keeps unsharded between forwards, so that the next one gathers it anew."""

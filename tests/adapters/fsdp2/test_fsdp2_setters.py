@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from harness import models
 from harness.adapter import STOCK, Case
 from harness.covering import SCOPES
 from harness.fsdp2 import Fsdp2
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from harness.training import train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from fsdp_zpp import Strategy, fully_shard, traffic
+from fsdp_zpp import LocalSteps, Strategy, fully_shard, invalidate, traffic
 
 PLAIN = [Strategy(scopes, gpus_per_node=2) for scopes in SCOPES]
 ZEROPP, LOCO = Strategy.zeropp(gpus_per_node=2), Strategy.loco(gpus_per_node=2)
@@ -259,3 +260,35 @@ def test_all_reduce_setter_defers_what_gradient_scopes_n_and_i_accumulate(
     for (weights, sent), (expected_weights, expected_sent) in zip(setter, expected, strict=True):
         assert sent == expected_sent
         assert models.distance(weights, expected_weights) == 0
+
+
+# ---- the event that a forward waits for
+
+
+def waits_for_an_event(change: str) -> bool:
+    """In a worker: whether the forward after a step, and a change, waits for an event of that step."""
+    local_steps = LocalSteps(1) if change == "an exchange" else None
+    model: Any = Fsdp2().make(Case(), Strategy("III", local_steps=local_steps, gpus_per_node=2))
+    train(Fsdp2(), model, Case(steps=2))
+    streams, event = getattr(torch, device_type()).Stream, object()
+    wait_event, waited = streams.wait_event, []
+
+    def note(self: Any, other: object) -> None:
+        waited.append(other is event)
+        if other is not event:
+            wait_event(self, other)
+
+    model.set_post_optim_event(event)
+    if change == "invalidate":
+        invalidate(model)
+    elif change == "a state dict":
+        model.load_state_dict(model.state_dict())
+    with mock.patch.object(streams, "wait_event", note):
+        models.loss_of(model, models.batch(2, 0))
+    return any(waited)
+
+
+@pytest.mark.parametrize("change", ["none", "invalidate", "a state dict", "an exchange"])
+def test_a_forward_waits_for_changes_after_the_event_of_a_step(pool: Callable[[int], Pool], change: str) -> None:
+    """The event is of before the change, so that gathers which wait for it alone could come before it."""
+    assert pool(4).run(waits_for_an_event, change) == [change == "none"] * 4
