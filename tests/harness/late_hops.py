@@ -1,4 +1,4 @@
-"""Hops that take long on a GPU: who reads in another stream what they have yet to make, and does not wait, shows it."""
+"""Hops that take long on a GPU, so that a stream which reads what they make, and does not wait, reads wrong values."""
 
 from __future__ import annotations
 
