@@ -70,7 +70,7 @@ def node_size_fact(given: int | None, group: dist.ProcessGroup) -> object:
         return given
     # As resolved rather than as given: ranks that leave it to the launcher may have been launched differently.
     launched = launched_node_size(group)
-    return f"{launched} by default" if may_be_known(group) else launched
+    return f"{launched} (as launched)" if isinstance(launched, int) and may_be_known(group) else launched
 
 
 def launched_node_size(group: dist.ProcessGroup) -> object:

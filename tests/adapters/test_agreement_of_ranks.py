@@ -156,7 +156,8 @@ def test_a_difference_between_ranks_is_an_error_on_all_of_them(
     pool: Callable[[int], Pool], adapter: Adapter, name: str
 ) -> None:
     first, *others = pool(4).run(raised, adapter, name)
-    assert ATTEMPTS[name][1] in first
+    # On GPUs the links decide of those as launched, and errors tell them from those that were given.
+    assert ATTEMPTS[name][1] in first or ATTEMPTS[name][1] in first.replace(" (as launched)", "")
     assert others == [first] * 3
 
 

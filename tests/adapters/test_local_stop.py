@@ -112,7 +112,8 @@ def went_on(adapter: Adapter, strategy: Strategy) -> float:
                 pairs = [(source, target)]
                 pairs += [(value, optimizer.state[target][name]) for name, value in theirs.state[source].items()]
                 for mine, other in pairs:
-                    mean = (mine.to_local() if isinstance(mine, DTensor) else mine).detach().double().clone()
+                    own = (mine.to_local() if isinstance(mine, DTensor) else mine).detach()
+                    mean = own.to(models.device(), torch.float64, copy=True)  # counts of steps are on the CPU
                     dist.all_reduce(mean, group=peers)
                     held = (other.to_local() if isinstance(other, DTensor) else other).data
                     held.copy_(mean / dist.get_world_size(peers))

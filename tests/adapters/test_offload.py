@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,13 @@ def test_parts_may_be_frozen_quantized_or_tied_and_gradients_clipped_or_scaled(
 ) -> None:
     # A GPU sums norms in another order than a CPU.
     bound = 1e-6 if device_type() != "cpu" and PARTS[part][0].clip is not None else 0.0
-    assert max(pool(4).run(distance_from_kept, adapter, *PARTS[part])) <= bound
+    with ExitStack() as stack:
+        workers = pool(4)
+        if PARTS[part][0].scaler:
+            # In new processes: torch keeps what it knows of meshes by their ranks, and takes older ones' groups.
+            workers = Pool(4)
+            stack.callback(workers.stop, kill=True)
+        assert max(workers.run(distance_from_kept, adapter, *PARTS[part])) <= bound
 
 
 def resumed(adapter: Adapter, strategy: Strategy, path: str) -> None:

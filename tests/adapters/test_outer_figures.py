@@ -77,7 +77,7 @@ class Valley(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, 4))
         self.slope, self.curvature = slope, curvature
 
-    def forward(self) -> Tensor:
+    def forward(self, unused: Tensor) -> Tensor:
         return self.slope * self.weight.sum() + 0.5 * self.curvature * self.weight.square().sum()
 
 
@@ -112,13 +112,14 @@ def logged(adapter: Adapter, config: LocalSteps, shape: tuple[float, float], rou
     """In a worker: what is logged of outer steps, at any level."""
     model: Any = adapter.wrap(Valley(*shape).to(models.device()), Strategy("III", local_steps=config, gpus_per_node=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(1, device=models.device())  # for torch 2.11, which on GPUs can't call modules without an input
     with collected() as records:
         logging.getLogger("fsdp_zpp").setLevel(logging.DEBUG)
         for _ in range(rounds):
-            model().backward()
+            model(x).backward()
             optimizer.step()
             optimizer.zero_grad()
-        model()
+        model(x)
     return [record for record in records if "outer" in record[1] and "local steps" not in record[1]]
 
 

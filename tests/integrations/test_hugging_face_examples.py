@@ -49,6 +49,7 @@ def test_trainer(tmp_path: Path, options: list[str]) -> None:
 
 
 def test_sft(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
     llama.make_base(llama.ADAPTED).cpu().save_pretrained(tmp_path / "base")
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *map(str, range(100))])}
     tokenizer = Tokenizer(models.WordLevel(words))

@@ -23,8 +23,8 @@ import torchtitan_on_cpu
 from checkpoint_ways import FRAMEWORKS, STRATEGIES, InFolder, SavedBase
 from harness.pool import Pool, WorkerError, device_type, start_method
 from killed_jobs import End, Job, Moment
-from torch.distributed import fsdp
 from torchtitan_checkpoints import ByTorchtitan
+from torchtitan_or_skip import torchtitan_or_skip
 
 from fsdp_zpp import Strategy
 
@@ -187,9 +187,7 @@ def test_what_loads_after_some_kills_is_whole(
 def test_what_torchtitan_loads_after_a_kill_is_whole(
     tmp_path: Path, strategy: str, kind: Callable[[Saves, int], str]
 ) -> None:
-    pytest.importorskip("torchtitan")
-    if not hasattr(fsdp, "DataParallelMeshDims"):
-        pytest.skip("torchtitan 0.3 does not import on this torch")
+    torchtitan_or_skip()
     own = Pool(2)  # torchtitan changes processes
     with ExitStack() as stack, ProcessPoolExecutor(1, start_method(), import_torchtitan) as forker:
         stack.callback(own.stop)

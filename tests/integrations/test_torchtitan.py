@@ -13,16 +13,14 @@ import torch
 from harness.covering import over_each
 from harness.launch import launch
 from safetensors.torch import load_file
-from torch.distributed import fsdp
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan_flags import EP, INTERLEAVED, TWO_STEPS, flag
+from torchtitan_or_skip import torchtitan_or_skip
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_zpp import Int4, Strategy
 
-pytest.importorskip("torchtitan")
-if not hasattr(fsdp, "DataParallelMeshDims"):
-    pytest.skip("torchtitan 0.3 does not import on this torch", allow_module_level=True)
+torchtitan_or_skip()
 
 CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.no-last_save_model_only".split()
 

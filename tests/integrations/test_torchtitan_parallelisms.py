@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import fsdp
 from torchtitan_flags import EP, FULL_DTENSOR, HSDP, INTERLEAVED, PP, TP, TWO_STEPS, flag
+from torchtitan_or_skip import torchtitan_or_skip
 
 from fsdp_zpp.torch_internals import major_minor
 
-pytest.importorskip("torchtitan")
-if not hasattr(fsdp, "DataParallelMeshDims"):
-    pytest.skip("torchtitan 0.3 does not import on this torch", allow_module_level=True)
+torchtitan_or_skip()
 
 
 @pytest.mark.parametrize(

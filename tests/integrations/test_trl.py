@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from harness import llama
 from harness.pool import Pool, device_type
 from hugging_face import new_job
@@ -19,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from fsdp_zpp import Strategy, traffic
 from fsdp_zpp.integrations.transformers import use_strategy
 
-trl = pytest.importorskip("trl")
+datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
 
 STEPS = 4
 HPZ = Strategy("IGG", gpus_per_node=2)
@@ -75,7 +74,7 @@ def make(kind: str, base: Path, strategy: Strategy | None, sync: bool) -> Any:
     return cls(
         model=model,  # from where GRPO takes its reference, too
         args=configuration(**options),
-        train_dataset=Dataset.from_dict(data),
+        train_dataset=datasets.Dataset.from_dict(data),
         processing_class=tokenizer(),
         **judges,
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from harness import llama
 from harness.pool import Pool, device_type
 from hugging_face import new_job
@@ -20,7 +19,7 @@ from transformers import LlamaForCausalLM
 from fsdp_zpp import Int8, Strategy
 from fsdp_zpp.integrations.transformers import use_strategy
 
-trl = pytest.importorskip("trl")
+datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
 vllm_generation = pytest.importorskip("trl.generation.vllm_generation")
 
 STEPS = 3
@@ -96,7 +95,7 @@ def trained(base: Path, strategy: Strategy, adapters: bool) -> tuple[list[float]
         trainer = use_strategy(trl.GRPOTrainer, strategy)(
             model=LlamaForCausalLM.from_pretrained(base),
             args=configuration,
-            train_dataset=Dataset.from_dict({"prompt": texts(0)}),
+            train_dataset=datasets.Dataset.from_dict({"prompt": texts(0)}),
             processing_class=tokenizer(),
             reward_funcs=reward,
             peft_config=LoraConfig(r=4, target_modules=llama.TARGETS) if adapters else None,

@@ -76,8 +76,7 @@ def clip_grad_norm_(
             f"the norm of the gradients is {total.item()}, so they can't be clipped; find what made them so, or pass "
             "error_if_nonfinite=False"
         )
-    for members in _by_mesh(parameters):
-        clip_grads_with_norm_(members, max_norm, total, foreach)
+    clip_grads_with_norm_([_with_own(p.grad) for p in parameters if p.grad is not None], max_norm, total, foreach)
     return total
 
 
@@ -105,15 +104,6 @@ def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
     return found
 
 
-def _by_mesh(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Sort parameters by their meshes, since torch can't scale DTensors of different ones together."""
-    found: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault(mesh, []).append(parameter)
-    return found.values()
-
-
 def _norm_of_own(parameters: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of the gradients that this rank holds, on the device that ranks communicate on."""
     shards = [_own_gradient(parameter) for parameter in parameters if parameter.grad is not None]
@@ -133,6 +123,18 @@ def _own_gradient(parameter: Tensor) -> Tensor:
     if gradient.placements != parameter.placements:  # sums that tensor parallelism has left to be reduced
         gradient = gradient.redistribute(placements=parameter.placements)
     return gradient.to_local()
+
+
+def _with_own(gradient: Tensor) -> Tensor:
+    """Return a tensor whose gradient is the part of ``gradient`` that this rank holds.
+
+    Scaled alone, since torch can't scale DTensors of different meshes together, and torch 2.11 scales a copy of those
+    that are left to be reduced.
+    """
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    holder = own.detach()
+    holder.grad = own
+    return holder
 
 
 def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
