@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.launch import launch
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 
 from fsdp_zpp.__main__ import main
 from fsdp_zpp.bench.columns import filled, of_a_run
@@ -135,7 +135,7 @@ class _Idle(Training):
 def _attempts(fails: int) -> list[dict[str, Any]]:
     """In a worker: a strategy that one rank runs out of memory under, then another."""
     config = type("Config", (), {"vocab_size": 8, "get_text_config": lambda self: self})()
-    task = Task(config, 1, 2, sequence=4, device="cpu")
+    task = Task(config, 1, 2, sequence=4, device=device_type())
 
     def more(training: Training, memory: PeakMemory) -> dict[str, Any]:
         if dist.get_rank() == fails:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from harness.launch import ROOT, launch
 from harness.pool import Pool
@@ -21,12 +22,15 @@ from reader import RANKS, run_python
 
 from fsdp_zpp import Strategy
 from fsdp_zpp.bench.arguments import add_arguments, check
+from fsdp_zpp.torch_internals import major_minor
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 PYTHON = ("python", "diff")
+SINCE = {"docs/guides/experts.md": (2, 12)}
+"""The torch that a page says it needs."""
 
 
 def run_blocks(*languages: str) -> list[Block]:
@@ -35,6 +39,8 @@ def run_blocks(*languages: str) -> list[Block]:
 
 @pytest.mark.parametrize("page", sorted({block.page for block in run_blocks(*PYTHON)}))
 def test_python_runs_on_four_ranks(pool: Callable[[int], Pool], page: str, tmp_path: Path) -> None:
+    if major_minor(torch.__version__) < SINCE.get(page, (0, 0)):
+        pytest.skip(f"needs torch {SINCE[page]}")
     pool(RANKS).run(run_python, [block for block in run_blocks(*PYTHON) if block.page == page], tmp_path)
 
 
