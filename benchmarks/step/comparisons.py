@@ -104,6 +104,9 @@ STEP_TIME = {
     "eager": one("1.35B-2x2-eager", *WHOLE),
     "compiled": one("1.35B-2x2-compiled", *WHOLE_OF_FSDP),
     "eager-again": one("1.35B-2x2-h200", *WHOLE),
+    "micro-batches": Comparison(
+        {"1": "1.35B-2x2-micro-batch-1", "8": "1.35B-2x2-micro-batch-8"}, WHOLE, below="micro-batch"
+    ),
     "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
     "float8": one("1.35B-2x1-float8", STEP, AGAINST_FLOAT8, PEAK, BETWEEN_NODES),
     "large": one("6.7B-2x2", *WHOLE),
@@ -200,7 +203,13 @@ LORA = {
     ),
     "lora-in-turn": Comparison(IN_TURN, (PAIRED,)),
     "lora-70B": Comparison(
-        {"two of 2": "lora-70B-2x2", "one of 2": "lora-70B-1x2"}, (STEP, PEAK, GENERATED), below="nodes"
+        {
+            "two of 2": "lora-70B-2x2",
+            "two of 2, earlier version": "lora-70B-2x2-earlier-on-A",
+            "one of 2, earlier version": "lora-70B-1x2",
+        },
+        (STEP, PEAK, GENERATED),
+        below="nodes",
     ),
     "lora-nodes-of-one": one("lora-6.7B-2x1", STEP, PEAK, GENERATED),
     "qlora-in-turn": Comparison(
