@@ -105,11 +105,18 @@ STEP_TIME = {
     "compiled": one("1.35B-2x2-compiled", *WHOLE_OF_FSDP),
     "eager-again": one("1.35B-2x2-h200", *WHOLE),
     "micro-batches": Comparison(
-        {"1": "1.35B-2x2-micro-batch-1", "8": "1.35B-2x2-micro-batch-8"}, WHOLE, below="micro-batch"
+        {
+            "1": "1.35B-2x2-micro-batch-1",
+            "8": "1.35B-2x2-micro-batch-8",
+            "1, another machine": "1.35B-2x2-micro-batch-1-again",
+        },
+        WHOLE,
+        below="micro-batch",
     ),
     "DeepSpeed": one("1.35B-2x2-earlier-on-A", *USUAL, only=("full_shard", "zeropp", HSDP, "deepspeed-zeropp")),
     "float8": one("1.35B-2x1-float8", STEP, AGAINST_FLOAT8, PEAK, BETWEEN_NODES),
     "large": one("6.7B-2x2", *WHOLE),
+    "large-compiled": one("6.7B-2x2-compiled", *WHOLE),
     "mixtures": Comparison(
         MIXTURES,
         WHOLE,
@@ -125,6 +132,7 @@ STEP_TIME = {
     ),
     "hosts-without-peer-to-peer": one("1.35B-2x2-no-p2p", STEP, AGAINST_HSDP, PEAK, BETWEEN_NODES),
     "four-micro-batches": one(f"{FOUR}-eager", *WHOLE),
+    "four-micro-batches-DeepSpeed": one(f"{FOUR}-deepspeed", *WHOLE[:1], *WHOLE[2:]),
     "four-micro-batches-earlier": Comparison(
         {"eager": f"{FOUR}-earlier-on-C", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)
     ),
@@ -153,9 +161,14 @@ STEP_TIME = {
         below="link",
     ),
     "exchanges": Comparison(
-        {"NVLink": "1.35B-2x1-exchanges-fast", "sockets": "1.35B-2x1-exchanges"},
-        (MEDIAN, PEAK, BETWEEN_NODES),
-        below="link",
+        {
+            "2 x 1, NVLink": "1.35B-2x1-exchanges-fast",
+            "2 x 1, sockets": "1.35B-2x1-exchanges",
+            "2 x 2, sockets": ("1.35B-2x2-exchanges", "1.35B-2x2-exchanges-8"),
+            "4 x 1, sockets": ("1.35B-4x1-exchanges", "1.35B-4x1-exchanges-8"),
+        },
+        (MEDIAN, PEAK, HOST, BETWEEN_NODES),
+        below="nodes x GPUs, link",
     ),
     "shared": one("1.35B-2x2-shared-four-micro-batches", *USUAL),
     "shared-nodes-of-four": one("1.35B-2x4-shared", *WHOLE),
