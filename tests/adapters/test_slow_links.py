@@ -300,5 +300,5 @@ def named_on_one_rank(adapter: Adapter | None) -> str:
 def test_nodes_that_some_ranks_name_are_an_error_before_links_are_asked(
     pool: Callable[[int], Pool], adapter: Adapter | None
 ) -> None:
-    text = "ranks were given different arguments: gpus_per_node: 4 by default on ranks 0-2, 4 on rank 3; pass the same"
+    text = "ranks were given different arguments: gpus_per_node: 4 (as launched) on ranks 0-2, 4 on rank 3"
     assert all(text in error for error in pool(4).run(named_on_one_rank, adapter))
