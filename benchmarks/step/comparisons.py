@@ -16,6 +16,8 @@ USUAL = (STEP, AGAINST_FULL_SHARD, PEAK)
 WHOLE = (STEP, AGAINST_FSDP2, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
 WHOLE_OF_FSDP = (STEP, AGAINST_FULL_SHARD, *WHOLE[2:])
 """Of a run whose FULL_SHARD is FSDP's."""
+WHOLE_BESIDE_HSDP = (STEP, *WHOLE[2:])
+"""Of a run without FULL_SHARD."""
 OF_HSDPS_PEAK = share(HSDP, "peak_gib", "of HSDP's peak", "{:.0%}")
 DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
 Results = dict[str, Result]
@@ -132,7 +134,7 @@ STEP_TIME = {
     ),
     "hosts-without-peer-to-peer": one("1.35B-2x2-no-p2p", STEP, AGAINST_HSDP, PEAK, BETWEEN_NODES),
     "four-micro-batches": one(f"{FOUR}-eager", *WHOLE),
-    "four-micro-batches-DeepSpeed": one(f"{FOUR}-deepspeed", *WHOLE[:1], *WHOLE[2:]),
+    "four-micro-batches-DeepSpeed": one(f"{FOUR}-deepspeed", *WHOLE_BESIDE_HSDP),
     "four-micro-batches-earlier": Comparison(
         {"eager": f"{FOUR}-earlier-on-C", "compiled": f"{FOUR}-compiled"}, (STEP, PEAK)
     ),
@@ -174,7 +176,7 @@ STEP_TIME = {
     "shared-nodes-of-four": one("1.35B-2x4-shared", *WHOLE),
     "loco-fast": one("1.35B-2x1-fast-loco", STEP, PAIRED),
     "loco": one("1.35B-2x2-loco", STEP, PEAK),
-    "loco-and-IIG": one("1.35B-2x2-loco-and-IIG", STEP, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES),
+    "loco-and-IIG": one("1.35B-2x2-loco-and-IIG", *WHOLE_BESIDE_HSDP),
     "chunks": Comparison(
         {
             "shared GPU, 128 KiB": "1.35B-2x1-shared-128KiB-chunks",
