@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness.adapter import STOCK
 from torch.distributed.fsdp import ShardingStrategy
 
+from . import program as ops
 from .gradient_law import gradient_errors
 from .laws import has_gradient_law
 from .program import Program
 from .run import Run
 from .simulated import Simulated
 from .trace import Trace
+from .trained import start_another_job
 from .unsharded import Rounded, Unsharded, is_as_exact
 
 _stock: dict[str, Trace] = {}
@@ -29,6 +32,7 @@ class Replicated(Run):
 def run_stock(program: Program) -> str | None:
     """In a worker: run it with torch's own full sharding; the exception that it ends with, if any."""
     _stock.clear()
+    _run_earlier_job(program, STOCK)
     trace = Run(program, STOCK).run()
     if program.strategy.local_steps is not None and trace.error is None:
         trace = Simulated(program, STOCK).run()  # stock has shown that the program is legal
@@ -36,8 +40,17 @@ def run_stock(program: Program) -> str | None:
     return trace.error
 
 
+def _run_earlier_job(program: Program, strategy: Any) -> None:
+    """Run the program up to its first step in a job of its own, if it has one; what it shows is of no interest."""
+    if program.second_job:
+        first = next((at for at, op in enumerate(program.ops) if isinstance(op, ops.Step)), len(program.ops) - 1)
+        Run(replace(program, ops=program.ops[: first + 1]), strategy).run()
+        start_another_job()
+
+
 def run_ours(program: Program) -> str | None:
     """In a worker: run it with its strategy; how that differs from stock, if it does."""
+    _run_earlier_job(program, program.strategy)
     ours, stock = Run(program, program.strategy).run(), _stock[repr(program)]
     if has_gradient_law(program) and ours.error is None:
         ours.wrong += gradient_errors(program, ours, stock)

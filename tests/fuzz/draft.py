@@ -133,7 +133,9 @@ class Draft:
     def _use_of(self, i: int, unit: int, branches: tuple[Branch, ...]) -> tuple[int, ...]:
         every = tuple(range(len(branches)))
         units = self.models[i].units
-        if self.one_in(2) or self.uses_all or self.models[i].rootless or (unit < len(units) and units[unit].nested):
+        if self.uses_all or self.models[i].rootless or (unit < len(units) and units[unit].nested):
+            return every
+        if not self.has(Feature.IDLE_WITH_FEEDBACK) and self.one_in(2):
             return every
         thawed = {key[:2] for key in self.frozen_for_good() - self.frozen}
         if self.adapter != "fsdp2" and (i, unit) in thawed:  # a unit of its own to ours, which all ranks use or none

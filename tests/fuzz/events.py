@@ -10,6 +10,7 @@ from .program import (
     Evaluation,
     Freeze,
     Load,
+    LoadInPlace,
     Move,
     OptimizersAnew,
     Resume,
@@ -30,6 +31,7 @@ OF_FEATURES = {
     Feature.OPTIMIZERS_ANEW: "OptimizersAnew",
     Feature.SHOWN: "Show",
     Feature.RESHARD: "Reshard",
+    Feature.LOADS_IN_PLACE: "LoadInPlace",
 }
 
 
@@ -46,6 +48,10 @@ def between_steps(draft: Draft) -> None:
     elif kind == "Load":
         assign = draft.adapter == "fsdp2" and draft.frozen == draft.frozen_for_good() and draft.one_in(2)
         draft.ops.append(Load(draw(st.sampled_from(draft.load_kinds)), assign))
+    elif kind == "LoadInPlace":
+        draft.mark(Feature.LOADS_IN_PLACE)
+        evaluate(draft)  # which leaves weights that are kept
+        draft.ops.append(LoadInPlace())
     elif kind == "Write":
         draft.ops.append(Write(draw(st.sampled_from(("in place", "data", "summon")))))
     elif kind == "Resume":

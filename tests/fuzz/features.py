@@ -62,6 +62,9 @@ class Feature(Enum):
     SHARD_1 = "Shard(1)", FSDP2
     OFFLOAD = "offload", FSDP2
     TWO_AXES = "mesh of two axes", ALL
+    LOADS_IN_PLACE = "loads in place", FSDP2
+    IDLE_WITH_FEEDBACK = "idle parameters with feedback", ORIGINAL
+    SECOND_JOB = "second job", ALL
 
     def __init__(self, title: str, adapters: tuple[str, ...]) -> None:
         self.title = title
@@ -101,8 +104,10 @@ NOT_WITH_LOCAL_STEPS = {
     Feature.DIRECT_CALL,
     Feature.SEVERAL_STRATEGIES,
     Feature.TWO_AXES,
+    Feature.LOADS_IN_PLACE,
 }
 """What the simulation does not know."""
+NOT_WITH_HOOKS = {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES}
 
 
 TOGETHER = (
@@ -119,10 +124,10 @@ TOGETHER = (
 """Features that say more together."""
 
 
-def choices(adapter: str, local_steps: bool, hook: bool) -> list[Feature]:
+def choices(adapter: str, flavour: str) -> list[Feature]:
     """Features that a program of an adapter may have beside its kind."""
-    out = NOT_WITH_LOCAL_STEPS if local_steps else {Feature.SEVERAL_STRATEGIES, Feature.TWO_AXES} if hook else set()
-    out = out | set(KINDS_OF_PROGRAM)
+    out = {"local": NOT_WITH_LOCAL_STEPS, "hook": NOT_WITH_HOOKS}.get(flavour, set()) | set(KINDS_OF_PROGRAM)
+    out |= set() if flavour == "codecs" else {Feature.IDLE_WITH_FEEDBACK}
     return [
         f
         for f in Feature

@@ -75,7 +75,7 @@ class SeenWeights:
 
 def changed_though_frozen(program: Program, trace: Trace) -> list[str]:
     """Which weights have changed from the start to the end, though they were frozen all along."""
-    if program.with_frozen or any(isinstance(op, ops.Load | ops.Write) for op in program.ops):
+    if program.with_frozen or any(isinstance(op, ops.Load | ops.LoadInPlace | ops.Write) for op in program.ops):
         return []
     wrong = []
     for i, model in enumerate(program.models):

@@ -79,22 +79,21 @@ class Sam(torch.optim.Optimizer):
         return loss
 
 
-def make(name: str, parameters: list[nn.Parameter], decays: bool, coarse: bool) -> torch.optim.Optimizer:
+def make(name: str, parameters: list[nn.Parameter], coarse: bool) -> torch.optim.Optimizer:
     """An optimizer.
 
     Args:
         name: Its name, as in ``Program.optimizer``.
         parameters: What it has.
-        decays: Whether weights decay, if they can.
         coarse: Whether gradients are rounded so coarsely that small ones become zero.
     """
     kind, _, how = name.partition(" ")
     arguments: dict[str, Any] = {how: True} if how in ("fused", "foreach") else {}
     if kind == "sgd":
-        return torch.optim.SGD(parameters, lr=0.2, momentum=0.5, weight_decay=0.1 * decays, **arguments)
+        return torch.optim.SGD(parameters, lr=0.2, momentum=0.5, weight_decay=0.1, **arguments)
     if kind == "adamw":  # a large epsilon, or rounding would decide where a gradient is near zero
         epsilon = 1.0 if coarse else 0.01
-        return torch.optim.AdamW(parameters, lr=0.05, eps=epsilon, weight_decay=0.3 * decays, **arguments)
+        return torch.optim.AdamW(parameters, lr=0.05, eps=epsilon, weight_decay=0.3, **arguments)
     if kind == "lbfgs":  # a fixed number of evaluations, which would else depend on rounding
         return torch.optim.LBFGS(
             parameters, lr=0.1, max_iter=2, history_size=2, tolerance_grad=0.0, tolerance_change=0.0

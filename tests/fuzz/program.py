@@ -211,6 +211,11 @@ class Load:
 
 
 @dataclass(frozen=True)
+class LoadInPlace:
+    """Reads a checkpoint of the models, with values halved, into the tensors that their state dicts show."""
+
+
+@dataclass(frozen=True)
 class Write:
     """Writes to all weights: ``in place`` or through ``data``, with an announcement, or by ``summon``."""
 
@@ -243,6 +248,7 @@ Op = (
     | OptimizersAnew
     | Tune
     | Load
+    | LoadInPlace
     | Write
     | Summon
     | Move
@@ -275,6 +281,7 @@ class Program:
         offload: Whether parameters are offloaded.
         axes: Of a mesh, if any: ``nodes`` x ranks of a node, which ours shards over, or ``copies`` x ranks that both
             shard over, with the same batches for all copies.
+        second_job: Whether an earlier job of the same process has begun to run it.
         features: Titles of the features that it was drawn with.
     """
 
@@ -297,6 +304,7 @@ class Program:
     columns: bool = False
     offload: bool = False
     axes: str | None = None
+    second_job: bool = False
     features: tuple[str, ...] = ()
 
     @property

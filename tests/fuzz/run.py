@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.adapter import STOCK
+import torch.distributed.checkpoint as dcp
+from harness.adapter import STOCK, original_name
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     StateDictType,
@@ -96,7 +104,21 @@ class Run(Showing):
             model.zero_grad()
             self._forget_accumulated(range(len(self.units(i))), i)
 
+    def _note_idle(self) -> None:
+        """Note which parameters have a gradient on some rank. Collective.
+
+        This rank may hold no part of one, and flat parameters have names of their own.
+        """
+        if self.program.adapter == "fsdp1 flat":
+            return
+        named = [(i, original_name(n), p) for i, model in enumerate(self.models) for n, p in model.named_parameters()]
+        found = torch.tensor([float(p.grad is not None) for *_, p in named])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        for (i, name, _), has in zip(named, found.tolist(), strict=True):
+            self.trace.facts[f"op {self.number}: gradient of model {i}: {name}"] = str(bool(has))
+
     def do_step(self, op: ops.Step) -> None:
+        self._note_idle()
         if not self.trace.gradients and has_gradient_law(self.program):
             for i, model in enumerate(self.models):
                 if all(p.grad is None for p in model.parameters()):
@@ -184,6 +206,13 @@ class Run(Showing):
         if op.assign:
             self.optimizers = self.make_optimizers()
 
+    def do_loadinplace(self, op: ops.LoadInPlace) -> None:
+        for model in self.models:
+            stock.reshard(model, self.strategy)
+            with _shared_folder() as folder:
+                dcp.save(halved(get_model_state_dict(model)), checkpoint_id=folder)
+                dcp.load(get_model_state_dict(model), checkpoint_id=folder)
+
     def do_write(self, op: ops.Write) -> None:
         for model in self.models:
             summon = op.how == "summon" and self.is_fsdp1
@@ -234,6 +263,16 @@ class Run(Showing):
             for optimizer, owned in zip(self.optimizers, self.program.optimizers, strict=True)
             if {model for model, _ in owned} == {i}
         ]
+
+
+@contextmanager
+def _shared_folder() -> Iterator[str]:
+    """A new folder of all ranks, for as long as they need it."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        yield folders[0]
+        dist.barrier()
 
 
 def halved(state: dict[str, Any]) -> dict[str, Any]:

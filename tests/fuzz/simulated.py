@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from . import program as ops, stock
 from .run import Run
+from .trained import OF_A_JOB
 
 
 class Weight:
@@ -203,3 +204,6 @@ def _groups(world: int, gpus: int) -> tuple[Any, Any]:
     node, _ = dist.new_subgroups(gpus)
     peers, _ = dist.new_subgroups_by_enumeration([list(range(index, world, gpus)) for index in range(gpus)])
     return node, peers
+
+
+OF_A_JOB.append(_groups)

@@ -108,7 +108,9 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     chosen = draw(FLAVOURS[flavour](world))
     plain = flavour == "plain"
     local = chosen.local_steps is not None
-    features = draw(_features(adapter, local, flavour == "hook"))
+    features = draw(_features(adapter, flavour))
+    if Feature.IDLE_WITH_FEEDBACK in features:
+        chosen = replace(chosen, gradients=chosen.gradients or Int8(32), error_feedback=chosen.error_feedback or LoCo())
     axes = draw(_axes(chosen, world)) if Feature.TWO_AXES in features else None
     if axes == "copies":
         chosen = replace(chosen, gpus_per_node=draw(st.sampled_from(NODES[world // 2])))
@@ -142,8 +144,8 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
     closure = features & {Feature.SAM, Feature.LBFGS}
     scaler = not local and not closure and draft.one_in(6)
     set_up(draft)
-    least = 2 if features & FREEZING else 1
-    for _ in range(draw(st.integers(least, 4 if local else 3))):
+    least = 2 if features & FREEZING or Feature.IDLE_WITH_FEEDBACK in features else 1
+    for _ in range(draw(st.integers(least, 4 if local or Feature.IDLE_WITH_FEEDBACK in features else 3))):
         for _ in range(draw(st.integers(1 if features & set(OF_FEATURES) else 0, 2))):
             between_steps(draft)
         step(draft, scaler)
@@ -169,6 +171,7 @@ def programs(draw: st.DrawFn, adapter: str, flavour: str, world: int = 4) -> Pro
         columns=draft.has(Feature.SHARD_1),
         offload=draft.has(Feature.OFFLOAD),
         axes=axes,
+        second_job=draft.has(Feature.SECOND_JOB),
     )
     marked = {*own, *draft.marked, *({Feature.TWO_AXES} if axes else ())}
     return replace(program, features=tuple(sorted({f.title for f in marked})))
@@ -194,9 +197,9 @@ FREEZING = frozenset(
 
 
 @st.composite
-def _features(draw: st.DrawFn, adapter: str, local: bool, hook: bool) -> frozenset[Feature]:
+def _features(draw: st.DrawFn, adapter: str, flavour: str) -> frozenset[Feature]:
     """None for one program in four, else one to three, or two that matter together."""
-    choices = registry.choices(adapter, local, hook)
+    choices = registry.choices(adapter, flavour)
     if not choices or (draw(st.integers(0, 3)) == 0 and not registry.only):
         return frozenset()
     chosen = draw(st.lists(st.sampled_from(choices), unique=True, min_size=1, max_size=3))

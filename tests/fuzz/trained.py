@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from harness import models as harness_models
 from harness.adapter import STOCK, Adapter
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
-from harness.pool import device_type
+from harness.pool import TIMEOUT, device_type
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -150,14 +151,33 @@ class Trained:
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """New optimizers for the units that each has."""
-        # What is not used gets a gradient if errors are fed back, and would be decayed.
-        decays = all(s.error_feedback is None for s in self.program.strategies)
         owned = [[p for i, unit in owned for p in self.parameters(i, unit)] for owned in self.program.optimizers]
         if self.program.interleaved:
             every = [p for parameters in owned for p in parameters]
             owned = [every[at :: len(owned)] for at in range(len(owned))]
         kind, coarse = self.program.optimizer, self.program.rounds_coarsely
-        return [optimizers.make(kind, parameters, decays, coarse) for parameters in owned]
+        return [optimizers.make(kind, parameters, coarse) for parameters in owned]
+
+
+def start_another_job() -> None:
+    """End the job and start another one over the same ranks, as cells of a notebook do that run again."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store, number = _first_store(), next(_jobs)
+    dist.barrier()
+    dist.destroy_process_group()
+    for cache in OF_A_JOB:
+        cache.cache_clear()
+    store = dist.PrefixStore(f"job {number}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+_jobs = itertools.count()
+
+
+@functools.cache
+def _first_store() -> Any:
+    """The store of this process's first job, which outlives it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 @functools.cache  # DTensors remember meshes of these ranks, so that their groups must stay
@@ -168,3 +188,7 @@ def _mesh(names: tuple[str, str], *shape: int) -> DeviceMesh:
 def _columns(parameter: nn.Parameter) -> Shard | None:
     world = dist.get_world_size()
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % world == 0 else None
+
+
+OF_A_JOB = [_mesh]
+"""Caches of process groups, which end with their job."""

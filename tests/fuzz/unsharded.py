@@ -157,6 +157,9 @@ class Unsharded(Run):
         if op.assign:
             self.optimizers = self.make_optimizers()
 
+    def do_loadinplace(self, op: ops.LoadInPlace) -> None:
+        self.do_load(ops.Load("sharded"))
+
     def do_move(self, op: ops.Move) -> None:
         """Changes no value."""
 
