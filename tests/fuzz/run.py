@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     StateDictType,
 )
+from torch.distributed.tensor import DTensor
 
 import fsdp_zpp
 
@@ -104,21 +105,21 @@ class Run(Showing):
             model.zero_grad()
             self._forget_accumulated(range(len(self.units(i))), i)
 
-    def _note_idle(self) -> None:
-        """Note which parameters have a gradient on some rank. Collective.
+    def _note_gradients(self) -> None:
+        """Note which parameters have a gradient on some rank, and which of these only zeros. Collective.
 
         This rank may hold no part of one, and flat parameters have names of their own.
         """
         if self.program.adapter == "fsdp1 flat":
             return
-        named = [(i, original_name(n), p) for i, model in enumerate(self.models) for n, p in model.named_parameters()]
-        found = torch.tensor([float(p.grad is not None) for *_, p in named])
+        named = [(i, original_name(n), p.grad) for i, m in enumerate(self.models) for n, p in m.named_parameters()]
+        found = torch.tensor([0 if gradient is None else 1 + _has_values(gradient) for *_, gradient in named])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        for (i, name, _), has in zip(named, found.tolist(), strict=True):
-            self.trace.facts[f"op {self.number}: gradient of model {i}: {name}"] = str(bool(has))
+        for (i, name, _), state in zip(named, found.tolist(), strict=True):
+            self.trace.facts[f"op {self.number}: model {i}: {name}: gradient"] = ("None", "zeros", "values")[state]
 
     def do_step(self, op: ops.Step) -> None:
-        self._note_idle()
+        self._note_gradients()
         if not self.trace.gradients and has_gradient_law(self.program):
             for i, model in enumerate(self.models):
                 if all(p.grad is None for p in model.parameters()):
@@ -273,6 +274,11 @@ def _shared_folder() -> Iterator[str]:
         dist.broadcast_object_list(folders)
         yield folders[0]
         dist.barrier()
+
+
+def _has_values(gradient: Tensor) -> bool:
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool((own != 0).any())
 
 
 def halved(state: dict[str, Any]) -> dict[str, Any]:
