@@ -115,7 +115,7 @@ class FlatLayout:
         return tuple((end, start) for end, start in bounds if start > end)
 
     def runs(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Return where the parameters ``names`` begin and end in a chunk; neighbours are one run, with the gaps between."""
+        """Return where the parameters ``names`` begin and end in a chunk; neighbours are one run, gaps included."""
         runs: list[tuple[int, int]] = []
         is_neighbour = False
         for piece, start in zip(self.pieces, self.starts, strict=True):
