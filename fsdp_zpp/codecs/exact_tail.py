@@ -141,8 +141,11 @@ def tails_of(payload: Tensor, tail: int) -> Tensor:
     return payload.view(torch.float32)[..., -tail:]
 
 
-exact_tail = functools.cache(ExactTail)
-"""Return the same instance for each codec and tail: one is asked for at every hop, and comparing it costs nothing."""
+exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
+"""Return the same instance for each of the last codecs and tails, since one is asked for at every hop.
+
+A model has tens of them, but tails are as long as what a step uses has small values.
+"""
 
 
 def without_tail(codec: Codec) -> tuple[Codec, int]:

@@ -244,7 +244,11 @@ def agree_on_use(
 def _used_by_any(used: Sequence[bool], mesh: ProcessMesh) -> Callable[[], list[bool]]:
     if mesh.group is None or mesh.topology.world == 1:
         return lambda: list(used)
-    flags = torch.tensor(used, dtype=torch.uint8, device=collective_device(mesh.group))
+    where = collective_device(mesh.group)
+    if all(used):  # made where it is needed, since for a copy the host would wait
+        flags = torch.ones(len(used), dtype=torch.uint8, device=where)
+    else:
+        flags = torch.tensor(used, dtype=torch.uint8, device=where)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.group)
     return lambda: [bool(flag) for flag in flags.tolist()]
 

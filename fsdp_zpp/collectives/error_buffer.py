@@ -7,11 +7,19 @@ old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_ne
 that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse the codec
 is. A block of ``h`` that is not finite is sent as it is and leaves its errors alone, or they would never recover.
 
+Of parameters that a step does not use, the gradient is zero because there is none: a head that idles must not get, nor
+an optimizer see, what earlier steps have left out of it. So where a rank has not used a parameter in the step, and its
+values at the hop are zero, as they are unless other ranks have used it, zeros are sent, and the errors stay as they
+are. Which parameters these are may differ between ranks, for it changes nothing about what is sent but the values.
+
 Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
 of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum from which what was sent is subtracted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +38,18 @@ class ErrorBufferState(HeldErrorsState):
     block: int
 
 
+class Spared(NamedTuple):
+    """Errors that stay as they are where what is sent is zero.
+
+    Attributes:
+        marks: Where they are, bool [chunks * numel].
+        state: All errors as they are.
+    """
+
+    marks: Tensor
+    state: Tensor
+
+
 class ErrorBuffer:
     """This rank's errors on one hop.
 
@@ -37,6 +57,9 @@ class ErrorBuffer:
         beta: Weight of the old errors.
         codec: Encodes the errors at rest; None keeps them in fp32.
         decay: Factor on the errors before each use.
+
+    Attributes:
+        spared: The errors of parameters that the rank has not used, in this use; None if it has used all of them.
     """
 
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
@@ -45,6 +68,7 @@ class ErrorBuffer:
         self._held: HeldErrors | None = None
         self._kept: HeldErrors | None = None
         self._is_new = False
+        self.spared: Spared | None = None
 
     @property
     def state(self) -> Tensor:
@@ -57,17 +81,24 @@ class ErrorBuffer:
         """Return the number of errors that share a scale; 0 if they are fp32."""
         return 0 if self._codec is None else self._codec.block
 
-    def prepare(self, extent: Extent, device: torch.device) -> ErrorBuffer:
+    def prepare(self, extent: Extent, device: torch.device, idle: Collection[str] = ()) -> ErrorBuffer:
         """Fit the errors to ``extent``, and let them decay, for one use; return the buffer.
 
         Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay.
+
+        Args:
+            extent: What is to be sent.
+            device: Where it is.
+            idle: The names of parameters that this rank has not used.
         """
-        held = self._held
+        held, self.spared = self._held, None
         if held is None:
             self._held, self._is_new = HeldErrors.zeros(extent, self._codec, device), True
             return self
         if held.extent != extent:
             held = held.in_extent(extent)
+        if idle and (marks := extent.marked(idle, device)) is not None:
+            self.spared = Spared(marks, held.state.clone())
         if self._decay < 1:
             held.decay(self._decay)
         self._held = held
@@ -83,6 +114,11 @@ class ErrorBuffer:
     def write(self, errors: Tensor, chunks: int) -> None:
         """Replace the errors by fp32 ones."""
         self.state.copy_(errors if self._codec is None else self._codec.encode(errors, 1, chunks))
+
+    def put_back(self, where: Tensor, state: Tensor) -> None:
+        """Return to the errors of an earlier ``state`` in the places ``where``, bool [chunks * numel]."""
+        assert self._held is not None
+        self._held.put_back(where, state)
 
     # ---- in time
 
@@ -163,6 +199,8 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
         cols: As in :meth:`Codec.encode`.
         errors: What earlier calls have left out, which is added; then updated by what this one leaves out.
     """
+    if errors.spared is not None:
+        return _encode_sparing(codec, values, rows, cols, errors, errors.spared)
     coded, tail = without_tail(codec)
     if isinstance(coded, Blockwise):
         return quantize_with_feedback(
@@ -181,12 +219,26 @@ def encode_with_feedback(codec: Codec, values: Tensor, rows: int, cols: int, err
     return payload
 
 
+def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: ErrorBuffer, spared: Spared) -> Tensor:
+    """Encode zeros where errors are spared and values are zero, and leave those errors as they are."""
+    errors.spared = None
+    chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
+    idle = spared.marks.view_as(chunks) & (chunks == 0)
+    # Zeros are what is left when the errors are added to their opposite. To take them out first would round others, if
+    # errors are encoded.
+    opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
+    payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
+    errors.put_back(idle.reshape(-1), spared.state)
+    return payload
+
+
 def decode_sum_encode_with_feedback(
     codec: Codec, payload: Tensor, numel: int, next_codec: Codec, scale: float, errors: ErrorBuffer
 ) -> Tensor:
     """Do what :meth:`Codec.decode_sum_encode` does, encoding as :func:`encode_with_feedback` does."""
     (source, tail), (target, next_tail) = without_tail(codec), without_tail(next_codec)
-    if not isinstance(source, Blockwise) or not isinstance(target, Blockwise) or tail != next_tail:
+    is_plain = errors.spared is None and tail == next_tail
+    if not (is_plain and isinstance(source, Blockwise) and isinstance(target, Blockwise)):
         return encode_with_feedback(next_codec, codec.sums(payload, numel, scale), 1, payload.shape[1], errors)
     return dequantize_sum_quantize_with_feedback(
         payload,

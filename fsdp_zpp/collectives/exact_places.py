@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
 
-from .flat_layout import FlatLayout
+from .flat_layout import FlatLayout, Recent
 from .mesh import ProcessMesh
 
 SMALLEST = 128
@@ -76,7 +76,7 @@ class ExactPlaces:
 
 
 class PlacesInChunks:
-    """Computes the places of small values in chunks that a hop encodes, once for each layout.
+    """Computes the places of small values in chunks that a hop encodes, once for each of the last few layouts.
 
     Args:
         mesh: The ranks.
@@ -87,19 +87,18 @@ class PlacesInChunks:
         self._codecs = [codec for codec in codecs if codec is not None]
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._computed: dict[tuple[str, int, int], tuple[FlatLayout, torch.device, ExactPlaces | None]] = {}
+        self._computed: Recent[int, _Computed] = Recent()
 
     def _cached(
         self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
     ) -> ExactPlaces | None:
         if layout is None or not (layout.exact or layout.boundaries) or not numel:
             return None
-        key = (which, numel, id(layout))
-        entry = self._computed.get(key)
-        if entry is None or entry[1] != device:
-            # With the layout, so that its id stays its own.
-            entry = self._computed[key] = layout, device, _places(layout, numel, rows(), device, self._block())
-        return entry[2]
+        computed = self._computed.get(id(layout), lambda: _Computed(layout)).places
+        entry = computed.get((which, numel))
+        if entry is None or entry[0] != device:
+            entry = computed[which, numel] = device, _places(layout, numel, rows(), device, self._block())
+        return entry[1]
 
     def _block(self) -> int:
         """Return a number of values whose multiples no block of any codec spans; 0 if codecs don't tell."""
@@ -175,6 +174,21 @@ class PlacesInChunks:
             return _Rows(starts, chunks, [row * chunk for row in range(len(chunks))])
 
         return self._cached(layout, chunk, f"{which} of {part}", device, rows)
+
+
+@dataclass
+class _Computed:
+    """Places that were computed for a layout.
+
+    Args:
+        layout: The layout, which must live as long as its id stands for it.
+
+    Attributes:
+        places: By kind and number of values in a chunk, of which a layout has a handful, with their device.
+    """
+
+    layout: FlatLayout
+    places: dict[tuple[str, int], tuple[torch.device, ExactPlaces | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,23 @@ What outlives a backward (accumulated gradients, errors that are fed back) belon
 flat tensor: which parameters a gradient consists of changes whenever one of them is frozen, unfrozen or not used. So
 each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a new
 layout lacks are kept apart, or the layout is widened to hold them.
+
+Every step may use other parameters: one of several heads, other experts. So what is derived from a layout is kept for
+the last few of them alone (:class:`Recent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Piece(NamedTuple):
@@ -108,6 +114,17 @@ class FlatLayout:
         bounds = zip(ends, (*self.starts, self.numel), strict=True)
         return tuple((end, start) for end, start in bounds if start > end)
 
+    def runs(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Return where the parameters ``names`` begin and end in a chunk; neighbours are one run, gaps included."""
+        runs: list[tuple[int, int]] = []
+        is_neighbour = False
+        for piece, start in zip(self.pieces, self.starts, strict=True):
+            if is_named := piece.name in names:
+                first = runs.pop()[0] if is_neighbour else start
+                runs.append((first, start + piece.numel))
+            is_neighbour = is_named
+        return runs
+
     def __or__(self, other: FlatLayout) -> FlatLayout:
         """Return the dense layout of all parameters of both."""
         return FlatLayout.dense(sorted({*self.pieces, *other.pieces}))
@@ -149,6 +166,47 @@ def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...
     """
     pairs = pairwise(placed)
     return tuple(start for (_, before), (start, after) in pairs if before != after)
+
+
+class Recent(Generic[K, V]):
+    """What was made for the last few keys; anything older is made anew when it is asked for.
+
+    Args:
+        limit: How many values are kept. A few tasks or heads in turn find theirs; of experts, hardly any two steps use
+            the same, and what is kept takes memory of the device.
+    """
+
+    def __init__(self, limit: int = 4) -> None:
+        self._limit = limit
+        self._values: dict[K, V] = {}  # the one asked for last is the last one
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of ``key``, which ``make`` makes if it is not kept."""
+        values = self._values
+        if key in values:
+            values[key] = value = values.pop(key)
+        else:
+            self.set(key, value := make())
+        return value
+
+    def peek(self, key: K) -> V | None:
+        """Return the value of ``key``, if it is kept, without counting this as use."""
+        return self._values.get(key)
+
+    def set(self, key: K, value: V) -> None:
+        """Keep ``value``, in place of the one that was asked for or set least recently."""
+        values = self._values
+        values.pop(key, None)
+        if len(values) >= self._limit:
+            del values[next(iter(values))]
+        values[key] = value
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self._values.clear()
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 NO_PARAMETERS = FlatLayout.dense(())

@@ -19,6 +19,7 @@ nodes does not depend on the number of micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -114,7 +115,7 @@ class GradientReduce:
             gradient: As in :meth:`start`.
             layout: As in :meth:`start`.
         """
-        accumulated, self._two_hop.layout = self.accumulated, layout
+        accumulated, self._two_hop.layout, self._two_hop.idle = self.accumulated, layout, ()
         if self._gradient_scope == "N":
             # The gradient is the caller's, who may write to it.
             accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
@@ -139,6 +140,7 @@ class GradientReduce:
         factor: float = 1.0,
         layout: FlatLayout | None = None,
         divided_by: float = 1.0,
+        idle: Collection[str] = (),
     ) -> PendingReduction:
         """Begin to write the mean over ranks of this rank's part of ``gradient``, times ``factor``, to ``out``.
 
@@ -153,12 +155,14 @@ class GradientReduce:
             layout: Where the parameters that the gradient consists of lie in it, those of accumulated gradients among
                 them; None if they are the same in every call. See [Note: Identity] in flat_layout.py.
             divided_by: The number that the caller has divided this gradient by, but not those of earlier micro-batches.
+            idle: The names of parameters in ``layout`` that this rank has not used in the step, so that their errors
+                stay as they are; see [Note: Error feedback] in error_buffer.py.
 
         Raises:
             ValueError: If the sizes do not fit, before any communication.
         """
         self._check_sizes(gradient, out)
-        self._two_hop.layout = layout
+        self._two_hop.layout, self._two_hop.idle = layout, idle
         if self.errors is not None:
             self.errors.begin(gradient.device)
         has_accumulated = self.accumulated.sums is not None

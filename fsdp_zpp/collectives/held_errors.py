@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.codecs.blockwise import Int8
@@ -52,6 +54,24 @@ class Extent:
     def is_whole(self) -> bool:
         """Return whether each chunk consists of parts of all parameters of the layout."""
         return self.layout is not None and self.numel == self.layout.numel
+
+    def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
+        """Return where values of the parameters ``names`` are, bool [chunks * numel]; None if there are none here."""
+        if self.layout is None:
+            return None
+        firsts = (0,) * self.chunks if self.is_whole else self.starts
+        runs = [
+            (chunk, max(start - first, 0), min(stop - first, self.numel))
+            for start, stop in self.layout.runs(names)
+            for chunk, first in enumerate(firsts)
+            if start < first + self.numel and first < stop
+        ]
+        if not runs:
+            return None
+        marks = torch.zeros(self.chunks, self.numel, dtype=torch.bool, device=device)
+        for chunk, start, stop in runs:
+            marks[chunk, start:stop] = True
+        return marks.view(-1)
 
     def embed(self, values: Tensor) -> Tensor:
         """Return the extent's values in whole chunks of the layout, with zeros around them."""
@@ -171,6 +191,34 @@ class HeldErrors:
         scales = self.codec.scales(self.state, self.extent.numel)
         # As few bits as kernels give scales, so that decoding stays exact ([Note: Exact products] in payload.py).
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
+
+    def put_back(self, where: Tensor, before: Tensor) -> None:
+        """Return to earlier errors in some places, in place.
+
+        Args:
+            where: The places, bool [chunks * numel].
+            before: The earlier state.
+        """
+        if self.codec is None:
+            torch.where(where, before, self.state, out=self.state)
+            return
+        chunks, numel = self.extent.chunks, self.extent.numel
+        earlier = self._decoded(before, chunks, numel)
+        values = torch.where(where, earlier, self.values())
+        self.state.copy_(self._encoded(values, chunks))
+        # A block may hold errors of neighbours, too, whose scale changes in every step. What is put back would be
+        # rounded as often. So the block keeps the scale that it had, or doubles it: what is put back is exact then.
+        layout = self.codec.layout
+        blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
+        scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
+        doubled = torch.ldexp(was, torch.log2(scales / was).ceil().clamp(min=0))
+        scales.copy_(torch.where(blocks[1].any(-1), doubled, scales))
+        codes = (blocks[0] / scales.unsqueeze(-1)).nan_to_num().round().to(torch.int8)
+        layout.codes(self.state, numel).copy_(codes.view(chunks, -1)[:, :numel].view(torch.uint8))
+
+    def _in_blocks(self, values: Tensor, block: int) -> Tensor:
+        chunks, numel = self.extent.chunks, self.extent.numel
+        return F.pad(values.view(chunks, numel), (0, -numel % block)).view(chunks, -1, block)
 
     # ---- in checkpoints
 

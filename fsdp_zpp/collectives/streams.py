@@ -19,7 +19,7 @@ class SideStream:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._readers: set[torch.cuda.Stream] = set()
+        self._readers: set[torch.cuda.Stream] = set()  # as few as a device's streams, which torch uses in turn
 
     def after_current(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the stream as a context; it waits for all work so far of the current stream and of its readers."""

@@ -18,7 +18,7 @@ are encoded again: in fp16 a sum may overflow where the mean does not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,7 @@ class TwoHopReduce(ABC):
 
     Attributes:
         layout: Where parameters lie in the gradient that is being reduced; None if that is neither known nor changes.
+        idle: The names of those that this rank has not used.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TwoHopReduce(ABC):
         self._optimizer_scope, self._native = optimizer_scope, native
         self._places = PlacesInChunks(mesh, [*codecs, None if errors is None else errors.codec])
         self.layout: FlatLayout | None = None
+        self.idle: Collection[str] = ()
 
     @abstractmethod
     def start(
@@ -141,7 +143,7 @@ class TwoHopReduce(ABC):
         buffer = None if self._errors is None else self._errors.buffer(hop)
         if self._errors is None or buffer is None:
             return None
-        return buffer.prepare(Extent(numel, tuple(starts), self.layout), device)
+        return buffer.prepare(Extent(numel, tuple(starts), self.layout), device, self.idle)
 
 
 class TwoHopReduceScatter(TwoHopReduce):

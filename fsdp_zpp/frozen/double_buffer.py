@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_zpp.collectives.flat_layout import Recent
 from fsdp_zpp.collectives.hops import labelled
 from fsdp_zpp.collectives.streams import SideStream, record_event, wait_for
 
@@ -83,7 +84,9 @@ class DoubleBuffer:
     def __init__(self) -> None:
         self._current, self._other = _Buffer(), _Buffer()
         self._previous: Gathered | None = None
-        self._next: dict[tuple[int, int], Gathered] = {}  # what came after two units in a row, by their ids
+        # What came after two units in a row, by the second and the first. Where ever other units come before one, as
+        # before experts, few of the pairs come again: the last few are kept.
+        self._next: dict[Gathered, Recent[Gathered, Gathered]] = {}
         self._stream = SideStream()
 
     def get(self, unit: Gathered) -> Sequence[Tensor]:
@@ -110,12 +113,13 @@ class DoubleBuffer:
         before, last = self._previous, self._current.unit
         if last is not None:
             if before is not None:
-                self._next[id(before), id(last)] = unit
+                self._next.setdefault(last, Recent()).set(before, unit)
             self._previous = last
         if self._other.unit is not unit:
             self._gather(unit, self._other)
         self._current, self._other = self._other, self._current
-        expected = None if last is None else self._next.get((id(last), id(unit)))
+        followers = self._next.get(unit)
+        expected = None if last is None or followers is None else followers.peek(last)
         # Where forward turns into backward, the unit that is expected is the last one, and still gathered.
         if expected is not None and expected is not self._other.unit:
             with labelled("prefetch", expected.label):

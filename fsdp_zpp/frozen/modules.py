@@ -168,7 +168,7 @@ def plain_class(module: nn.Module) -> type:
     return frozen.__bases__[1]
 
 
-@functools.cache  # modules that had one class must still have one
+@functools.cache  # modules that had one class must still have one; there are as many as classes of layers
 def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, object] = {"__module__": cls.__module__}
     if cls.forward is nn.Linear.forward:  # a subclass with a forward of its own computes with the stand-in tensor

@@ -34,7 +34,7 @@ LEVELS = (
 """The level of each code: fp32 values, ascending. They are those of QLoRA (arXiv 2305.14314, appendix E)."""
 
 
-@functools.cache
+@functools.cache  # a process has few devices
 def levels_on(device: torch.device) -> Tensor:
     """Return the levels on ``device``, fp32 [16].
 

@@ -15,6 +15,7 @@ from harness.covering import ADAPTERS, over_each, over_pairs
 from harness.fsdp2 import Fsdp2
 from harness.late_hops import late_hops
 from harness.pool import Pool
+from harness.training import make_scaler, without_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -173,3 +174,101 @@ def test_a_head_that_is_frozen_meanwhile_is_like_one_in_a_unit_of_its_own(
     strategy = Strategy("IGG", gradients=Int4(128), error_feedback=LoCo(beta=0.0), gpus_per_node=2)
     together, apart = (pool(4).run(summed_error, adapter, strategy, how)[0] for how in ("frozen", "idle in units"))
     assert together == pytest.approx(apart, rel=1e-3)
+
+
+IN_TURN = FEEDBACK | {"both hops": LoCo(beta=0.0, hops="both")}
+FREE = tuple(f"heads.{i}.weight" for i in range(HEADS))
+
+
+def in_turn(adapter: Adapter, strategy: Any, uses: str) -> tuple[dict[str, Tensor], list[frozenset[str]]]:
+    """In a worker: summed gradients, and which parameters had none in each step.
+
+    Args:
+        adapter: Shards the model.
+        strategy: How.
+        uses: ``"alike"`` if all ranks use one head, another one in each step; ``"nodes"`` and ``"ranks"`` if each node,
+            or each rank of a node, uses another one.
+    """
+    model, sums, without = adapter.wrap(make_heads(), strategy), {}, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shift = {"alike": 0, "nodes": dist.get_rank() // 2, "ranks": dist.get_rank() % 2}[uses]
+    for step in range(45):
+        model(inputs(step), [(step + shift) % 3]).backward()
+        gradients = adapter.full_gradients(model)
+        without.append(without_gradient(model))
+        for name, gradient in gradients.items():
+            sums[name] = sums.get(name, 0.0) + gradient
+            used = {f"heads.{(step + each) % 3}.weight" for each in ((0,) if uses == "alike" else (0, 1))}
+            assert name in used or name not in FREE or not gradient.any(), f"{name} got a gradient in step {step}"
+        optimizer.step()
+        optimizer.zero_grad()
+    return sums, without
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, scopes=SCOPES, config=IN_TURN)
+def test_heads_in_turn_get_all_of_their_gradients_and_no_others(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo
+) -> None:
+    """What is left out of a head waits until it is used again; in between it has no gradient, as in stock."""
+    codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
+    strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
+    exact, without_in_stock = pool(4).once(in_turn, adapter, STOCK, "alike")[0]
+    ours, without = pool(4).run(in_turn, adapter, strategy, "alike")[0]
+    assert without == without_in_stock
+    for name in ours:
+        assert (ours[name] - exact[name]).norm() <= 0.08 * exact[name].norm(), name
+
+
+def exact_in_turn(uses: str) -> dict[str, Tensor]:
+    """In a worker: the means over ranks of the gradients that ``in_turn`` sums."""
+    model = make_heads()
+    shift = {"nodes": dist.get_rank() // 2, "ranks": dist.get_rank() % 2}[uses]
+    for step in range(45):
+        model(inputs(step), [(step + shift) % 3]).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+    return {name: parameter.grad.cpu() / dist.get_world_size() for name, parameter in model.named_parameters()}
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, scopes=("IGG", "IIG", "III", "NNN"), config=IN_TURN, uses=("nodes", "ranks"))
+def test_ranks_may_use_other_heads_where_errors_are_fed_back(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo, uses: str
+) -> None:
+    """All ranks get the gradient of a head that any of them has used."""
+    codecs = {"gradients": Int4(2048), "intra_gradients": Int8(128) if config.hops == "both" else None}
+    strategy = Strategy(scopes, error_feedback=config, gpus_per_node=2, **codecs)
+    exact = pool(4).once(exact_in_turn, uses)[0]
+    ours, without = pool(4).run(in_turn, adapter, strategy, uses)[0]
+    if adapter.torch_name == "fully_shard":  # a flat parameter has one gradient for all
+        assert without == [frozenset({f"heads.{(step + 2) % 3}.weight", "heads.3.weight"}) for step in range(45)]
+    for name in ours:
+        assert (ours[name] - exact[name]).norm() <= 0.08 * exact[name].norm() + 1e-7, name
+
+
+def scaled_in_turn(adapter: Adapter, strategy: Strategy, overflow_at: int | None, scaled: bool) -> dict[str, Tensor]:
+    """In a worker: weights after heads were used in turn on a growing loss scale, with a step that overflows."""
+    model = adapter.wrap(make_heads(), strategy)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.5), make_scaler(scaled)
+    steps = list(range(9))
+    if overflow_at is not None:
+        steps.insert(overflow_at, -1)
+    for step in steps:
+        loss = model(inputs(step), [step % 3])
+        scaler.scale(loss * torch.inf if step < 0 and dist.get_rank() == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return adapter.full_weights(model)
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, scopes=("IGG", "III", "NNN"), config=IN_TURN, overflow_at=(1, 4))
+def test_scalers_leave_what_waits_as_it_was(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str, config: LoCo, overflow_at: int
+) -> None:
+    """What waits follows the loss scale: powers of two change nothing, so weights are the same without a scaler."""
+    strategy = Strategy(scopes, gradients=Int4(128), intra_gradients=Int8(128), error_feedback=config, gpus_per_node=2)
+    scaled, plain = (
+        pool(4).run(scaled_in_turn, adapter, strategy, *how)[0] for how in ((overflow_at, True), (None, False))
+    )
+    assert models.distance(scaled, plain) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +14,18 @@ import torch
 import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_adapters
+from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.impatient_pool import ImpatientPool
 from harness.launch import groups_of_this_rank
 from harness.pool import Pool, device_type, start_method
 from harness.training import logits, train
 from soak import rounds, soak
 from soak_training import STRATEGY
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.optim import optimizer as torch_optimizer
 
-from fsdp_zpp import Strategy
+from fsdp_zpp import Int4, LoCo, Strategy
 
 MEMORY = "resident bytes"
 HPZ = Strategy("IGG", gpus_per_node=2)
@@ -51,6 +54,76 @@ def test_ten_thousand_steps_leave_nothing_behind(adapter: Adapter) -> None:
     finally:
         pool.stop(kill=True)
     check(found, growth=8 << 20)
+
+
+EXPERTS = 12
+OF_SUBSETS = {
+    "zeropp": Strategy.zeropp(gpus_per_node=1),
+    "IIG": Strategy("IIG", gpus_per_node=1),
+    "III": Strategy("III", gradients=Int4(32), error_feedback=LoCo(), gpus_per_node=1),
+    "loco": Strategy.loco(gpus_per_node=1),
+}
+
+
+class Mixture(nn.Module):
+    """Experts, of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16)) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return self.out(x + sum(self.experts[i](self.norm(x)) for i in used))
+
+
+def held_over_subsets(adapter: Adapter, strategy: Strategy, freezes: bool) -> list[dict[str, int]]:
+    """In a worker: what there is after 100, and after 200 steps, each of which uses, or trains, other experts."""
+    model = adapter.wrap(Mixture().to(models.device()), strategy)
+    optimizer, choose, found = torch.optim.SGD(model.parameters(), lr=0.01), random.Random(1), []
+    experts = {i: [p for n, p in model.named_parameters() if f"experts.{i}." in n] for i in range(EXPERTS)}
+    for step in range(1, 201):
+        chosen = sorted(choose.sample(range(EXPERTS), choose.choice((3, 6, 9))))
+        if step % 100 > 90 or step % 100 == 0:  # so that what is kept for the last few is of the same ones
+            chosen = list(range(step % 4, EXPERTS, 4))
+        if freezes:
+            for i, parameters in experts.items():
+                for parameter in parameters:
+                    parameter.requires_grad_(i in chosen)
+        used = list(range(EXPERTS)) if freezes else chosen
+        model(torch.randn(2, 16, device=models.device()), used).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            looks = [held() for _ in range(3)]  # gloo's thread may not yet have let go of the last tensor
+            found.append({name: min(look[name] for look in looks) for name in looks[0]})
+    return found
+
+
+def held() -> dict[str, int]:
+    """Objects of this package, tensors and their bytes, and entries of what functions keep."""
+    dist.barrier()
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = [each for each in objects if isinstance(each, Tensor)]
+    kept = [each for each in objects if isinstance(each, functools._lru_cache_wrapper)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if type(t) is Tensor}
+    return {
+        "objects of the package": sum(str(type(each).__module__).startswith("fsdp_zpp") for each in objects),
+        "tensors": len(tensors),
+        "tensor bytes": sum(storages.values()),
+        "functions' results": sum(
+            each.cache_info().currsize for each in kept if getattr(each, "__module__", "").startswith("fsdp_zpp")
+        ),
+    }
+
+
+@over_pairs(rest=False, adapter=ADAPTERS, strategy=OF_SUBSETS, freezes=(False, True))
+def test_ever_other_parameters_leave_nothing_behind(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, freezes: bool
+) -> None:
+    for after_100, after_200 in pool(2).run(held_over_subsets, adapter, strategy, freezes):
+        assert {name: (after_100[name], now) for name, now in after_200.items() if now > after_100[name]} == {}
 
 
 def trained_once(adapter: Adapter, strategy: Strategy) -> None:

@@ -17,7 +17,7 @@ from harness.pool import Pool
 from heads import WIDTH, Heads, average, inputs, shard_heads
 from torch import Tensor, nn
 
-from fsdp_zpp import Int4, LoCo, Strategy, fully_shard
+from fsdp_zpp import Int4, Int8, LoCo, Strategy, fully_shard
 
 Uses = list[list[str]]
 """For each micro-batch, what each rank uses."""
@@ -141,11 +141,12 @@ def test_errors_are_fed_back_to_the_parameters_that_made_them(pool: Callable[[in
     assert in_turn <= max(2 * alike, 0.02)
 
 
-def untouched(adapter: Adapter, scopes: str, micro_batches: int) -> tuple[bool, float]:
+def untouched(adapter: Adapter, scopes: str, micro_batches: int, feedback: LoCo | None) -> tuple[bool, float]:
     """In a worker: whether a parameter that no forward uses has a gradient, and how far AdamW moved it."""
     net = models.make_net()
     net.blocks[0].extra = nn.Parameter(torch.ones(3, 5, device=models.device()))
-    model = adapter.shard(net, Case(), Strategy(scopes, gpus_per_node=2))
+    codecs = {} if feedback is None else {"gradients": Int4(32), "intra_gradients": Int8(32)}
+    model = adapter.shard(net, Case(), Strategy(scopes, gpus_per_node=2, error_feedback=feedback, **codecs))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     gradients = []
     for micro_batch in range(micro_batches):
@@ -157,13 +158,16 @@ def untouched(adapter: Adapter, scopes: str, micro_batches: int) -> tuple[bool, 
     return any(gradient is not None for gradient in gradients), moved
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("scopes", ["NNN", "III", "NNG", "IIG", "GGG"])
+@over_pairs(
+    scopes=["NNN", "III", "NNG", "IIG", "GGG"],
+    micro_batches=[1, 2],
+    feedback={"none": None, "inter": LoCo(), "both": LoCo(hops="both")},
+)
 def test_a_parameter_that_no_forward_uses_gets_no_gradient(
-    pool: Callable[[int], Pool], scopes: str, micro_batches: int
+    pool: Callable[[int], Pool], scopes: str, micro_batches: int, feedback: LoCo | None
 ) -> None:
     """FSDP1 has one gradient for all parameters of a unit, so there they are zeros."""
-    assert pool(4).run(untouched, Fsdp2(), scopes, micro_batches) == [(False, 0.0)] * 4
+    assert pool(4).run(untouched, Fsdp2(), scopes, micro_batches, feedback) == [(False, 0.0)] * 4
 
 
 class Shift(nn.Module):

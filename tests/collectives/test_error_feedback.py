@@ -13,7 +13,10 @@ from harness.pool import Pool
 from torch import Tensor
 
 from fsdp_zpp import Codec, Int4, Int8, LoCo
+from fsdp_zpp.collectives.error_buffer import ErrorBuffer, encode_with_feedback
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
+from fsdp_zpp.collectives.held_errors import Extent
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, process_mesh
 from fsdp_zpp.config.error_feedback import error_buffer_specs
@@ -117,6 +120,69 @@ def test_the_sum_of_what_is_sent_lacks_the_last_error_alone(
         for off, without in pool(4).run(telescoped, gpus_per_node, keep, feedback, 333, dtype):
             assert off < 2e-5
             assert without > 1e-3  # or the identity would say nothing
+
+
+LAYOUT = FlatLayout.dense([Piece(0, "always", 150), Piece(1, "at times", 100), Piece(2, "on one rank", 83)])
+
+
+def idle_on(step: int, rank: int) -> list[str]:
+    """Which parameters of ``LAYOUT`` a rank does not use in a step."""
+    return ["at times"] * (step % 2) + ["on one rank"] * (step % 3 == 2 or rank != step % 4)
+
+
+def telescoped_with_idle(gpus_per_node: int, keep: str, config: LoCo) -> tuple[float, list[float]]:
+    """In a worker: how far the sum of what came differs from the identity, and what came where no rank sent."""
+    mesh, numel = process_mesh(dist.group.WORLD, gpus_per_node), LAYOUT.numel
+    reduce = GradientReduce(mesh, *FED_BACK[config.hops], Traffic(), optimizer_scope=keep, error_feedback=config)
+    size, start = kept_by(keep, mesh, numel)
+    came, exact, idle_came = torch.zeros(numel).double(), torch.zeros(numel).double(), []
+    for step in range(2 * STEPS):
+        gradients = [gradient_of(step, rank, size, torch.float32) for rank in range(mesh.topology.world)]
+        for rank, gradient in enumerate(gradients):
+            for begin, end in LAYOUT.runs(idle_on(step, rank)):
+                gradient.view(-1, numel)[:, begin:end] = 0
+        out = torch.empty(numel, device=device())
+        own = gradients[mesh.rank].to(device())
+        reduce.start(own, out, layout=LAYOUT, idle=idle_on(step, mesh.rank)).finish()
+        came += out.cpu().double()
+        exact += torch.stack(gradients).double().mean(0)[start : start + numel]
+        idle_on_all = set.intersection(*(set(idle_on(step, rank)) for rank in range(mesh.topology.world)))
+        idle_came += [out[begin:end].abs().max().item() for begin, end in LAYOUT.runs(idle_on_all)]
+    expected = exact - last_errors(reduce, mesh, keep, numel) / (1 - config.beta)
+    return (came - expected).abs().max().item(), idle_came
+
+
+@pytest.mark.parametrize(("gpus_per_node", "keep", "hops"), SHAPES)
+def test_errors_of_idle_parameters_stay_and_are_not_lost(
+    pool: Callable[[int], Pool], gpus_per_node: int, keep: str, hops: Any
+) -> None:
+    """The identity holds, whoever uses what, and what no rank uses comes as zeros."""
+    for off, idle_came in pool(4).run(telescoped_with_idle, gpus_per_node, keep, LoCo(beta=0.5, hops=hops)):
+        assert off < 2e-5
+        assert idle_came
+        assert max(idle_came) == 0
+
+
+@pytest.mark.parametrize("codec", [None, Int8(128)], ids=str)
+@pytest.mark.parametrize("numel", [LAYOUT.numel, 160])
+def test_idle_errors_do_not_decay_and_are_not_rounded_again_and_again(codec: Int8 | None, numel: int) -> None:
+    """Though neighbours in their blocks grow in every step; also where chunks cut the layout anywhere."""
+    buffer, extent = ErrorBuffer(0.0, codec, decay=0.9), Extent(numel, (0, numel % LAYOUT.numel), LAYOUT)
+    cpu = torch.device("cpu")
+    marks = extent.marked(["at times"], cpu)
+    assert marks is not None
+    before = torch.empty(0)
+    for step in range(60):
+        values, idle = (1 + step) * gradient_of(step, 0, 2 * numel, torch.float32), step > 3
+        if idle:
+            values[marks] = 0
+        if step == 4:
+            before = buffer.read()[marks].clone()
+        encode_with_feedback(Int4(32), values, 1, 2, buffer.prepare(extent, cpu, ["at times"] if idle else []))
+    after = buffer.read()
+    # In int8, one unit of the last scale, which the largest error in any block has 127 of.
+    assert (after[marks] - before).abs().max() <= (0 if codec is None else after.abs().max() / 127)
+    assert before.abs().max() > 0
 
 
 def plain_and_with_feedback(config: LoCo, codecs: tuple[Codec | None, Codec], keep: str) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp_zpp import CodecState, Strategy
 
 from . import models
-from .adapter import STOCK, Adapter, Case
+from .adapter import STOCK, Adapter, Case, original_name
 from .pool import device_type
 
 
@@ -68,15 +68,31 @@ def gradients(adapter: Adapter, case: Case, strategy: Strategy | None) -> dict[s
     return adapter.full_gradients(model)
 
 
-def weights_after_each_step(adapter: Adapter, case: Case, strategy: Strategy | None) -> list[dict[str, Tensor]]:
-    """In a worker: the weights after every step."""
+def without_gradient(model: Any) -> frozenset[str]:
+    """In a worker: the names of parameters that have a gradient on no rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    here = {original_name(name) for name, parameter in model.named_parameters() if parameter.grad is None}
+    dist.all_gather_object(found, here)
+    return frozenset.intersection(*map(frozenset, found))
+
+
+Step = tuple[dict[str, Tensor], frozenset[str]]
+"""What a step leaves: the weights, and the names of parameters without a gradient."""
+
+
+def after_each_step(adapter: Adapter, case: Case, strategy: Strategy | None) -> list[Step]:
+    """In a worker: what every step leaves."""
     model = adapter.make(case, strategy)
-    weights: list[dict[str, Tensor]] = []
-    train(adapter, model, case, after_step=lambda step, optimizer: weights.append(adapter.full_weights(model)))
-    return weights
+    steps: list[Step] = []
+
+    def note(step: int, optimizer: Any) -> None:
+        steps.append((adapter.full_weights(model), without_gradient(model)))
+
+    train(adapter, model, case, after_step=note)
+    return steps
 
 
-_stock_weights: dict[str, list[dict[str, Tensor]]] = {}
+_stock_steps: dict[str, list[Step]] = {}
 
 
 def differing_tensors(adapter: Adapter, model: Any) -> int:
@@ -87,13 +103,18 @@ def differing_tensors(adapter: Adapter, model: Any) -> int:
 
 
 def largest_distance(adapter: Adapter, case: Case, strategy: Strategy) -> float:
-    """In a worker: the largest distance from torch's own full sharding after any step."""
+    """In a worker: the largest distance from torch's own full sharding after any step.
+
+    The same parameters must have had no gradient in each of them.
+    """
     key = f"{adapter!r} {case!r}"
-    if key not in _stock_weights:
-        _stock_weights[key] = weights_after_each_step(adapter, case, STOCK)
-    ours = weights_after_each_step(adapter, case, strategy)
+    if key not in _stock_steps:
+        _stock_steps[key] = after_each_step(adapter, case, STOCK)
+    ours = after_each_step(adapter, case, strategy)
     assert len(ours) == case.steps
-    return max(map(models.distance, ours, _stock_weights[key]))
+    for (_, absent), (_, in_stock) in zip(ours, _stock_steps[key], strict=True):
+        assert absent == in_stock, sorted(absent ^ in_stock)
+    return max(models.distance(mine, stock) for (mine, _), (stock, _) in zip(ours, _stock_steps[key], strict=True))
 
 
 def logits(model: Any) -> Tensor:

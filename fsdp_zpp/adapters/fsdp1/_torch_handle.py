@@ -161,6 +161,8 @@ class StrategyHandle(FlatParamHandle):
         elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
             return
         super()._use_unsharded_views(as_params)
+        if not as_params:
+            self.gradients.watch_use()
 
     # ---- the memory of what is gathered
 
@@ -199,6 +201,8 @@ class StrategyHandle(FlatParamHandle):
         """Drop the sum of reduced gradients that optimizers do not see before the last micro-batch."""
         if hasattr(self.flat_param, "_saved_grad_shard"):
             del self.flat_param._saved_grad_shard
+        if torch._C._current_graph_task_id() == -1:  # else an optimizer in the backward has cleared its own gradients
+            self.gradients.used.clear()
 
     def drop_cleared_gradients(self) -> None:
         """Drop the flat gradient if all original parameters' are cleared: a move would restore them from it."""

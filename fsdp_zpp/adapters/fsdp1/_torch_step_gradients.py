@@ -42,6 +42,7 @@ class StepGradients:
         took_part: Whether ranks have gathered them in an earlier micro-batch of the step.
         is_used: Whether this rank has used the unit in the step.
         is_unreduced: Whether a unit that is not sharded has gradients that nothing has reduced.
+        used: The places of the original parameters that this rank has used in the step, noted with error feedback.
     """
 
     instance: FullyShardedDataParallel
@@ -54,6 +55,7 @@ class StepGradients:
     took_part: bool = False
     is_used: bool = False
     is_unreduced: bool = False
+    used: set[int] = field(default_factory=set)
 
     @property
     def reduces_early(self) -> bool:
@@ -83,6 +85,33 @@ class StepGradients:
         dtype = handle._orig_param_dtype if handle._force_full_precision else handle._reduce_dtype
         assert dtype is not None
         return dtype
+
+    # ---- which parameters are used
+
+    def watch_use(self) -> None:
+        """Note, when their backward comes, which of the views that modules have just got it reaches.
+
+        The gradient of a flat parameter does not tell: it has zeros for a parameter that was not used.
+        """
+        if self.unit.errors is None:
+            return
+        flat_param = self.handle.flat_param
+        name, module, _ = flat_param._param_infos[0]
+        node = getattr(module, name).grad_fn
+        if node is None:  # frozen
+            return
+        # All views are of one split of the flat parameter, whose gradient accumulates after that node.
+        while (before := node.next_functions[0][0]).next_functions:
+            node = before
+        node.register_prehook(self._note_use)
+
+    def _note_use(self, gradients: tuple[Tensor | None, ...]) -> None:
+        place = 0
+        for gradient, is_padding in zip(gradients, self.handle.flat_param._is_padding_mask, strict=True):
+            if not is_padding:
+                if gradient is not None:
+                    self.used.add(place)
+                place += 1
 
     # ---- before the last micro-batch
 
@@ -135,7 +164,10 @@ class StepGradients:
             assert out is None, "one rank is not sharded over"
             return  # a node of one rank that trains on its own
         out_or_gradient = gradient if out is None else out
-        self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, self._layout_in(gradient)).finish()
+        layout, idle = self._layout_in(gradient), []
+        if self.unit.errors is not None:
+            idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
+        self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle).finish()
         if out is None:
             # FSDP adds the next gradient to this tensor, and all is encoded together. What overflows takes its whole
             # blocks along, of which zero_grad(set_to_none=False) clears only the gradients that parameters show.
@@ -204,6 +236,7 @@ class StepGradients:
         self.was_gathered = False
         if synchronized:
             self.took_part = self.is_used = False
+            self.used.clear()
 
 
 def shard_gradients_in_constant_time() -> None:

@@ -106,7 +106,7 @@ class WatchedState(FSDPState):
         else:
             for gradients in watch.order.remaining():
                 gradients.reduce_micro_batch()
-        if synchronized and (shared := [group.gradients for group in watch.groups if group.gradients.use.took_part]):
+        if synchronized and (shared := [group.gradients for group in watch.groups if group.gradients.use.is_uneven]):
             _drop_unused(shared)
         for group, is_last in zip(watch.groups, last, strict=True):
             group.gradients.end_backward(synchronized and is_last)
@@ -130,7 +130,7 @@ def _drop_unused(gradients: list[StepGradients]) -> None:
     """Remove gradients of parameters that no rank has used in the step that ends. Collective.
 
     Args:
-        gradients: The gradients that ranks have reduced in earlier micro-batches, too.
+        gradients: Those of groups of which ranks may have reduced more than they have used.
     """
     asked = [(each.use, each.unit.reductions.mesh, used) for each in gradients if (used := each.use.in_step())]
     for use, used_by_any in agree_on_use(asked):

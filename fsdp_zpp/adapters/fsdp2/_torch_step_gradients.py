@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
-from fsdp_zpp.collectives.flat_layout import FlatLayout
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Recent
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -63,7 +63,7 @@ class StepGradients:
             self.comm = StrategyReduceScatter(unit, group)
             self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
         self.use = ParameterUse(group, unit)
-        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
+        self.layouts: Recent[tuple[FSDPParam, ...], FlatLayout] = Recent()
         self._reduced = False
 
     @property
@@ -171,21 +171,22 @@ class StepGradients:
         """Reduce in the last micro-batch of a step, by torch's own post_backward."""
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
-        any_gradient, fills = bool(reduced), False
+        takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+        # Where torch reduces what is not used, all ranks do, whatever this one has.
+        reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
+        has_errors, fills = self.unit.errors is not None, False
         if self.unit.reductions.current is not None:
             # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
-            fills = use.took_part or (any_gradient and self.unit.reductions.current.errors is not None)
+            fills = use.took_part or (reduces and has_errors)
         if fills:
             use.fill_missing(params)
-        takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         if takes_unused:
             reduced = [param for param in params if param._unsharded_param.requires_grad or has_gradient(param)]
         elif fills:
             reduced = _with_gradient(params)
         if self.comm is not None:
-            self.comm.layout = self._layout_of(reduced)
-        # Where torch reduces what is not used, all ranks do, whatever this one has.
-        if use.took_part or any_gradient or (params and takes_unused):
+            self.comm.layout, self.comm.idle = self._layout_of(reduced), use.idle() if has_errors else ()
+        if reduces:
             self.order.synchronized.append(self)
         with (
             use.postponing_hooks() if use.unused else nullcontext(),
@@ -216,14 +217,13 @@ class StepGradients:
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
         """Return where ``params`` lie in a gradient that consists of their gradients."""
-        key = tuple(params)
-        layout = self.layouts.get(key)
-        if layout is None:
-            group = self._group
-            order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
-            places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
-            layout = self.layouts[key] = layout_of(group, params, [places[id(param)] for param in params])
-        return layout
+        return self.layouts.get(tuple(params), lambda: self._make_layout(params))
+
+    def _make_layout(self, params: Sequence[FSDPParam]) -> FlatLayout:
+        group = self._group
+        order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
+        places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
+        return layout_of(group, params, [places[id(param)] for param in params])
 
     # ---- the end of a backward or of a step
 

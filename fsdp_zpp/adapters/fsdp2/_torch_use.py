@@ -33,8 +33,9 @@ class ParameterUse:
     """Tells which parameters of a group one step has used, since ranks reduce all of them.
 
     Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a micro-batch that is not the
-    last of its step reduces all parameters of a group, and so does the last one of that step. Parameters that no rank
-    has used get no gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
+    last of its step reduces all parameters of a group, and so does the last one of that step. With error feedback every
+    step reduces all of them, since errors are laid out as all parameters of a group. Those that no rank has used get no
+    gradient in the end, as with torch's own reduction (:meth:`drop_unused`).
 
     Args:
         group: The group.
@@ -88,10 +89,9 @@ class ParameterUse:
     def _goes_without(self, param: FSDPParam) -> bool:
         """Return whether a parameter gets no gradient if no rank has used it, so that ranks exchange whether they have.
 
-        It always gets one with error feedback, whose errors must be sent on, and if it requires a gradient by now and
-        ``set_reduce_scatter_unused_params`` asks for zeros.
+        It gets zeros if it requires a gradient by now and ``set_reduce_scatter_unused_params`` asks for them.
         """
-        if self.unit.reduce is None or self.unit.errors is not None:
+        if self.unit.reduce is None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         return not (zeros_reduced and param._unsharded_param.requires_grad)
@@ -107,7 +107,16 @@ class ParameterUse:
             for param, _, hooks in self.unused.values():
                 set_hooks(param, hooks)
 
+    def idle(self) -> list[str]:
+        """Return the names of the reduced parameters that this rank has not used in the step."""
+        return [param._param_fqn or "" for param in self.reduced if id(param) not in self._used]
+
     # ---- after the backward
+
+    @property
+    def is_uneven(self) -> bool:
+        """Tell whether ranks may have reduced parameters that none of them has used; the same on all ranks."""
+        return self.took_part or self.unit.errors is not None
 
     def in_step(self) -> list[bool]:
         """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class StrategyReduceScatter(ReduceScatter):
 
     Attributes:
         layout: Where parameters lie in the gradient that torch is about to reduce.
+        idle: The names of those that this rank has not used.
         hook: A user's all-reduce hook, which :meth:`finish` runs afterwards.
         pending: What :meth:`finish` has to finish, if anything.
     """
@@ -61,6 +62,7 @@ class StrategyReduceScatter(ReduceScatter):
     unit: StrategyUnit
     group: FSDPParamGroup
     layout: FlatLayout = NO_PARAMETERS
+    idle: Collection[str] = ()
     hook: Callable[[Tensor], None] | None = None
     pending: PendingReduction | None = None
 
@@ -81,7 +83,7 @@ class StrategyReduceScatter(ReduceScatter):
         factor = _factor_of(op, group.size(), world, self.group.gradient_divide_factor)
         # What torch has divided this gradient by, accumulated ones are still to be divided by.
         divisor = divided_by(self.group, input_tensor.dtype) if reduce.accumulated.sums is not None else 1.0
-        pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor)
+        pending = reduce.start(input_tensor, output_tensor, factor, self.layout, divisor, self.idle)
         if reduce.has_two_hops:
             self.pending = pending
         else:
@@ -109,11 +111,13 @@ class StrategyAllReduce:
 
     Attributes:
         layout: Where parameters lie in the gradient that torch is about to reduce.
+        idle: The names of those that this rank has not used.
     """
 
     unit: StrategyUnit
     group: FSDPParamGroup
     layout: FlatLayout = NO_PARAMETERS
+    idle: Collection[str] = ()
 
     def __call__(self, gradient: Tensor) -> None:
         """Reduce ``gradient`` in place."""
@@ -127,7 +131,7 @@ class StrategyAllReduce:
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self.unit.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
-        reduce.start(gradient, gradient, factor, self.layout, divisor).finish()
+        reduce.start(gradient, gradient, factor, self.layout, divisor, self.idle).finish()
         # As in StrategyReduceScatter.finish: torch frees it in the stream of the reduce-scatter.
         keep_until_read(gradient)
 

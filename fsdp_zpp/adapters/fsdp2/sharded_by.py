@@ -14,7 +14,7 @@ MARK = "_fsdp_zpp_sharded"
 """Attribute of a parameter that a strategy has sharded: the strategy, as :func:`as_mark` gives it."""
 
 
-@cache  # for all layers of a model
+@cache  # for all layers of a model; a process shards by a few strategies
 def as_mark(strategy: Strategy) -> str:
     """Return a strategy as source code: torch.load() takes text with weights_only, and parameters keep attributes."""
     given = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}

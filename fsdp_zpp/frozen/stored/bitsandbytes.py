@@ -210,7 +210,7 @@ class Int8Rows(StoredFormat):
         return codes.mul_(self.layout.get(records, "scale")).mul_(_RECIPROCAL)
 
 
-@functools.cache
+@functools.cache  # there are two tables, and few devices
 def _table_on(kind: str, device: torch.device) -> Tensor:
     """Return a table of :data:`TABLES` on a device; the CPU waits only for the first copy to a GPU."""
     with torch.inference_mode(False):

@@ -25,7 +25,7 @@ def unpack_fp4(octets: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.nn.functional.embedding(octets.int(), _pairs(dtype, octets.device)).flatten(-2)
 
 
-@functools.cache
+@functools.cache  # there are few dtypes and devices
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the two values of each byte, [256, 2]; they are copied to a device once."""
     with torch.inference_mode(False):
