@@ -20,6 +20,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
+from ._torch_checkpoint_load import hear_of_loads
 from .elastic_fragment import ElasticFragment, active_local_steps
 from .fragment import Fragment
 from .full_shard import FullShardUnit
@@ -175,6 +176,7 @@ class StrategyUnit:
         self.local_training: LocalTraining | None = None
         self.share: NodeShare | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
+        hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
         if self.scopes.optimizer == "N":
@@ -272,7 +274,7 @@ class StrategyUnit:
         self.sharded.weights_changed(by_step)
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded, from a state dict."""
+        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
         self.invalidate()
         self.loads += 1
         if self.fragment is not None:
