@@ -130,6 +130,10 @@ class GroupWeights:
         trained = any(map(_requires_gradient, params))
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
+    def keeps_gathered(self) -> bool:
+        """Return whether unsharded weights stay that are reused if they have not changed."""
+        return self.staleness_guard is not None and (self.is_kept or self._group.is_unsharded)
+
     def layout(self, numel: int) -> FlatLayout:
         """Return where parameters lie in each rank's part of what is gathered."""
         return (self.plan or self.make_plan()).layout
@@ -165,7 +169,7 @@ class GroupWeights:
         return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
 
 
-def _memory(tensor: Tensor) -> list[tuple[int, int, torch.Size]]:
+def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
     """Return which memory a tensor has, or each of those that it wraps."""
     parts = plain_parts(tensor)
     return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
