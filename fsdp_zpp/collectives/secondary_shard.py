@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -92,15 +92,6 @@ class ShardSource(Protocol):
 
     def layout(self, numel: int) -> FlatLayout:
         """Return where parameters lie in a gathered tensor of ``numel`` values."""
-
-
-def written(unit: str) -> str:
-    """Return the text of the error about a unit that was written to with no event."""
-    return (
-        f"the weights of {unit} were changed outside of an optimizer step, load_state_dict or "
-        "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
-        "other ranks are out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
-    )
 
 
 class SecondaryShard:
@@ -246,7 +237,15 @@ class SecondaryShard:
             StaleSecondaryError: If they have another version, with no event in between.
         """
         if not self.stale and self._version != version:
-            raise StaleSecondaryError(written(self.label))
+            self.raise_written()
+
+    def raise_written(self) -> NoReturn:
+        """Raise the error about weights that were written to with no event."""
+        raise StaleSecondaryError(
+            f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
+            "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
+            "other ranks are out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
+        )
 
     @property
     def is_outdated(self) -> bool:

@@ -15,7 +15,6 @@ from fsdp_zpp.collectives.agreement import check_agreement, from_each_rank, shar
 from fsdp_zpp.collectives.mesh import with_own_group
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
-from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError, written
 from fsdp_zpp.collectives.weight_gather import WeightGather
 
 from .elastic_fragment import ElasticFragment
@@ -139,7 +138,7 @@ def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> No
             outdated.update(*from_each_rank(outdated, group))
         for gather in gathers:
             if gather.label in outdated:
-                raise StaleSecondaryError(written(gather.label))
+                gather.secondary.raise_written()
 
     if checked:
         root.register_forward_pre_hook(torch.compiler.disable(before_forward), prepend=True)
