@@ -7,7 +7,6 @@ what the shards hold instead, and so differs after any write.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
 
@@ -16,12 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_zpp.collectives.fingerprint import fingerprint
+from fsdp_zpp.collectives.fingerprint import compares_contents, fingerprint
 
 _version_of = attrgetter("_version")
-
-CHECK = "FSDP_ZPP_CHECK"
-"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
 
 
 class ShardVersion:
@@ -32,7 +28,7 @@ class ShardVersion:
     """
 
     def __init__(self) -> None:
-        self._of_contents = os.environ.get(CHECK, "") not in ("", "0")
+        self._of_contents = compares_contents()
         self._storages: list[int] = []
         self._references: list[StorageWeakRef] = []
         self._moves = 0

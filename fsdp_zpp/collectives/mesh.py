@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from weakref import WeakKeyDictionary, ref
@@ -43,6 +43,15 @@ class ProcessMesh:
         """Return this rank's node as a mesh of its own."""
         gpus = self.topology.gpus_per_node
         return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
+
+    def is_within(self, ranks: Collection[int]) -> bool:
+        """Return whether all ranks of this mesh are among these ranks of the job."""
+        if self.group is None:
+            return dist.get_rank() in ranks
+        try:
+            return set(dist.get_process_group_ranks(self.group)) <= set(ranks)
+        except KeyError:  # of a group that was destroyed
+            return False
 
     def across_nodes(self) -> ProcessMesh:
         """Return the ranks with this local index as a mesh of nodes of one."""

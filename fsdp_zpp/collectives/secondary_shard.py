@@ -17,7 +17,9 @@ collectives and hang, so staleness is told by events that all ranks share (``mar
 shard: a rank whose shard is all padding sees no write. Looking at the shard serves as a check only: if the caller's
 ``version`` of the shard differs from the one that was encoded, something wrote to the weights without an event, and the
 gather raises rather than compute with old weights. That error is local: ranks that saw no write wait for this one until
-their process group's timeout.
+their process group's timeout. Nor can ranks agree on it in a gather: between changes they may use different units, and
+to learn what others saw the host would have to wait. Under FSDP_ZPP_CHECK it does wait, before each forward of a model,
+which is where all ranks meet; see runtime/model_setup.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +83,9 @@ class ShardSource(Protocol):
 
     def shard_version(self) -> Hashable:
         """Return a value that changes with each write to the shard that torch counts, and when it moves."""
+
+    def keeps_gathered(self) -> bool:
+        """Return whether a gather has left unsharded weights that the next one would put to use again."""
 
     def is_trained(self) -> bool:
         """Return whether steps change the weights."""
@@ -232,11 +237,25 @@ class SecondaryShard:
             StaleSecondaryError: If they have another version, with no event in between.
         """
         if not self.stale and self._version != version:
-            raise StaleSecondaryError(
-                f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
-                "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
-                "other ranks are out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
-            )
+            self.raise_written()
+
+    def raise_written(self) -> NoReturn:
+        """Raise the error about weights that were written to with no event."""
+        raise StaleSecondaryError(
+            f"the weights of {self.label} were changed outside of an optimizer step, load_state_dict or "
+            "summon_full_params(writeback=True), or in a forward that was already sending them, so the copies on "
+            "other ranks are out of date; after such a change, call fsdp_zpp.invalidate(model) on every rank"
+        )
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether the next gather would reuse weights that were written to on this rank, with no event since."""
+        source = self.source
+        if self.stale or source is None or not (self.encoded_by is not None or source.keeps_gathered()):
+            return False
+        if source.can_be_read():
+            source.prepare_read()  # which writes back what users have put in place of parameters
+        return self._version != source.shard_version()
 
     def rebase_version(self, before: Hashable, after: Hashable) -> None:
         """Declare that the change of version from ``before`` to ``after`` was no change of the values."""

@@ -61,6 +61,7 @@ class WeightGather:
         label: Names the unit in profiles and errors.
 
     Attributes:
+        group: The ranks that gather; None if this one is alone.
         secondary: What the inter-node hop leaves on this rank.
         prefetcher: Makes the secondary shards of several units; None if each is made when it is needed.
     """
@@ -75,6 +76,7 @@ class WeightGather:
     ) -> None:
         inter = hop_over(mesh.inter, "gather", "inter", traffic)
         self._intra = hop_over(mesh.intra, "gather", "intra", traffic)
+        self.group = mesh.group
         own_node = mesh.rank // mesh.topology.gpus_per_node
         self.secondary = SecondaryShard(inter, own_node, codec, keep_secondary, label)
         self.prefetcher: SecondaryShardPrefetcher | None = None

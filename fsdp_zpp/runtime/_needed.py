@@ -29,6 +29,11 @@ NEEDED = (
         "mesh placements shape stride",
         "how another parallelism shards a parameter",
     ),
+    Needed(
+        "torch.distributed.checkpoint.state_dict_loader",
+        "_load_state_dict",
+        "hearing of weights that a checkpoint is loaded into",
+    ),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),
 )
 check_needed("runtime", NEEDED)

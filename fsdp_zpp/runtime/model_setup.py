@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
+from fsdp_zpp.collectives.agreement import check_agreement, from_each_rank, shard_signature
 from fsdp_zpp.collectives.mesh import with_own_group
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
@@ -54,6 +56,7 @@ def set_up_model(
         if not any(unit.fragment is not None and unit.fragment.progress.apart for unit in members):
             shards = (shard for unit in members for shard in unit.sharded.shards())
             check_replicas(shards, ranks, members[0].scopes.optimizer, model)
+    _check_before_forwards(root, units)
     _prefetch_secondary_shards([unit.gather for unit in units if unit.can_prefetch])
     with_weights = [unit for unit in units if unit.sharded.parameters()]  # FSDP may have left all to inner units
     changes = WeightChanges(with_weights, too_small_units(with_weights))
@@ -121,6 +124,24 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     for unit in fragments.values():
         unit.local_training = training
     return training
+
+
+def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> None:
+    """Under FSDP_ZPP_CHECK, raise on every rank before a forward that would reuse weights written to on any."""
+    checked = [unit for unit in units if unit.compares_contents and unit.keeps_weights]
+
+    def before_forward(root: nn.Module, inputs: object) -> None:
+        gathers = [unit.gather for unit in checked if unit.gather is not None]
+        outdated = {gather.label for gather in gathers if gather.secondary.is_outdated}
+        # The smallest first, so that what is known of some units inside a node reaches all ranks of the others.
+        for group in sorted({gather.group: None for gather in gathers if gather.group}, key=dist.get_world_size):
+            outdated.update(*from_each_rank(outdated, group))
+        for gather in gathers:
+            if gather.label in outdated:
+                gather.secondary.raise_written()
+
+    if checked:
+        root.register_forward_pre_hook(torch.compiler.disable(before_forward), prepend=True)
 
 
 def _prefetch_secondary_shards(gathers: Sequence[WeightGather | None]) -> None:

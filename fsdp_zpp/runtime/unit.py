@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
+from fsdp_zpp.collectives.fingerprint import compares_contents
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
@@ -20,6 +21,7 @@ from fsdp_zpp.collectives.weight_gather import WeightGather
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
+from ._torch_checkpoint_load import hear_of_loads
 from .elastic_fragment import ElasticFragment, active_local_steps
 from .fragment import Fragment
 from .full_shard import FullShardUnit
@@ -154,6 +156,7 @@ class StrategyUnit:
         sharded: What FSDP has sharded of it.
         loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
+        compares_contents: Whether what gathers reuse is compared with what the shards hold.
     """
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
@@ -175,6 +178,8 @@ class StrategyUnit:
         self.local_training: LocalTraining | None = None
         self.share: NodeShare | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
+        self.compares_contents = compares_contents()
+        hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
         if self.scopes.optimizer == "N":
@@ -272,7 +277,7 @@ class StrategyUnit:
         self.sharded.weights_changed(by_step)
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded, from a state dict."""
+        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
         self.invalidate()
         self.loads += 1
         if self.fragment is not None:

@@ -16,6 +16,7 @@ from harness import models
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
 from harness.messages import attempt
 from harness.pool import Pool
 from harness.training import differing_tensors, load, save, train
@@ -58,7 +59,7 @@ def test_weights_that_are_put_back_change_nothing(pool: Callable[[int], Pool], a
     assert pool(4).run(swapped, adapter, strategy_of(every=2)) == [(0, 0)] * 4
 
 
-def after_loading(adapter: Adapter, strategy: Strategy, then: str) -> tuple[float, int]:
+def after_loading(adapter: Adapter, strategy: Strategy, kind: str, then: str) -> tuple[float, int]:
     """In a worker: a model that has trained and then loads weights, against one that starts from these."""
     source, *targets = (adapter.make(Case(), strategy) for _ in range(3))
     optimizer = models.make_optimizer("sgd", targets[0].parameters())
@@ -66,7 +67,7 @@ def after_loading(adapter: Adapter, strategy: Strategy, then: str) -> tuple[floa
     if then == "backward before":  # of a step that is not made
         models.loss_of(targets[0], models.batch(7, 0)).backward()
         optimizer.zero_grad()
-    adapter.load_from(source, targets[0], kind_of(adapter))
+    adapter.load_from(source, targets[0], kind)
     weights = []
     for target in targets:
         if then == "agreed":
@@ -84,10 +85,16 @@ def after_loading(adapter: Adapter, strategy: Strategy, then: str) -> tuple[floa
     return models.distance(*weights), differing_tensors(adapter, targets[0])
 
 
-@over_pairs(adapter=ADAPTERS, then=["training", "backward before", "exchange", "agreed"])
-def test_weights_that_are_loaded_are_agreed_on(pool: Callable[[int], Pool], adapter: Adapter, then: str) -> None:
+KINDS = {str(adapter): (adapter, kind_of(adapter)) for adapter in ADAPTERS} | {"in place": (Fsdp2(), "in place")}
+
+
+@over_pairs(kind=KINDS, then=["training", "backward before", "exchange", "agreed"])
+def test_weights_that_are_loaded_are_agreed_on(
+    pool: Callable[[int], Pool], kind: tuple[Adapter, str], then: str
+) -> None:
+    adapter, of = kind
     strategy = strategy_of(every=2, spread=False)  # so that, after four steps, both exchange after the same ones
-    assert pool(4).run(after_loading, adapter, strategy, then) == [(0, 0)] * 4
+    assert pool(4).run(after_loading, adapter, strategy, of, then) == [(0, 0)] * 4
 
 
 def thawed(adapter: Adapter) -> tuple[int, int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fuzz.optimizers import ScheduleFree
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
@@ -15,6 +18,7 @@ from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
 from harness.pool import Pool
 from harness.training import logits, train
 from harness.wiretap import wiretap
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_zpp import Strategy, invalidate
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
@@ -72,6 +76,21 @@ def inference_mode_between(adapter: Adapter, model: Any) -> None:
             models.loss_of(model, models.batch(step, 5))
 
 
+def checkpoint_loaded_in_place(adapter: Adapter, model: Any) -> None:
+    """And its result is not set on the model."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    optimizer = models.make_optimizer("sgd", model.parameters())
+    train(adapter, model, Case(steps=2), optimizer=optimizer)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
+    train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=2)
+    logits(model)
+    dcp.load(get_model_state_dict(model), checkpoint_id=folder[0])
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=4)
+
+
 WAYS = [
     not_a_torch_optimizer,
     a_torch_optimizer_then_another,
@@ -80,6 +99,7 @@ WAYS = [
     forwards_between,
     two_optimizers,
     inference_mode_between,
+    checkpoint_loaded_in_place,
 ]
 
 

@@ -1,20 +1,37 @@
-"""FSDP_ZPP_CHECK=1 notices every write that no event announces, however it is made, and nothing else."""
+"""What comes of writes to weights, as the page on secondary shards says; FSDP_ZPP_CHECK=1 notices all of them."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checking import checked_weights
 from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_each, over_pairs
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
+from harness.launch import ROOT
 from harness.pool import Pool
 from harness.training import logits, train
+from local_nodes import this_node
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor
 
 from fsdp_zpp import Int8, Strategy, invalidate
 from fsdp_zpp.collectives.secondary_shard import StaleSecondaryError
+from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 
 def in_place(adapter: Adapter, parameters: list[Any]) -> None:
@@ -102,3 +119,217 @@ def checked_training(adapter: Adapter, strategy: Strategy) -> bool:
 @over_each(adapter=ADAPTERS, strategy=STRATEGIES)
 def test_training_is_the_same(pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy) -> None:
     assert pool(4).run(checked_training, adapter, strategy) == [True] * 4
+
+
+def written_on(adapter: Adapter, strategy: Strategy, ranks: list[int]) -> str:
+    """In a worker: the error of a forward after some ranks wrote to a block, in a way that torch does not count."""
+    with checked_weights():
+        model = adapter.make(Case(), strategy)
+    logits(model)
+    if dist.get_rank() in ranks:
+        with torch.no_grad():
+            data(adapter, list(getattr(model, "module", model).blocks[1].parameters()))
+    try:
+        logits(model)
+    except StaleSecondaryError as error:
+        return str(error)
+    return ""
+
+
+@over_each(2, adapter=ADAPTERS, strategy=STRATEGIES, ranks={"one": [2], "a node": [0, 1], "none": []})
+def test_every_rank_raises_if_any_has_written(
+    pool: Callable[[int], Pool], adapter: Adapter, strategy: Strategy, ranks: list[int]
+) -> None:
+    found = pool(4).run(written_on, adapter, strategy, ranks)
+    # Under the optimizer scope I, each node gathers by itself.
+    gathering = {rank // 2 * 2 + i for rank in ranks for i in range(2)} if strategy.levels[2] == "I" else set(range(4))
+    expected = gathering if ranks else set()
+    assert {rank for rank in range(4) if "the weights of blocks.1 were changed" in found[rank]} == expected
+
+
+# ---- the table of the page
+
+Way = Callable[[Any], object]
+"""Writes to a model, in a worker."""
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def values(model: Any) -> list[Any]:
+    """What both functions return for parameters, in turns."""
+    named = [model.state_dict(), get_model_state_dict(model)]
+    names = [name for name in named[0] if not name.endswith("shift")]  # which are buffers
+    return [named[i % 2][name] for i, name in enumerate(names)]
+
+
+def local_values(model: Any) -> list[Tensor]:
+    """Of a LOCAL_STATE_DICT, what this rank holds."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        sharded = [value for value in model.state_dict().values() if isinstance(value, ShardedTensor)]
+    return [shard.tensor for value in sharded for shard in value.local_shards()]
+
+
+def halve(tensors: list[Any]) -> None:
+    for tensor in tensors:
+        tensor.mul_(0.5)
+
+
+def halve_all(tensors: list[Any]) -> None:
+    torch._foreach_mul_([tensor for tensor in tensors if local(tensor).numel()], 0.5)
+
+
+def interpolate(model: Any) -> None:
+    parameters = [p for p in model.parameters() if local(p).numel()]
+    torch._foreach_lerp_(parameters, [torch.zeros_like(p) for p in parameters], 0.5)
+
+
+def load_checkpoint(model: Any, loads: Callable[[dict[str, Any], str], None]) -> None:
+    """Load other weights in place, in one of the ways of torch."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    state = get_model_state_dict(model)
+    halves = {name: value * 0.5 if isinstance(value, DTensor) else value for name, value in state.items()}
+    dcp.save(halves, checkpoint_id=folder[0])
+    loads(state, folder[0])
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+
+
+def load_by_node(state: dict[str, Any], folder: str) -> None:
+    with this_node(2) as node:
+        dcp.load(state, checkpoint_id=folder, process_group=node)
+
+
+def load_by_old_name(state: dict[str, Any], folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dcp.load_state_dict(state, dcp.FileSystemReader(folder))
+
+
+class Failing(dcp.DefaultLoadPlanner):
+    """Fails when something was written."""
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        raise OSError("no more")
+
+
+def load_and_fail(state: dict[str, Any], folder: str) -> None:
+    with contextlib.suppress(CheckpointException):
+        dcp.load(state, checkpoint_id=folder, planner=Failing())
+
+
+def restored_optimizer(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def replace(model: Any) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def replace_by_vector(model: Any) -> None:
+    parameters = list(model.parameters())
+    numel = sum(p.numel() for p in parameters)
+    torch.nn.utils.vector_to_parameters(torch.zeros(numel, device=parameters[0].device), parameters)
+
+
+def parameters(model: Any) -> list[Any]:
+    return list(model.parameters())
+
+
+def fused(model: Any) -> None:
+    held = [p for p in model.parameters() if local(p).numel()]
+    fused_kernel(Fsdp2() if isinstance(held[0], DTensor) else Fsdp1(), held)
+
+
+ROWS: dict[str, list[Way]] = {
+    "`model.load_state_dict()`, `set_model_state_dict`": [
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: set_model_state_dict(model, get_model_state_dict(model)),
+    ],
+    "`dcp.load(get_model_state_dict(model))`, on all ranks": [
+        partial(load_checkpoint, loads=lambda state, folder: dcp.load(state, checkpoint_id=folder)),
+        partial(load_checkpoint, loads=load_by_old_name),
+        partial(load_checkpoint, loads=load_and_fail),
+    ],
+    "`dcp.load` with `no_dist=True`, or on some ranks": [
+        partial(load_checkpoint, loads=lambda state, folder: dcp.load(state, checkpoint_id=folder, no_dist=True)),
+        partial(load_checkpoint, loads=load_by_node),
+    ],
+    "`optimizer.load_state_dict()`": [restored_optimizer],
+    "`p.mul_()`, and to `p.to_local()`": [
+        lambda model: halve(parameters(model)),
+        lambda model: halve([local(p) for p in parameters(model)]),
+    ],
+    "`torch._foreach_mul_` on `p.to_local()`": [lambda model: halve_all([local(p) for p in parameters(model)])],
+    "`torch._foreach_mul_`, `torch._foreach_lerp_` on parameters": [
+        lambda model: halve_all(parameters(model)),
+        interpolate,
+    ],
+    "`p.data.mul_()`": [lambda model: halve([p.data for p in parameters(model)])],
+    "`p.data.to_local().mul_()`": [lambda model: halve([local(p.data) for p in parameters(model)])],
+    "`p.detach().to_local().mul_()`": [lambda model: halve([local(p.detach()) for p in parameters(model)])],
+    "`p.data = other`, `torch.nn.utils.vector_to_parameters`": [replace, replace_by_vector],
+    "fused kernels (`torch._fused_adamw_`)": [fused],
+    "`value.mul_()`, and to `value.to_local()`": [
+        lambda model: halve(values(model)),
+        lambda model: halve([local(value) for value in values(model)]),
+    ],
+    "`value.data.to_local().mul_()`, values of `state_dict(keep_vars=True)`": [
+        lambda model: halve([local(value.data) for value in values(model)]),
+        lambda model: halve([local(value) for value in model.state_dict(keep_vars=True).values()]),
+    ],
+    "`torch._foreach_mul_` on `value.to_local()`": [lambda model: halve_all([local(value) for value in values(model)])],
+    "`torch._foreach_mul_` on values": [lambda model: halve_all(values(model)[1::2])],
+    "`value.data.mul_()`, `value.detach().to_local().mul_()`": [
+        lambda model: halve([value.data for value in values(model)]),
+        lambda model: halve([local(value.detach()) for value in values(model)]),
+    ],
+    "values of a `LOCAL_STATE_DICT`": [lambda model: halve(local_values(model))],
+}
+
+
+def outcomes(adapter: Adapter, row: str, strategy: Strategy) -> list[str]:
+    """In a worker: what comes of each way of a row, in the words of the table."""
+    found = []
+    for way in ROWS[row]:
+        # torch has no local state dicts on a mesh.
+        model = (Fsdp1() if "LOCAL" in row else adapter).make(Case(), strategy)
+        logits(model)
+        adapter.before_load(model)
+        units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit) and unit.gather is not None]
+        before = [shard.clone() for unit in units for shard in unit.sharded.shards()]
+        with torch.no_grad():
+            way(model)
+        written = not all(map(torch.equal, before, (shard for unit in units for shard in unit.sharded.shards())))
+        shards = [unit.gather.secondary for unit in units if unit.gather is not None]
+        if all(each.stale for each in shards):
+            found.append("event")
+        elif any(each.is_outdated for each in shards):
+            found.append("counted")
+        else:
+            found.append("**not counted**" if written else "no write")
+    return found
+
+
+PAGE = (ROOT / "docs/concepts/secondary-shard.md").read_text()
+TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.split("| Write |")[1].splitlines()[2:]]
+LINES = {row[0]: row[1:] for row in TABLE[: next(i for i, row in enumerate(TABLE) if len(row) < 3)]}
+COLUMNS = {"fsdp1": (Fsdp1(mesh=True), 0), "fsdp2": (Fsdp2(), 1)}
+
+
+def test_the_table_has_the_rows_that_are_measured() -> None:
+    assert LINES.keys() == ROWS.keys()
+
+
+@over_pairs(column=COLUMNS, row=ROWS, strategy={name: STRATEGIES[name] for name in ("IGG", "zeropp")})
+def test_what_comes_of_a_write_is_in_the_table(
+    pool: Callable[[int], Pool], column: tuple[Adapter, int], row: list[Way], strategy: Strategy
+) -> None:
+    adapter, index = column
+    name = next(name for name, ways in ROWS.items() if ways is row)
+    if expected := LINES[name][index]:
+        assert pool(4).run(outcomes, adapter, name, strategy) == [[expected] * len(row)] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -43,7 +46,7 @@ class Fsdp2(Adapter):
 
     torch_name: ClassVar[str] = "fully_shard"
     mesh_argument: ClassVar[str] = "mesh"
-    state_dict_kinds: ClassVar[tuple[str, ...]] = ("sharded", "full", "of each child")
+    state_dict_kinds: ClassVar[tuple[str, ...]] = ("sharded", "full", "of each child", "in place")
 
     def __str__(self) -> str:
         return "fsdp2"
@@ -103,6 +106,12 @@ class Fsdp2(Adapter):
         elif kind == "full":
             self.before_load(target)
             set_model_state_dict(target, get_model_state_dict(source, options=FULL), options=FULL)
+        elif kind == "in place":
+            folder = [tempfile.mkdtemp()]
+            dist.broadcast_object_list(folder)
+            dcp.save(get_model_state_dict(source), checkpoint_id=folder[0])
+            dcp.load(get_model_state_dict(target), checkpoint_id=folder[0])  # and that is all
+            shutil.rmtree(folder[0], ignore_errors=True)
         else:
             for name, module in source.named_children():
                 getattr(target, name).load_state_dict(module.state_dict())

@@ -82,10 +82,9 @@ class StrategyHandle(FlatParamHandle):
         return unsharding
 
     def unshard(self) -> None:
-        if self._keeps_unsharded and self._holds_decoded_weights and not self._wants_full_precision():
+        if not self._wants_full_precision() and self.keeps_gathered():
             assert self._gather is not None
-            if not self.needs_unshard():
-                self._gather.secondary.check_version(self.shard_version())
+            self._gather.secondary.check_version(self.shard_version())
         super().unshard()
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
@@ -223,6 +222,10 @@ class StrategyHandle(FlatParamHandle):
         """Return this rank's values, on the device to gather on."""
         shard, trained = self.flat_param._local_shard.to(self.device, non_blocking=True), self.is_trained()
         return ShardValues([shard], shard.numel(), self.shard_version(), trained)
+
+    def keeps_gathered(self) -> bool:
+        """Return whether unsharded weights stay that are reused if they have not changed."""
+        return self._keeps_unsharded and self._holds_decoded_weights and not self.needs_unshard()
 
     def layout(self, numel: int) -> FlatLayout:
         """Return where parameters lie in a gathered flat parameter of ``numel`` values."""

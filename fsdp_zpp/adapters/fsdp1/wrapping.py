@@ -21,6 +21,7 @@ from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
+from fsdp_zpp.runtime._torch_checkpoint_load import hear_of_loads
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced
 from fsdp_zpp.runtime.lifecycle import LifecycleHooks
 from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
@@ -51,6 +52,7 @@ class CommHookUnit:
         self.sharded: Sharded = sharded
         self.loads = 0
         self.loaded_state: Loaded | None = None
+        hear_of_loads(self)
 
     def invalidate(self, *, by_step: bool = False) -> None:
         """Do nothing, for stock FSDP keeps no secondary shard."""
@@ -63,7 +65,7 @@ class CommHookUnit:
         return self.sharded.compute_device()
 
     def weights_loaded(self) -> None:
-        """Handle weights that were loaded, from a state dict."""
+        """Handle weights that were loaded: from a state dict, or in place from a checkpoint."""
         self.loads += 1
 
     def drop_gradients(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -77,6 +78,8 @@ def adopt_groups(
         # Loading a part of the model runs the hooks of that part only, so they are on whatever holds a parameter.
         for owner in {owner for owners in own.parameter_owners() for owner in owners}:
             owner.register_load_state_dict_post_hook(lambda module, incompatible_keys, unit=unit: unit.weights_loaded())
+            # A partial, since torch sets an attribute on the hook, which a method does not take.
+            owner.register_state_dict_post_hook(partial(own.weights.share_version_counters))
     return adopted
 
 

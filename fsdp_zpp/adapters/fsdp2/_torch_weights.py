@@ -10,12 +10,16 @@ it again instead of gathering.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.adapters._torch_shard_version import ShardVersion
+from fsdp_zpp.collectives.fingerprint import plain_parts
 from fsdp_zpp.collectives.flat_layout import FlatLayout
 from fsdp_zpp.collectives.secondary_shard import SecondaryShard, ShardValues
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -126,6 +130,10 @@ class GroupWeights:
         trained = any(map(_requires_gradient, params))
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
+    def keeps_gathered(self) -> bool:
+        """Return whether unsharded weights stay that are reused if they have not changed."""
+        return self.staleness_guard is not None and (self.is_kept or self._group.is_unsharded)
+
     def layout(self, numel: int) -> FlatLayout:
         """Return where parameters lie in each rank's part of what is gathered."""
         return (self.plan or self.make_plan()).layout
@@ -135,6 +143,23 @@ class GroupWeights:
         plan = self.plan or self.make_plan()
         return self._version.of(plan.memory, plan.counted)
 
+    def share_version_counters(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+    ) -> None:
+        """Have writes to what ``module`` puts into a state dict count as writes to the shards; a state dict hook.
+
+        torch detaches parameters in DTensor's dispatch, below autograd, so the local tensors of what it returns are in
+        the memory of the shards but count writes of their own.
+        """
+        for param in self._group.fsdp_params:
+            info, local = param._module_info, param._sharded_local_tensor
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            for owner, name in ((info.module, info.param_name), *shared):
+                value = state_dict.get(prefix + name) if owner is module else None
+                # Other hooks may have put something else there.
+                if isinstance(value, DTensor) and _memory(value._local_tensor) == _memory(local):
+                    value._local_tensor = local
+
     def is_trained(self) -> bool:
         """Return whether any parameter requires a gradient, sharded or as modules show it."""
         return any(map(_requires_gradient, self._group.fsdp_params))
@@ -142,6 +167,12 @@ class GroupWeights:
     def trained_numel(self) -> int:
         """Return the number of values of the parameters that require a gradient, on all ranks together."""
         return sum(param.sharded_param.numel() for param in self._group.fsdp_params if _requires_gradient(param))
+
+
+def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
+    """Return which memory a tensor has, or each of those that it wraps."""
+    parts = plain_parts(tensor)
+    return [(part.untyped_storage()._cdata, part.storage_offset(), part.shape) for part in parts]
 
 
 def _requires_gradient(param: FSDPParam) -> bool:
