@@ -133,6 +133,7 @@ class ElasticTraining(LocalTraining):
     def _exchange_after(self, step: int) -> None:
         due = [self._trained[index] for index in self._config.due(step, len(self._trained))]
         if due:
+            self._on_any_rank(False, self._before(step))
             self._exchange(Request(step, tuple(at for at, each in enumerate(self._all) if each in due)))
             return
         for fragment in self._all:
@@ -144,9 +145,8 @@ class ElasticTraining(LocalTraining):
         Collective over the node.
 
         Raises:
-            RuntimeError: If the agreed weights are shown.
+            RuntimeError: If the store can't be reached.
         """
-        self._check_not_shown()
         self._prepare()
         for fragment in self._trained:
             fragment.note_trained()
