@@ -184,9 +184,10 @@ def _difference(reports: Mapping[int, _Report], group: dist.ProcessGroup) -> str
     shown = differing[:_MOST_DIFFERENCES]
     if len(differing) > len(shown):
         shown.append(f"and {len(differing) - len(shown)} more")
-    call = next(iter(reports.values())).call
-    remedy = "make the same steps and calls" if PLACE in names else "pass the same"
-    return f"{call}: ranks were given different arguments: {'; '.join(shown)}; {remedy} on every rank"
+    call, differ = next(iter(reports.values())).call, "; ".join(shown)
+    if PLACE in names:
+        return f"{call}: ranks were given different arguments: {differ}; make the same steps and calls on every rank"
+    return f"{call}: ranks were given different arguments: {differ}; pass the same on every rank"
 
 
 def _ranks_by_value(values: Mapping[int, str], group: dist.ProcessGroup) -> str:

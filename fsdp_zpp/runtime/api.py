@@ -122,9 +122,10 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
     """Return a context in which each unit has the weights of its last exchange, the same on all nodes.
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
-    they show the agreed ones, as DiLoCo evaluates and saves them. Nothing is sent between nodes. The node's own weights
-    are set aside and restored on exit; don't train inside. Enter it on every rank of a node. While steps are
-    synchronous, the agreed weights are the current ones.
+    they show the agreed ones, as DiLoCo evaluates and saves them. The node's own weights are set aside and restored on
+    exit; don't train inside. Nothing is sent between nodes, so enter it on every rank of a node; on those of all nodes
+    if it comes right after a load, whose weights nodes first compare. While steps are synchronous, the agreed weights
+    are the current ones.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.

@@ -126,6 +126,7 @@ class ElasticTraining(LocalTraining):
         # FSDP may have set up the model for a state dict that is about to be loaded, which must not replace what a node
         # takes over. So it does not join before the next forward.
         if self._members.mesh is None and self._was_called:
+            self._on_any_rank(False, f"{self._before(self._progress.made)}, where this node meets others")
             self._exchange(None)
         self._was_called = True
         super()._catch_up()
