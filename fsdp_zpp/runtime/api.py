@@ -111,7 +111,8 @@ def exchange_weights(model: nn.Module) -> None:
         return [(training, training.exchanged_by_all()) for training in _local_trainings(model)]
 
     def summary(checked: list[tuple[LocalTraining, str]]) -> dict[str, str]:
-        return {PLACE: "in exchange_weights", "units": ", ".join(units for _, units in checked)}
+        names = ", ".join(training.model for training, _ in checked)
+        return {PLACE: "in exchange_weights", "model": names, "units": ", ".join(units for _, units in checked)}
 
     for training, _ in agree(_ranks_that_compare(model), check, summary, call=EXCHANGE):
         training.exchange_all()

@@ -169,7 +169,7 @@ class ElasticTraining(LocalTraining):
             headers = self._members.gather(self._header(request))
             if headers is None:
                 continue
-            check_alike(headers, self._model)
+            check_alike(headers, self.model)
             if not self._is_member:
                 request = headers[current_nodes(headers)[0]].request
                 done = self._meet(headers) and request is None
@@ -296,7 +296,7 @@ class ElasticTraining(LocalTraining):
         optimizers = optimizers_of(self._parameters())
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(
-                f"{self._model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
+                f"{self.model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
                 f"{len(optimizers)}: make them before the second forward"
             )
         states = [OptimizerState(each, self._all[0]) for each in optimizers]

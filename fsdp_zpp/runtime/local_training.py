@@ -69,6 +69,7 @@ class LocalTraining:
         moments: Averages the optimizers' moments.
 
     Attributes:
+        model: As given.
         outer: As given.
         moments: As given.
 
@@ -87,7 +88,7 @@ class LocalTraining:
         moments: OptimizerMoments,
     ) -> None:
         self.outer, self.moments = outer, moments
-        self._model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
+        self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
@@ -132,7 +133,7 @@ class LocalTraining:
         progress = self._all[0].progress
         if progress.made > progress.exchanged + 1:
             raise RuntimeError(
-                f"{self._model} has made two optimizer steps without a forward of its outermost module between them; "
+                f"{self.model} has made two optimizer steps without a forward of its outermost module between them; "
                 "nodes exchange weights (local_steps) before that forward, so call the outermost module itself, not a "
                 "method of it or a module inside it"
             )
@@ -236,7 +237,7 @@ class LocalTraining:
         Raises:
             ValueError: If ranks differ in the place, or in facts.
         """
-        return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, **facts})
+        return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
         """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
@@ -327,16 +328,16 @@ class LocalTraining:
         """Let the next step be synchronous or not, as its number says."""
         progress = self._all[0].progress
         synchronous = self._config.is_synchronous(progress.made)
+        if synchronous:
+            self._look_for_others()
+        begins = f"{self._before(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"
+        step = f"{self.model}, step {progress.made + 1}"
+        set_synchronous(self._reductions, synchronous, partial(self._on_any_rank, place=begins), step)
         if not synchronous and not progress.apart:
             for fragment in self._all:
                 if progress.made:
                     fragment.adopt()
                 fragment.progress.apart = True
-        if synchronous:
-            self._look_for_others()
-        begins = f"{self._before(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"
-        step = f"{self._model}, step {progress.made + 1}"
-        set_synchronous(self._reductions, synchronous, partial(self._on_any_rank, place=begins), step)
 
     def _look_for_others(self) -> None:
         """Raise if other nodes may have left the synchronous steps at the beginning, and have. Collective then."""
@@ -367,4 +368,4 @@ class LocalTraining:
 
     def _check_not_shown(self) -> None:
         if self._shows_agreed:
-            raise RuntimeError(f"{self._model} shows its agreed weights: leave agreed_weights() first")
+            raise RuntimeError(f"{self.model} shows its agreed weights: leave agreed_weights() first")
