@@ -6,10 +6,13 @@ of different sizes: they would hang, or misread each other's bytes. So whatever 
 its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
 differ do ranks exchange the arguments themselves, so that the error on every rank names who was given what.
 
-The comparison is call by call: a rank that wraps a block while another wraps the root, or already runs its first
-forward, is a difference, too. A rank that never makes such a call (because it uses torch's own strategies) can't be
-noticed: the others hang. Nor can ranks compare over which ranks to compare: a rank that is given something else than a
-mesh or a process group raises alone, rather than wait for ranks that may have nothing to do with the model.
+All comparisons send this one kind of message, whatever else they ask: whether an act has failed on any rank, or whether
+something is true there. So calls that ranks make instead of each other meet if they compare over the same ranks, and
+are told apart: a rank that wraps a block while another wraps the root, or already runs its first forward; a node that
+exchanges weights before a forward while another does so at the end of its loop. A rank that never makes such a call
+(because it uses torch's own strategies) can't be noticed: the others hang. Nor can ranks compare over which ranks to
+compare: a rank that is given something else than a mesh or a process group raises alone, rather than wait for ranks
+that may have nothing to do with the model.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +35,24 @@ from .rank_names import named_ranks
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_DIFFERENCES = 4
+PLACE = "place"
+"""Fact by which calls of one name are told apart."""
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class _Report(NamedTuple):
+    """What a rank is about to do.
+
+    Attributes:
+        call: Its call, as errors name it.
+        facts: The call's arguments by name, as text.
+        failure: The type and the message of the error that it has met before that.
+    """
+
+    call: str
+    facts: Mapping[str, str]
+    failure: tuple[str, str] | None = None
 
 
 def check_agreement(
@@ -50,20 +69,65 @@ def check_agreement(
     Raises:
         ValueError: If ranks differ; it names the ranks and what differs.
     """
-    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-        return
-    values = {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
-    digest = hashlib.sha256(json.dumps([call, *values.items()]).encode()).digest()
-    # 56 bits: the number and its negative fit an int64, and the MAX of both tells whether all ranks have the same.
-    number = int.from_bytes(digest[:7], "big")
-    where = collective_device(group, device)
-    bounds = torch.tensor([number, -number], dtype=torch.int64, device=where)
+    on_any_rank(False, group, call, facts, device)
+
+
+def on_any_rank(
+    here: bool,
+    group: dist.ProcessGroup | None,
+    call: str,
+    facts: Mapping[str, object] | None = None,
+    device: torch.device | None = None,
+) -> bool:
+    """Return whether ``here`` is true on any rank of ``group``. Collective. See [Note: Agreement].
+
+    Args:
+        here: Whether it is true on this rank.
+        group: As of :func:`check_agreement`, like the rest.
+        call: The call that asks.
+        facts: Its arguments.
+        device: The device that FSDP was given.
+
+    Raises:
+        ValueError: If ranks do not make the same call, as :func:`check_agreement` does.
+    """
+    if group is None or _is_alone(group):
+        return here
+    anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
+    if reports:
+        raise _error(reports, group)
+    return anywhere
+
+
+def _is_alone(group: dist.ProcessGroup) -> bool:
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
+    return {name: _ADDRESS.sub("", value if isinstance(value, str) else repr(value)) for name, value in facts.items()}
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _compare(
+    group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
+) -> tuple[bool, dict[int, _Report]]:
+    """Compare what ranks are about to do: the one kind of message of all comparisons. Collective.
+
+    Returns:
+        Whether ``here`` is true on any rank; and each rank's report if they differ.
+    """
+    # 56 bits and a flag: the number and its negative fit an int64, and the MAX of both tells the largest and the least.
+    digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
+    number = int.from_bytes(digest[:7], "big") << 1 | here
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=collective_device(group, device))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     highest, negated = bounds.tolist()
-    if highest == -negated:
-        return
-    by_rank = from_each_rank((call, values), group, device)
-    raise ValueError(_difference(dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True)), group))
+    if highest >> 1 == -negated >> 1:
+        return bool(highest & 1), {}
+    return True, dict(zip(dist.get_process_group_ranks(group), from_each_rank(report, group, device), strict=True))
 
 
 def parameter_facts(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -82,28 +146,48 @@ def shard_signature(shards: Iterable[Tensor]) -> str:
     return " and ".join(f"{dtype} shards of {numels}" for dtype, numels in sizes.items()) or "nothing"
 
 
-def _difference(by_rank: Mapping[int, tuple[str, dict[str, str]]], group: dist.ProcessGroup) -> str:
-    """Return the error's text, given each rank's call and arguments."""
-    calls = {rank: call for rank, (call, _) in by_rank.items()}
-    if len(set(calls.values())) > 1:
-        return (
-            f"ranks do not make the same calls: {_ranks_by_value(calls, group)}; wrap the same modules in the same "
-            "order on every rank"
+def _error(reports: Mapping[int, _Report], group: dist.ProcessGroup, difference: str = "") -> Exception:
+    """Return what a rank raises that has not failed itself, given each rank's report; see :func:`agree`."""
+    if len({report.call for report in reports.values()}) > 1:
+        calls = {rank: _named(report) for rank, report in reports.items()}
+        return ValueError(
+            f"ranks do not make the same calls: {_ranks_by_value(calls, group)}; make the same calls in the same order "
+            "on every rank"
         )
-    names = list(dict.fromkeys(name for _, facts in by_rank.values() for name in facts))
+    for rank, report in reports.items():
+        if report.failure is not None:
+            kind, text = report.failure
+            return _KINDS.get(kind, RuntimeError)(f"on {named_ranks([rank], group)}: {text}")
+    if not difference:
+        return ValueError(_difference(reports, group))
+    first = next(iter(reports))
+    differing = named_ranks([rank for rank, report in reports.items() if report != reports[first]], group)
+    return ValueError(f"{differing} {difference} {named_ranks([first], group)}")
+
+
+def _named(report: _Report) -> str:
+    return f"{report.call} ({report.facts[PLACE]})" if PLACE in report.facts else report.call
+
+
+def _difference(reports: Mapping[int, _Report], group: dist.ProcessGroup) -> str:
+    """Return how the arguments of one call differ."""
+    by_rank = {rank: report.facts for rank, report in reports.items()}
+    names = list(dict.fromkeys(name for facts in by_rank.values() for name in facts))
     differing = []
     for name in names:
-        values = {rank: facts.get(name, "missing") for rank, (_, facts) in by_rank.items()}
+        values = {rank: facts.get(name, "missing") for rank, facts in by_rank.items()}
         if len(set(values.values())) > 1:
             differing.append(f"{name}: {_ranks_by_value(values, group)}")
     if not differing:
-        orders = {rank: ", ".join(facts) for rank, (_, facts) in by_rank.items()}
+        orders = {rank: ", ".join(facts) for rank, facts in by_rank.items()}
         differing = [f"order: {_ranks_by_value(orders, group)}"]
     shown = differing[:_MOST_DIFFERENCES]
     if len(differing) > len(shown):
         shown.append(f"and {len(differing) - len(shown)} more")
-    call = next(iter(calls.values()))
-    return f"{call}: ranks were given different arguments: {'; '.join(shown)}; pass the same on every rank"
+    call, differ = next(iter(reports.values())).call, "; ".join(shown)
+    if PLACE in names:
+        return f"{call}: ranks were given different arguments: {differ}; make the same steps and calls on every rank"
+    return f"{call}: ranks were given different arguments: {differ}; pass the same on every rank"
 
 
 def _ranks_by_value(values: Mapping[int, str], group: dist.ProcessGroup) -> str:
@@ -119,16 +203,20 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Typ
 def agree(
     group: dist.ProcessGroup | None,
     act: Callable[[], T],
-    summary: Callable[[T], str] = lambda result: "",
+    summary: Callable[[T], str | Mapping[str, object]] = lambda result: {},
     difference: str = "",
+    *,
+    call: str = "another call",
 ) -> T:
     """Run ``act`` on every rank of ``group``, and raise on all of them if it fails on any. Collective.
 
     Args:
         group: The ranks; None means this process alone.
         act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
-        summary: Returns what must be the same on all ranks, given the result of ``act``. Default: nothing must.
-        difference: What ranks did that differ, for the error, such as "read different files from".
+        summary: Returns what must be the same on all ranks, given the result of ``act``: arguments by name, as of
+            :func:`check_agreement`, or a text of any length. Default: nothing must.
+        difference: What ranks did that differ in this text, for the error, such as "read different files from".
+        call: The call, as errors name it.
 
     Returns:
         The result of ``act`` on this rank.
@@ -138,29 +226,23 @@ def agree(
         Exception: The exception of ``act`` on this rank. Where ``act`` succeeds, an error with the message of the first
             rank that fails: a ValueError or TypeError if it is one there, otherwise a RuntimeError.
     """
-    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if group is None or _is_alone(group):
         return act()
     failure: Exception | None = None
-    digest, message = 0, ("", "")
+    report = _Report(call, {})
     try:
         result = act()
-        digest = int.from_bytes(hashlib.sha256(summary(result).encode()).digest()[:7], "big")
+        facts = summary(result)
+        # A long text is neither sent nor shown.
+        report = _Report(call, _as_text(facts if isinstance(facts, Mapping) else {difference: _hash(facts).hex()}))
     except Exception as error:  # of any kind: the other ranks would hang in the collective below
-        failure, message = error, (type(error).__name__, str(error))
-    bounds = torch.tensor([failure is not None, digest, -digest], dtype=torch.int64, device=collective_device(group))
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    any_failed, highest, negated = bounds.tolist()
-    if not any_failed and highest == -negated:
-        return result
-    by_rank = from_each_rank((*message, digest), group)
+        failure, report = error, _Report(call, {}, (type(error).__name__, str(error)))
+    _, reports = _compare(group, report)
     if failure is not None:
         raise failure
-    ranks = dist.get_process_group_ranks(group)
-    for rank, (kind, text, _) in zip(ranks, by_rank, strict=True):
-        if kind:
-            raise _KINDS.get(kind, RuntimeError)(f"on {named_ranks([rank], group)}: {text}")
-    others = [rank for rank, (_, _, digest) in zip(ranks, by_rank, strict=True) if digest != by_rank[0][2]]
-    raise ValueError(f"{named_ranks(others, group)} {difference} {named_ranks(ranks[:1], group)}")
+    if not reports:
+        return result
+    raise _error(reports, group, difference)
 
 
 def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
@@ -206,15 +288,6 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
             failure = error
     if (failure := from_first_rank(failure)) is not None:
         raise failure
-
-
-def on_any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether ``here`` is true on any rank of ``group``; None means this process alone. Collective."""
-    if group is None or dist.get_world_size(group) == 1:
-        return here
-    flag = torch.tensor(here, dtype=torch.uint8, device=collective_device(group))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
 
 
 def agree_on_use(

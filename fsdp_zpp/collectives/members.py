@@ -88,7 +88,7 @@ class Members:
                 self._connect(round_)
             except RuntimeError as error:
                 failure = str(error)
-            if on_any_rank(bool(failure), self._node.group):
+            if on_any_rank(bool(failure), self._node.group, f"{self._model}: elastic nodes meet"):
                 self.disconnect(failure or "another rank of this node could not connect")
         logger.info("%s: this is node %d of %d", self._model, self.mesh.rank, self.mesh.topology.nodes)
 
@@ -221,7 +221,7 @@ class Members:
         """
         assert self.mesh is not None
         assert self._decisions is not None
-        failed = on_any_rank(bool(failure), self._node.group)
+        failed = on_any_rank(bool(failure), self._node.group, f"{self._model}: elastic nodes commit to an exchange")
         decisions = self._decisions
         committed = self._on_first_rank(lambda: decisions.decide(failed=failed))
         if committed:

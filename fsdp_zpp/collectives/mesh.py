@@ -155,12 +155,12 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _twins[group]
 
 
-def with_own_group(mesh: ProcessMesh) -> ProcessMesh:
-    """Return a mesh whose group waits for no hop: where that is the hop between nodes, of one rank each, its twin.
+def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
+    """Return a mesh whose group waits for no hop between nodes: where it is that hop, of one rank a node, on its twin.
 
-    Collective at the first call for a group.
+    So ranks compare over the group that users know, whatever is on its way. Collective at the first call for a group.
     """
-    return replace(mesh, group=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
+    return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 
 
 def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup:

@@ -143,7 +143,8 @@ def gathered_weights(
         listed = [(tensor.names, tuple(tensor.full.shape), tensor.full.stored) for tensor in tensors]
         return repr((dtype, adapters_only, merged, since is not None, rank, listed))
 
-    tensors = agree(group, check, summary, "called gathered_weights with other arguments or another model than")
+    differs = "called gathered_weights with other arguments or another model than"
+    tensors = agree(group, check, summary, differs, call="gathered_weights")
     if since is None:
         return _named(GatherInTurn(in_units(tensors), dtype, rank))
     return updates_since(since, _named(GatherInTurn(in_units(tensors), dtype)), group, rank)

@@ -26,6 +26,8 @@ from fsdp_zpp.runtime.full_tensors import gets
 
 from .weight_update import WeightUpdate, takes_changes
 
+_CALL = "gathered_weights(since=...)"
+
 
 @dataclass
 class _Sent:
@@ -109,11 +111,11 @@ class SyncToken:
         self._complete = True
 
     def _begin(self, group: dist.ProcessGroup | None) -> None:
-        anew = on_any_rank(not self._complete, group)
+        anew = on_any_rank(not self._complete, group, _CALL)
         facts: dict[str, object] = {"block": self._codec.block}
         if not anew:
             facts |= {"version": self._version, "stream": self._stream}
-        check_agreement(group, "gathered_weights(since=...)", facts)
+        check_agreement(group, _CALL, facts)
         if anew:
             self._sent.clear()
             stream = secrets.token_hex(8)
@@ -129,7 +131,7 @@ class SyncToken:
         flat = weight.reshape(-1)
         if not takes_changes(weight.dtype, weight.numel(), self._codec):
             changed = not torch.equal(flat[sent.values].view(torch.uint8), sent.base.view(torch.uint8))
-            return self._whole(name, weight, place, group) if on_any_rank(changed, group) else None
+            return self._whole(name, weight, place, group) if on_any_rank(changed, group, _CALL) else None
         own = encode_changes(flat[sent.values], sent.base, self._codec)
         payload = _of_all_ranks(own, len(flat), sent.place, self._codec, group)
         largest = largest_scale(payload, len(flat), self._codec)

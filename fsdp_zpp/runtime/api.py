@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import agree
+from fsdp_zpp.collectives.agreement import PLACE, agree
 from fsdp_zpp.collectives.kinds import Kind, Level
 
 from .elastic_training import ElasticTraining, Membership
-from .local_training import LocalTraining
+from .local_training import EXCHANGE, LocalTraining
 from .model_ranks import ranks_of
 from .unit import COMMUNICATORS, Communicator, StrategyUnit, named_units
 from .validation import check_module
@@ -100,11 +101,20 @@ def exchange_weights(model: nn.Module) -> None:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
 
     Raises:
-        ValueError: If its strategy has no local steps on any rank, or ranks have made different numbers of steps; every
-            rank raises.
-        RuntimeError: If the model has not run a forward yet, or shows its agreed weights.
+        ValueError: If its strategy has no local steps on any rank, ranks have made different numbers of steps, or some
+            of them exchange weights elsewhere: before a forward, say; every rank raises.
+        RuntimeError: If the model has not run a forward yet, or shows its agreed weights, on any rank; every rank
+            raises.
     """
-    for training in agree(ranks_of(model), lambda: _local_trainings(model)):
+
+    def check() -> list[tuple[LocalTraining, str]]:
+        return [(training, training.exchanged_by_all()) for training in _local_trainings(model)]
+
+    def summary(checked: list[tuple[LocalTraining, str]]) -> dict[str, str]:
+        names = ", ".join(training.model for training, _ in checked)
+        return {PLACE: "in exchange_weights", "model": names, "units": ", ".join(units for _, units in checked)}
+
+    for training, _ in agree(_ranks_that_compare(model), check, summary, call=EXCHANGE):
         training.exchange_all()
 
 
@@ -113,9 +123,10 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
     """Return a context in which each unit has the weights of its last exchange, the same on all nodes.
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
-    they show the agreed ones, as DiLoCo evaluates and saves them. Nothing is sent between nodes. The node's own weights
-    are set aside and restored on exit; don't train inside. Enter it on every rank of a node. While steps are
-    synchronous, the agreed weights are the current ones.
+    they show the agreed ones, as DiLoCo evaluates and saves them. The node's own weights are set aside and restored on
+    exit; don't train inside. Nothing is sent between nodes, so enter it on every rank of a node; on those of all nodes
+    if it comes right after a load, whose weights nodes first compare. While steps are synchronous, the agreed weights
+    are the current ones.
 
     Args:
         model: A model wrapped with such a strategy, or a part of one that includes its outermost unit.
@@ -188,7 +199,14 @@ def end_training(model: nn.Module) -> None:
         ValueError: If its strategy has no elastic nodes on any rank; every rank raises.
         RuntimeError: If the model has not run a forward yet, or the store can't be reached.
     """
-    agree(ranks_of(model), lambda: _elastic_training(model)).end()
+    agree(_ranks_that_compare(model), lambda: _elastic_training(model), call="end_training").end()
+
+
+def _ranks_that_compare(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks over which local steps of ``model`` compare; if it has none, as on a rank that errs, all."""
+    units = named_units(model) if isinstance(model, nn.Module) else {}
+    trainings = (unit.local_training for unit in units if isinstance(unit, StrategyUnit))
+    return next((training.group for training in trainings if training is not None), ranks_of(model))
 
 
 def _elastic_training(model: nn.Module) -> ElasticTraining:

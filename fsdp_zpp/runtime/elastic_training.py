@@ -126,6 +126,7 @@ class ElasticTraining(LocalTraining):
         # FSDP may have set up the model for a state dict that is about to be loaded, which must not replace what a node
         # takes over. So it does not join before the next forward.
         if self._members.mesh is None and self._was_called:
+            self._on_any_rank(False, f"{self._before(self._progress.made)}, where this node meets others")
             self._exchange(None)
         self._was_called = True
         super()._catch_up()
@@ -133,6 +134,7 @@ class ElasticTraining(LocalTraining):
     def _exchange_after(self, step: int) -> None:
         due = [self._trained[index] for index in self._config.due(step, len(self._trained))]
         if due:
+            self._on_any_rank(False, self._before(step))
             self._exchange(Request(step, tuple(at for at, each in enumerate(self._all) if each in due)))
             return
         for fragment in self._all:
@@ -144,9 +146,8 @@ class ElasticTraining(LocalTraining):
         Collective over the node.
 
         Raises:
-            RuntimeError: If the agreed weights are shown.
+            RuntimeError: If the store can't be reached.
         """
-        self._check_not_shown()
         self._prepare()
         for fragment in self._trained:
             fragment.note_trained()
@@ -168,7 +169,7 @@ class ElasticTraining(LocalTraining):
             headers = self._members.gather(self._header(request))
             if headers is None:
                 continue
-            check_alike(headers, self._model)
+            check_alike(headers, self.model)
             if not self._is_member:
                 request = headers[current_nodes(headers)[0]].request
                 done = self._meet(headers) and request is None
@@ -295,7 +296,7 @@ class ElasticTraining(LocalTraining):
         optimizers = optimizers_of(self._parameters())
         if any(state["optimizers"]) and len(state["optimizers"]) != len(optimizers):
             raise ValueError(
-                f"{self._model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
+                f"{self.model}: this node joins others that have {len(state['optimizers'])} optimizers, but it has "
                 f"{len(optimizers)}: make them before the second forward"
             )
         states = [OptimizerState(each, self._all[0]) for each in optimizers]

@@ -48,6 +48,7 @@ class Progress:
 
     Attributes:
         made: Steps made.
+        unstepped: Backwards that have synchronized gradients without a step after them.
         exchanged: How many of these have had their exchanges made.
         arrives: The step after which the exchange under way is received; None if there is none.
         apart: Whether nodes have trained on their own since they last held the same weights and optimizer states.
@@ -58,6 +59,7 @@ class Progress:
     """
 
     made: int = 0
+    unstepped: int = 0
     exchanged: int = 0
     arrives: int | None = None
     apart: bool = False

@@ -73,23 +73,33 @@ class LoadedState:
         """Drop the state unless it belongs to the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
-        # Dicts, not sets: ranks must go through them in the same order, and a set's order differs by process.
-        meshes = dict.fromkeys(unit.ranks for unit in self.saved_with)
-        for mesh in meshes:
-            local = [unit for unit in self.saved_with if unit.ranks == mesh and _fragment_of(unit) is not None]
-            differs |= bool(local) and not self._nodes_hold(local, mesh)
-        other_axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.other_axes())
-        for group in (*(mesh.group for mesh in meshes), *other_axes):
-            differs = on_any_rank(differs, group)
+        local = [unit for unit in self.saved_with if _fragment_of(unit) is not None]
+        # First what all ranks compare over, where they tell apart calls that they make instead of each other.
+        differs = self._on_any_rank(differs) or (bool(local) and self._on_any_rank(not self._nodes_hold(local)))
         if differs:
             self._drop()
+
+    def _on_any_rank(self, differs: bool) -> bool:
+        """Return whether ``differs`` is true on any rank, those of other parallelisms too. Collective."""
+        # Dicts, not sets: ranks must go through them in the same order, and a set's order differs by process.
+        groups = dict.fromkeys(unit.ranks.group for unit in self.saved_with)
+        other_axes = dict.fromkeys(axis for unit in self.saved_with for axis in unit.sharded.other_axes())
+        for group in (*groups, *other_axes):
+            differs = on_any_rank(differs, group, "the first use of codec state that was loaded")
+        return differs
 
     def _is_of_same(self, unit: Unit) -> bool:
         saved, (loads, held) = self.saved_with[unit], self._held[unit]
         return (loads == unit.loads and _match(held, saved)) or _match(_held(unit, saved), saved)
 
-    def _nodes_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
+    def _nodes_hold(self, units: Sequence[Unit]) -> bool:
         """Return whether weights of units are those of any node or, all of them, the agreed ones. Collective."""
+        meshes = dict.fromkeys(unit.ranks for unit in units)
+        # Every rank communicates over each mesh, whatever it has found on the one before.
+        found = [self._nodes_of_mesh_hold([unit for unit in units if unit.ranks == mesh], mesh) for mesh in meshes]
+        return all(found)
+
+    def _nodes_of_mesh_hold(self, units: Sequence[Unit], mesh: ProcessMesh) -> bool:
         fragments = [(each, self.saved_with[unit]) for unit in units if (each := _fragment_of(unit)) is not None]
         agreed = all(fragment.holds_loaded_agreed(names) for fragment, names in fragments)
         own = {

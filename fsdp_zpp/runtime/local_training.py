@@ -18,17 +18,30 @@ without local steps, so that nothing is exchanged:
   momentum are dropped.
 
 A checkpoint also says whether nodes are apart, since it may be loaded into another schedule.
+
+[Note: One place to meet]
+Nodes may be at different places of a training: one exchanges before a forward, while another has left its loop and is
+in ``exchange_weights``, or is to leave the synchronous steps. So whatever nodes do together here begins with one kind
+of message, over one group, which names the place: the comparison of [Note: Agreement] in agreement.py. Hops between
+nodes are on other communicators, so that it does not wait for what is on its way.
+
+In synchronous steps nodes are at one place as ranks are without local steps: each backward reduces over all of them.
+But a node may leave out the step after a backward, and would go on for longer. Nodes that have made as many backwards
+as there are synchronous steps at the beginning know that others may have left these, and compare before each forward
+until they leave them, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_zpp.collectives.agreement import agree_on_use, check_agreement, on_any_rank
+from fsdp_zpp.collectives.agreement import PLACE, agree_on_use, check_agreement, on_any_rank
 from fsdp_zpp.collectives.mesh import ProcessMesh
 from fsdp_zpp.collectives.replicas import replicas_are_equal
 from fsdp_zpp.collectives.streams import SideStream
@@ -37,6 +50,9 @@ from .fragment import Fragment
 from .moments import OptimizerMoments
 from .outer_watch import OuterWatch
 from .step_reductions import StepReductions, set_synchronous
+
+EXCHANGE = "an exchange of weights between nodes"
+"""What nodes do together, in errors. See [Note: One place to meet]."""
 
 
 class LocalTraining:
@@ -53,6 +69,7 @@ class LocalTraining:
         moments: Averages the optimizers' moments.
 
     Attributes:
+        model: As given.
         outer: As given.
         moments: As given.
 
@@ -71,11 +88,12 @@ class LocalTraining:
         moments: OptimizerMoments,
     ) -> None:
         self.outer, self.moments = outer, moments
-        self._model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
+        self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
         self._steps_are_announced = steps_are_announced
         self._config = fragments[0].config
         self._awaits_step = self._shows_agreed = self._has_checked_moments = False
+        self._met_after = 0
         steps = [fragment.progress.made for fragment in fragments]
         check_agreement(ranks.group, f"the first forward of {model}", {"optimizer steps made, by unit": steps})
         stream = SideStream()
@@ -84,6 +102,8 @@ class LocalTraining:
 
     def gradients_synchronized(self) -> None:
         """Handle a backward that has synchronized gradients."""
+        for fragment in self._all if self._awaits_step else ():
+            fragment.progress.unstepped += 1
         self._awaits_step = True
         self._note_trained()
 
@@ -113,7 +133,7 @@ class LocalTraining:
         progress = self._all[0].progress
         if progress.made > progress.exchanged + 1:
             raise RuntimeError(
-                f"{self._model} has made two optimizer steps without a forward of its outermost module between them; "
+                f"{self.model} has made two optimizer steps without a forward of its outermost module between them; "
                 "nodes exchange weights (local_steps) before that forward, so call the outermost module itself, not a "
                 "method of it or a module inside it"
             )
@@ -147,7 +167,7 @@ class LocalTraining:
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
         for fragment in self._all:  # a saved state lacks fragments that were frozen then
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
-            fragment.progress.apart = furthest.apart
+            fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
         for fragment in self._all if not self._is_over else ():
             # Until the first step is made, weights may be set in ways that nothing tells of.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
@@ -172,7 +192,8 @@ class LocalTraining:
         differs = any(not fragment.holds_agreed for fragment in reloaded)
         # If nodes differ, each node's own weights were put back, after an evaluation of averaged weights, say. If they
         # are the agreed ones already, exchanges go on.
-        if replicas_are_equal(shards, self._ranks, "I") and on_any_rank(differs, self._ranks.group):
+        met = self._on_any_rank(differs, "at the first use of weights that were loaded")
+        if met and replicas_are_equal(shards, self._ranks, "I"):
             for fragment in reloaded:
                 fragment.restart()
 
@@ -189,7 +210,7 @@ class LocalTraining:
         self._receive(step)
         due = self._config.due(step, len(self._trained))
         if due:
-            self._check_agreement(f"{due} of {len(self._trained)} after step {step}")
+            self._on_any_rank(False, self._before(step), units=f"{due} of {len(self._trained)} after step {step}")
             self._check_moments()
             self._agree_on_exchange([self._trained[index] for index in due])
             self._average_moments([self._trained[index] for index in due])
@@ -205,10 +226,18 @@ class LocalTraining:
             if fragment.progress.arrives is not None and fragment.progress.arrives <= step:
                 fragment.receive(self._config.mix)
 
-    def _check_agreement(self, fragments: str) -> None:
-        # Over all ranks, whose communicator is another than that of the inter-node hop: what is on its way there is not
-        # waited for.
-        check_agreement(self._ranks.group, "an exchange of weights between nodes", {"units": fragments})
+    @staticmethod
+    def _before(step: int) -> str:
+        """Return the place where nodes exchange what is due after a step."""
+        return f"before the forward of step {step + 1}"
+
+    def _on_any_rank(self, here: bool, place: str, **facts: object) -> bool:
+        """Return whether ``here`` is true on any rank, if all are at one place. See [Note: One place to meet].
+
+        Raises:
+            ValueError: If ranks differ in the place, or in facts.
+        """
+        return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
         """Let all nodes exchange what any of them has trained, by outer steps that fit the last ones. Collective."""
@@ -242,22 +271,32 @@ class LocalTraining:
         if self._trained and self._trained[0].progress.made:
             self.moments.average(self._trained, codec=None)
 
-    def exchange_all(self) -> None:
-        """Exchange all fragments now, after which all nodes hold the same weights. Collective.
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that compare what they are about to do. See [Note: One place to meet]."""
+        return self._ranks.group
+
+    def exchanged_by_all(self) -> str:
+        """Return what :meth:`exchange_all` is about to exchange, which must be the same on all ranks.
 
         Raises:
-            ValueError: If ranks have made different numbers of steps.
             RuntimeError: If the agreed weights are shown.
         """
         self._check_not_shown()
+        units = sum(fragment.was_trained for fragment in self._all)
+        return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
+
+    def exchange_all(self) -> None:
+        """Exchange all fragments now, after which all nodes hold the same weights. Collective.
+
+        Ranks have compared :meth:`exchanged_by_all`.
+        """
         self._prepare()
-        step = self._all[0].progress.made
-        self._check_agreement(f"all {len(self._trained)} after step {step}")
         if not self._all[0].progress.apart:
             return
         for fragment in self._trained:
             fragment.note_trained()
-        self._exchange_all(step)
+        self._exchange_all(self._all[0].progress.made)
 
     def _exchange_all(self, step: int, *, with_moments: bool = True) -> None:
         for fragment in self._trained:
@@ -276,7 +315,8 @@ class LocalTraining:
     def _rejoin(self) -> None:
         """Make all nodes hold the same weights and optimizer moments. Collective."""
         step = self._all[0].progress.made
-        self._check_agreement(f"all {len(self._trained)} after step {step}")
+        units = f"all {len(self._trained)} after step {step}"
+        self._on_any_rank(False, f"{self._before(step)}, where local steps end", units=units)
         self.average_moments_exactly()  # first, since it may fail
         self._exchange_all(step, with_moments=False)
         for fragment in self._all:
@@ -288,12 +328,24 @@ class LocalTraining:
         """Let the next step be synchronous or not, as its number says."""
         progress = self._all[0].progress
         synchronous = self._config.is_synchronous(progress.made)
+        if synchronous:
+            self._look_for_others()
+        begins = f"{self._before(progress.made)}, where {'synchronous' if synchronous else 'local'} steps begin"
+        step = f"{self.model}, step {progress.made + 1}"
+        set_synchronous(self._reductions, synchronous, partial(self._on_any_rank, place=begins), step)
         if not synchronous and not progress.apart:
             for fragment in self._all:
                 if progress.made:
                     fragment.adopt()
                 fragment.progress.apart = True
-        set_synchronous(self._reductions, synchronous, self._ranks, f"{self._model}, step {progress.made + 1}")
+
+    def _look_for_others(self) -> None:
+        """Raise if other nodes may have left the synchronous steps at the beginning, and have. Collective then."""
+        progress = self._all[0].progress
+        passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
+        if progress.made < self._config.start <= passed != self._met_after:
+            self._met_after = passed
+            self._on_any_rank(False, self._before(progress.made))
 
     @contextmanager
     def showing_agreed(self) -> Iterator[None]:
@@ -316,4 +368,4 @@ class LocalTraining:
 
     def _check_not_shown(self) -> None:
         if self._shows_agreed:
-            raise RuntimeError(f"{self._model} shows its agreed weights: leave agreed_weights() first")
+            raise RuntimeError(f"{self.model} shows its agreed weights: leave agreed_weights() first")

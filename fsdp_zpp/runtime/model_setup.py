@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_zpp.collectives.agreement import check_agreement, from_each_rank, shard_signature
-from fsdp_zpp.collectives.mesh import with_own_group
 from fsdp_zpp.collectives.prefetch import SecondaryShardPrefetcher
 from fsdp_zpp.collectives.replicas import check_replicas
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -104,7 +103,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
         return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
 
     reductions = [unit.reductions for unit in fragments.values()]
-    ranks = with_own_group(next(iter(fragments.values())).ranks)
+    ranks = next(iter(fragments.values())).ranks
     outer = OuterWatch(
         model, ranks, lambda: dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.other_axes())
     )

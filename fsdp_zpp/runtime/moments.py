@@ -30,6 +30,7 @@ from .fragment import Fragment
 from .optimizer_state import local_state, restored
 from .sharded import Sharded
 
+_CALL = "an average of moments over nodes"
 Number = int | float | Tensor
 States = Mapping[str, torch.dtype | Number]
 """States that an optimizer keeps of a parameter, by name: the dtype of a moment, or a number."""
@@ -150,7 +151,8 @@ class OptimizerMoments:
         Raises:
             ValueError: If so.
         """
-        agree(self._ranks.group, lambda: self._described([self._units[fragment] for fragment in fragments]))
+        units = [self._units[fragment] for fragment in fragments]
+        agree(self._ranks.group, lambda: self._described(units), call=_CALL)
 
     @torch.no_grad()
     def average(self, fragments: Sequence[Fragment], codec: Codec | None = MOMENT_CODEC) -> None:
@@ -165,7 +167,7 @@ class OptimizerMoments:
                 rank, before any moment is sent.
         """
         units = [self._units[fragment] for fragment in fragments]
-        held, described = agree(self._ranks.group, lambda: self._described(units))
+        held, described = agree(self._ranks.group, lambda: self._described(units), call=_CALL)
         gone = self._gone_on_any_rank()
         described = {key: states for key, states in described.items() if key[2] not in gone}
         by_node = [
@@ -176,7 +178,9 @@ class OptimizerMoments:
             if mesh.inter is not None
         ]
         agreed = agree(
-            self._ranks.group, lambda: {key: states for each in by_node for key, states in _agreed(each).items()}
+            self._ranks.group,
+            lambda: {key: states for each in by_node for key, states in _agreed(each).items()},
+            call=_CALL,
         )
         for key, states in agreed.items():
             held[key].adopt(states)

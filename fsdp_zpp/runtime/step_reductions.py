@@ -6,9 +6,8 @@ inside the node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from fsdp_zpp.collectives.agreement import on_any_rank
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
@@ -70,13 +69,15 @@ class StepReductions:
                 yield "errors in local steps" if is_second else "errors", reduction.errors
 
 
-def set_synchronous(reductions: Sequence[StepReductions], synchronous: bool, ranks: ProcessMesh, step: str) -> None:
+def set_synchronous(
+    reductions: Sequence[StepReductions], synchronous: bool, on_any_rank: Callable[[bool], bool], step: str
+) -> None:
     """Let the next step of a model reduce over all ranks, or inside nodes. Collective if that changes.
 
     Args:
         reductions: The reductions of the model's units, at least one.
         synchronous: Whether the step reduces over all ranks.
-        ranks: All ranks.
+        on_any_rank: Returns whether something is true on any rank.
         step: Names the model and the step in errors.
 
     Raises:
@@ -85,7 +86,7 @@ def set_synchronous(reductions: Sequence[StepReductions], synchronous: bool, ran
     if synchronous == reductions[0].is_synchronous:
         return
     sums = (each.accumulated.sums for of_unit in reductions for each in of_unit.all)
-    if on_any_rank(any(each is not None for each in sums), ranks.group):
+    if on_any_rank(any(each is not None for each in sums)):
         raise RuntimeError(
             f"{step}: local_steps reduces gradients over other ranks from here on, but micro-batches of an earlier "
             "step have accumulated gradients that no backward has synchronized; synchronize the last micro-batch of "

@@ -14,7 +14,7 @@ from fsdp_zpp.collectives.error_state import ErrorFeedbackState
 from fsdp_zpp.collectives.fingerprint import compares_contents
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
-from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched
+from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched, with_own_hop
 from fsdp_zpp.collectives.node_share import NodeShare
 from fsdp_zpp.collectives.outer_step import OuterStep
 from fsdp_zpp.collectives.weight_gather import WeightGather
@@ -161,8 +161,8 @@ class StrategyUnit:
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
-        self.ranks = ranks
         local_steps = active_local_steps(strategy.local_steps, ranks)
+        self.ranks = ranks = ranks if local_steps is None else with_own_hop(ranks)
         self.resolved = strategy.resolve(ranks.topology)
         self.scopes = self.resolved.scopes
         self.traffic = Traffic()

@@ -22,6 +22,7 @@ from harness.pool import Pool
 from harness.training import differing_tensors, load, save, train
 from harness.wiretap import sent_in
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_zpp import CodecState, LocalSteps, Strategy, agreed_weights, exchange_weights
@@ -263,3 +264,35 @@ def test_ranks_agree_beside_an_exchange_on_its_way(pool: Callable[[int], Pool], 
         assert exchanges
         assert agreements
         assert not exchanges & agreements
+
+
+def looked_at_alone(adapter: Adapter, strategy: Strategy) -> tuple[int, int]:
+    """In a worker: what goes between nodes of which one is saved and evaluated, and how they differ in the end."""
+    model, gpus = adapter.make(Case(), strategy), strategy.gpus_per_node or 1
+    optimizer = models.make_optimizer("adamw", model.parameters())
+    train(adapter, model, Case(steps=3), optimizer=optimizer)
+
+    def look() -> None:
+        if dist.get_rank() < gpus:
+            return
+        for full in (False, True):
+            get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full, cpu_offload=full))
+        adapter.full_weights(model)
+        CodecState(model, optimizer).state_dict()
+        with agreed_weights(model):
+            adapter.full_weights(model)
+        with torch.no_grad():
+            models.loss_of(model, models.batch(9, 0))
+
+    tap, _ = sent_in(look, model, gpus)
+    train(adapter, model, Case(steps=2), optimizer=optimizer, first_step=3)
+    exchange_weights(model)
+    return tap.total("inter"), differing_tensors(adapter, model)
+
+
+@over_pairs(adapter=ADAPTERS, levels=["III", "NNN"], gpus_per_node=[1, 2])
+def test_a_node_that_is_saved_and_evaluated_alone_waits_for_no_other(
+    pool: Callable[[int], Pool], adapter: Adapter, levels: str, gpus_per_node: int
+) -> None:
+    strategy = Strategy(levels, local_steps=LocalSteps(4), gpus_per_node=gpus_per_node)
+    assert pool(2 * gpus_per_node).run(looked_at_alone, adapter, strategy) == [(0, 0)] * 2 * gpus_per_node

@@ -1,4 +1,7 @@
-"""Nodes that train on their own beside tensor parallelism: coded exchanges leave copies equal bit for bit."""
+"""Nodes that train on their own beside tensor parallelism.
+
+Coded exchanges leave copies equal bit for bit, and nodes at different places are told so.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import Adapter
 from harness.covering import over_adapters
+from harness.messages import attempt
 from harness.pool import Pool
-from tensor_parallel_nets import TWO, copies_that_differ, trained
+from tensor_parallel_nets import TWO, batch, copies_that_differ, trained
 
 from fsdp_zpp import Codec, Int4, Int8, LocalSteps, LoCo, Strategy, exchange_weights
 
@@ -63,3 +67,25 @@ def test_a_codec_without_blocks_is_refused(pool: Callable[[int], Pool], adapter:
     strategy = Strategy.diloco(local_steps=LocalSteps(2, codec=Whole(64)), **TWO)
     with pytest.raises(Exception, match=r"up\.weight is sharded already: the codec's block_numel is 0"):
         pool(8).run(outcome, adapter, strategy)
+
+
+def apart(adapter: Adapter) -> tuple[str, str]:
+    """In a worker: the error of nodes of which one exchanges before a forward, the other in a call."""
+    net = trained(adapter, Strategy.diloco(local_steps=LocalSteps(2, spread=False), **TWO), 2)
+
+    def run() -> None:
+        if net.mesh["dp"].get_local_rank() < 2:
+            exchange_weights(net.model)
+        else:
+            net.model(batch(2, 0))
+
+    return attempt((run, ValueError, ""))[:2]
+
+
+@over_adapters
+def test_nodes_at_different_places_are_told(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    for kind, text in pool(8).run(apart, adapter):
+        assert kind == "ValueError", text
+        assert "an exchange of weights between nodes: ranks were given different arguments: place: " in text
+        assert "in exchange_weights on ranks " in text
+        assert "before the forward of step 3 on ranks " in text

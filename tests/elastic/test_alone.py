@@ -13,6 +13,7 @@ import torch.distributed as dist
 from harness import models
 from harness.adapter import STOCK, Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.messages import attempt
 from harness.pool import Pool, free_port
 from harness.training import train
 
@@ -69,6 +70,38 @@ def test_a_node_alone_trains_as_without_exchanges(
     for distance, place in pool(2).run(distance_from_stock, adapter, levels, every):
         assert distance < 2e-5
         assert place == (0, 1, 6)
+
+
+def come_apart(adapter: Adapter, strategy: Strategy, steps: int) -> str:
+    """In a worker: the error of a node of which one rank exchanges before a forward, the other in a call."""
+    model = adapter.make(CASE, strategy)
+    train(adapter, model, replace(CASE, steps=steps), optimizer=models.make_optimizer("adamw", model.parameters()))
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            exchange_weights(model)
+        else:
+            models.loss_of(model, models.batch(0, 0))
+
+    kind, text, _ = attempt((run, ValueError, ""))
+    end_training(model)
+    return f"{kind}: {text}"
+
+
+def apart_in_a_node(adapter: Adapter, meets: bool) -> str:
+    """In a worker: the same, after one step, with which the node is yet to meet others, or after two."""
+    with alone(every=1, **MEAN) as strategy:
+        return come_apart(adapter, strategy, 1 if meets else 2)
+
+
+@over_pairs(adapter=ADAPTERS, meets=[False, True])
+def test_ranks_of_a_node_at_different_places_are_told(
+    pool: Callable[[int], Pool], adapter: Adapter, meets: bool
+) -> None:
+    place = "before the forward of step 2, where this node meets others" if meets else "before the forward of step 3"
+    for text in pool(2).run(apart_in_a_node, adapter, meets):
+        assert text.startswith("ValueError: an exchange of weights between nodes: "), text
+        assert f"place: in exchange_weights on rank 0, {place} on rank 1" in text
 
 
 def differing_after_resuming(adapter: Adapter) -> list[str]:
