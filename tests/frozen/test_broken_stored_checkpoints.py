@@ -58,6 +58,16 @@ def halved(tensors: dict[str, Tensor]) -> None:
 
 
 STATE = f"{KEY}.quant_state.bitsandbytes__nf4"
+
+
+def in_state(**changes: Any) -> Callable[[dict[str, Tensor]], None]:
+    def edit(state: Tensor) -> Tensor:
+        content = json.loads(bytes(state.tolist())) | changes
+        return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+
+    return replaced(STATE, edit)
+
+
 BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], str]] = {
     "fp8 without scales": ("fp8", dropped(f"{KEY}_scale_inv"), f"needs {KEY}_scale_inv, which is missing"),
     "fp8, too few scales": ("fp8", replaced(f"{KEY}_scale_inv", lambda s: s.new_ones(3, 2)), f"{KEY}_scale_inv as a"),
@@ -71,6 +81,8 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], str]] = {
     "nf4 without its table": ("nf4", dropped(f"{KEY}.quant_map"), f"{KEY}.quant_map as nothing"),
     "nf4 with another table": ("nf4", replaced(f"{KEY}.quant_map", torch.zeros_like), "needs the values of nf4"),
     "nf4, broken state": ("nf4", replaced(STATE, lambda s: s[:-4]), f"{STATE} describes no weight"),
+    "nf4, another state": ("nf4", in_state(quant_type="fp4"), "{'quant_type': 'fp4'}, which are not known of nf4"),
+    "nf4, more in its state": ("nf4", in_state(rotation=1), "{'rotation': 1}, which are not known of nf4"),
     "nf4, too few scales": ("nf4", replaced(f"{KEY}.absmax", lambda s: s[:-1]), "torch.float32 (512,)"),
     "nf4, scales in fp16": ("nf4", replaced(f"{KEY}.absmax", Tensor.half), "torch.float32 (512,)"),
     "nf4, too few codes": ("nf4", replaced(KEY, lambda w: w[:-1]), "needs 32768 codes in 16384 elements"),

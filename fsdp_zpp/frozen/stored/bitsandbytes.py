@@ -42,6 +42,7 @@ TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+_READ_KEYS = {"shape", "blocksize", "dtype", "nested_blocksize", "nested_offset"}
 _RECIPROCAL = 7.874015718698502e-3
 """1 / 127, as bitsandbytes rounds it."""
 
@@ -88,6 +89,10 @@ class FourBit(StoredFormat):
             table = TABLES[stored.kind]
             if block < 2 or block & (block - 1) or nested < 0 or len(shape) < 2:
                 raise ValueError(f"blocks of {block} values in a weight of shape {tuple(shape)}")
+            expected = {"quant_type": kind, "nested_dtype": "float32"}
+            others = {key: state[key] for key in state.keys() - _READ_KEYS if state[key] != expected.get(key)}
+            if others:
+                raise ValueError(f"{others}, which are not known of {kind}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's {state_key} describes no weight ({error!r}); {REMEDY}") from error
         roles = {"codes": "", "absmax": ".absmax", "table": ".quant_map"}
