@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .stored.bitsandbytes import TABLES, FourBit, Int8Rows
 from .stored.format import StoredFormat, StoredWeight, stored_in
-from .stored.fp8 import CODES, Fp8, block_of
+from .stored.fp8 import CODES, Block, Fp8, block_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def _fp8_linear(parameter: nn.Parameter, modules: tuple[nn.Module, ...]) -> Pack
     scales = getattr(modules[0], "weight_scale_inv", None)
     if parameter.dtype not in CODES or scales is None:
         return None
-    block = block_of(parameter.shape, tuple(scales.shape), getattr(modules[0], "block_size", None), "weight_scale_inv")
+    size = getattr(modules[0], "block_size", None)
+    stated: Block = (None, None) if size is None else (size[0], size[1])
+    block = block_of(parameter.shape, tuple(scales.shape), stated, "weight_scale_inv")
     stored: StoredFormat = Fp8(parameter.shape, torch.bfloat16, {}, parameter.dtype, block)
     parts = {"codes": parameter.detach(), "scales": scales.detach()}
     beside = ("weight_scale_inv", "activation_scale", "block_size", "activation_scheme")

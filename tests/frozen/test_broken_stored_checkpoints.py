@@ -52,19 +52,37 @@ def replaced(key: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, 
     return lambda tensors: tensors.update({key: make(tensors[key]).contiguous()})
 
 
+def halved(tensors: dict[str, Tensor]) -> None:
+    replaced(KEY, lambda w: w[:, :128])(tensors)
+    replaced(f"{KEY}_scale_inv", lambda s: s[:, :1])(tensors)
+
+
 STATE = f"{KEY}.quant_state.bitsandbytes__nf4"
+
+
+def in_state(**changes: Any) -> Callable[[dict[str, Tensor]], None]:
+    def edit(state: Tensor) -> Tensor:
+        content = json.loads(bytes(state.tolist())) | changes
+        return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+
+    return replaced(STATE, edit)
+
+
 BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], str]] = {
     "fp8 without scales": ("fp8", dropped(f"{KEY}_scale_inv"), f"needs {KEY}_scale_inv, which is missing"),
     "fp8, too few scales": ("fp8", replaced(f"{KEY}_scale_inv", lambda s: s.new_ones(3, 2)), f"{KEY}_scale_inv as a"),
     "fp8, flat scales": ("fp8", replaced(f"{KEY}_scale_inv", lambda s: s.new_ones(5)), f"{KEY}_scale_inv as a tensor"),
     "fp8, scales in int64": ("fp8", replaced(f"{KEY}_scale_inv", Tensor.long), "needs fp32, bf16, fp16 or e8m0"),
     "fp8, NaN": ("fp8", replaced(f"{KEY}_scale_inv", lambda s: s * torch.nan), "NaN or infinite"),
-    "fp8 of another shape": ("fp8", replaced(KEY, lambda w: w[:, :128]), "(128, 256) in the model and (128, 128) in"),
+    "fp8, half a weight": ("fp8", replaced(KEY, lambda w: w[:, :128]), "a scale for each 128 x 128 of (128, 128)"),
+    "fp8 of another shape": ("fp8", halved, "(128, 256) in the model and (128, 128) in"),
     "nf4 without absmax": ("nf4", dropped(f"{KEY}.absmax"), f"{KEY}.absmax as nothing"),
     "nf4 without a state": ("nf4", dropped(STATE), f"{STATE} or ...fp4, which is missing"),
     "nf4 without its table": ("nf4", dropped(f"{KEY}.quant_map"), f"{KEY}.quant_map as nothing"),
     "nf4 with another table": ("nf4", replaced(f"{KEY}.quant_map", torch.zeros_like), "needs the values of nf4"),
     "nf4, broken state": ("nf4", replaced(STATE, lambda s: s[:-4]), f"{STATE} describes no weight"),
+    "nf4, another state": ("nf4", in_state(quant_type="fp4"), "{'quant_type': 'fp4'}, which are not known of nf4"),
+    "nf4, more in its state": ("nf4", in_state(rotation=1), "{'rotation': 1}, which are not known of nf4"),
     "nf4, too few scales": ("nf4", replaced(f"{KEY}.absmax", lambda s: s[:-1]), "torch.float32 (512,)"),
     "nf4, scales in fp16": ("nf4", replaced(f"{KEY}.absmax", Tensor.half), "torch.float32 (512,)"),
     "nf4, too few codes": ("nf4", replaced(KEY, lambda w: w[:-1]), "needs 32768 codes in 16384 elements"),
@@ -127,6 +145,31 @@ def test_a_configuration_of_another_kind_is_named(checkpoints: Callable[[str], P
     model = stored.empty(folder)
     (folder / "config.json").write_text('{"quantization_config": ["fp8"]}')
     refused(model, reading(folder, "as stored"), "quantization_config ['fp8'], and a mapping belongs")
+
+
+def test_a_configuration_is_found_where_its_library_writes_it(checkpoints: Callable[[str], Path]) -> None:
+    folder = checkpoints("fp8, other blocks")
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    config = content.pop("quantization_config")
+    model = stored.empty(folder)
+    for place in (
+        {"quantization_config": config},
+        {"compression_config": config},
+        {"a": {"quantization_config": config}},
+    ):
+        path.write_text(json.dumps(content | place))
+        assert quantize_frozen_params(stored.empty(folder), "as stored", checkpoint=folder).weights == 14
+    parts = {
+        part: {"quantization_config": config | {"weight_block_size": [64, size]}}
+        for part, size in (("a", 128), ("b", 64))
+    }
+    path.write_text(json.dumps(content | parts))
+    refused(model, reading(folder, "as stored"), f"{path} has several quantization_config, which differ")
+    path.write_text(json.dumps(content))
+    refused(model, reading(folder, "as stored"), "nothing says which values share one of the scales of")
+    (folder / "hf_quant_config.json").write_text("{}")
+    refused(model, reading(folder, "as stored"), "says that the checkpoint is quantized by ModelOpt; those that can be")
 
 
 def test_without_a_configuration_names_and_dtypes_tell(checkpoints: Callable[[str], Path]) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import packed_codes_by_hand as by_hand
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_zpp.frozen.stored.awq import Awq, decode_awq
+from fsdp_zpp.frozen.stored.detect import find_stored
 from fsdp_zpp.frozen.stored.format import stored_in
+from fsdp_zpp.frozen.stored.fp8 import block_of
 from fsdp_zpp.frozen.stored.gptq import Gptq, decode_gptq
 from fsdp_zpp.frozen.stored.mxfp4 import Mxfp4, decode_mxfp4
 from fsdp_zpp.frozen.stored.nvfp4 import Nvfp4, decode_nvfp4
@@ -102,13 +110,9 @@ def test_packed_integers_decode(options: dict[str, Any]) -> None:
     assert same(decode_packed_integers(packed[some], scale[some], zeros, group_of, bits, 132), values[some])
 
 
-# Without weight_g_idx, which this version of the library does not read.
+# Without weight_g_idx, which the library no longer reads.
 @pytest.mark.parametrize("options", [options for options in INTEGERS if not options["act"]], ids=str)
 def test_compressed_tensors_reads_the_same(options: dict[str, Any]) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
     parts, values = by_hand.packed_integers(48, 128, **options)
     strategy = {"strategy": "group", "group_size": options["group"]} if options["group"] else {"strategy": "channel"}
     weights = QuantizationArgs(num_bits=options["bits"], symmetric=options["sym"], **strategy)
@@ -119,10 +123,6 @@ def test_compressed_tensors_reads_the_same(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", PLAIN, ids=str)
 def test_compressed_tensors_reads_the_same_plain_integers(options: dict[str, Any]) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
     parts, values = by_hand.plain_integers(48, 128, **options)
     strategy = "tensor" if options["one"] else "channel"
     weights = QuantizationArgs(num_bits=8, symmetric=options["sym"], strategy=strategy)
@@ -137,9 +137,6 @@ def test_nvfp4_decodes() -> None:
 
 
 def test_compressed_tensors_reads_the_same_nvfp4() -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.quant_scheme import NVFP4A16
 
     parts, values = by_hand.nvfp4(48, 128)
@@ -280,3 +277,374 @@ def test_weights_in_another_order_have_another_codec() -> None:
         codecs.append(stored.codec)
     assert codecs[3] == codecs[0]
     assert len({str(codec) for codec in codecs}) == 3
+
+
+# ---- what the configuration says, read as its owner reads it
+
+SIDES = st.integers(1, 70)
+SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROPERTY = settings(max_examples=60, deadline=None)
+
+
+def read(tensors: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    """The values of the only weight that some tensors store."""
+    in_json = json.loads(json.dumps(config, default=str))
+    [stored] = find_stored(Tensors(tensors), in_json).values()
+    parts = {role: tensors[key] for role, key in stored.keys.items()}
+    return stored_in(stored, parts).values(0, stored.shape.numel()).view(stored.shape)
+
+
+def written_by(scheme: QuantizationScheme, format: str) -> dict[str, Any]:
+    """The configuration that compressed-tensors writes."""
+    config = QuantizationConfig(config_groups={"group_0": scheme}, format=format, quantization_status="compressed")
+    return {"version": "0.20.0", "sparsity_config": {}, "transform_config": {}, **config.model_dump()}
+
+
+def read_by_owner(parts: dict[str, Tensor], scheme: QuantizationScheme, format: str) -> Tensor:
+    weight: Tensor = BaseCompressor.get_value_from_registry(format).decompress(parts, scheme)["weight"]
+    return weight
+
+
+def random_bytes(*shape: int, seed: int) -> Tensor:
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def random_scales(*shape: int, seed: int) -> Tensor:
+    """Scales of all sizes, 0 among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 9, shape, generator=generator) * 2.0 ** torch.randint(-9, 9, shape, generator=generator)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether both are equal bit for bit, or NaN in the same places."""
+    numbers = ~one.isnan()
+    return one.dtype == other.dtype and torch.equal(numbers, ~other.isnan()) and same(one[numbers], other[numbers])
+
+
+@st.composite
+def scales_of(draw: st.DrawFn, *kinds: str) -> tuple[dict[str, Any], tuple[int, int], tuple[int, ...]]:
+    """What a configuration says of scales, the shape of a weight, and that of its scales."""
+    kind, rows, columns = draw(st.sampled_from(kinds)), draw(SIDES), draw(SIDES)
+    if kind == "block":
+        height, width = draw(SIDES), draw(SIDES)
+        grid = -(-rows // height), -(-columns // width)
+        return {"strategy": kind, "block_structure": [height, width]}, (rows, columns), grid
+    if kind == "group":
+        size, groups = draw(st.integers(1, 17)), draw(st.integers(1, 4))
+        return {"strategy": kind, "group_size": size}, (rows, size * groups), (rows, groups)
+    return {"strategy": kind}, (rows, columns), (1,) if kind == "tensor" else (rows, 1)
+
+
+@PROPERTY
+@given(scales_of("tensor", "channel", "group", "block"), st.sampled_from(list(SCALES)), st.integers(0, 99))
+def test_fp8_is_read_as_compressed_tensors_reads_it(stated: Any, dtype: str, seed: int) -> None:
+    arguments, shape, scale_shape = stated
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=8, type="float", **arguments))
+    codes, scales = random_bytes(*shape, seed=seed), random_scales(*scale_shape, seed=seed).to(SCALES[dtype])
+    parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    ours = read({f"a.{name}": part for name, part in parts.items()}, written_by(scheme, "float-quantized"))
+    assert equal(ours.to(scales.dtype), read_by_owner(parts, scheme, "float-quantized"))
+
+
+@PROPERTY
+@given(scales_of("channel", "group"), st.sampled_from([4, 8]), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_integers_are_read_as_compressed_tensors_reads_them(
+    stated: Any, bits: int, symmetric: bool, packed: bool, seed: int
+) -> None:
+    arguments, shape, scale_shape = stated
+    weights = QuantizationArgs(num_bits=bits, symmetric=symmetric, **arguments)
+    scheme, format = QuantizationScheme(targets=["Linear"], weights=weights), "pack" if packed else "int"
+    codes, zeros = (random_bytes(*some, seed=seed).view(torch.int8) >> (8 - bits) for some in (shape, scale_shape))
+    parts = {"weight_scale": random_scales(*scale_shape, seed=seed).bfloat16()}
+    if packed:
+        parts |= {"weight_packed": pack_to_int32(codes, bits), "weight_shape": torch.tensor(shape)}
+    else:
+        parts["weight"] = codes
+    if not symmetric:
+        parts["weight_zero_point"] = pack_to_int32(zeros, bits, packed_dim=0) if packed else zeros
+    ours = read({f"a.{name}": part for name, part in parts.items()}, written_by(scheme, f"{format}-quantized"))
+    assert equal(ours.bfloat16(), read_by_owner(parts, scheme, f"{format}-quantized"))
+
+
+@PROPERTY
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3, 16]), st.integers(1, 33), st.booleans())
+def test_fp8_is_read_as_transformers_reads_it(down: int, across: int, height: int, width: int, e8m0: bool) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    # It divides shapes, so that no block may end within a weight.
+    codes = random_bytes(down * height, across * width, seed=height).view(torch.float8_e4m3fn)
+    scales = random_bytes(down, across, seed=width).clamp(60, 190) if e8m0 else random_scales(down, across, seed=width)
+    config = {"quant_method": "fp8", "weight_block_size": [height, width], "scale_fmt": "ue8m0" if e8m0 else "float"}
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    assert equal(read({"a.weight": codes, "a.weight_scale_inv": scales}, config), theirs)
+
+
+@PROPERTY
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
+def test_mxfp4_is_read_as_transformers_reads_it_but_for_nan(experts: int, out: int, groups: int, seed: int) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = random_bytes(experts, out, groups, 16, seed=seed), random_bytes(experts, out, groups, seed=seed)
+    ours = read({"e_blocks": blocks, "e_scales": scales}, {"quant_method": "mxfp4"})
+    nan = (scales == 255).repeat_interleave(32, dim=-1).mT
+    assert torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours[~nan], convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[~nan])
+
+
+@PROPERTY
+@given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), st.booleans())
+def test_blocks_that_nothing_states_are_read_only_if_there_are_no_others(
+    rows: int, columns: int, height: int, width: int, stack: bool
+) -> None:
+    lead = (3,) if stack else ()
+    grid = -(-rows // height), -(-columns // width)
+    every = [(h, w) for h in range(1, rows + 1) for w in range(1, columns + 1)]
+    possible = [(h, w) for h, w in every if (-(-rows // h), -(-columns // w)) == grid]
+    shapes = torch.Size((*lead, rows, columns)), (*lead, *grid)
+    if (grid[0] > 1 and len({h for h, _ in possible}) > 1) or (grid[1] > 1 and len({w for _, w in possible}) > 1):
+        with pytest.raises(ValueError, match=r"nothing says which values share one of the scales of a_scale"):
+            block_of(*shapes, None, "a_scale")
+    else:
+        block = block_of(*shapes, None, "a_scale")
+        alike = [
+            min(size, whole) if parts > 1 else whole
+            for size, whole, parts in zip(block, (rows, columns), grid, strict=True)
+        ]
+        assert tuple(alike) == max(possible)
+
+
+def test_stacks_have_scales_for_all_each_matrix_row_column_or_block() -> None:
+    codes = random_bytes(2, 8, 16, seed=0).clamp(0, 100).view(torch.float8_e4m3fn)
+    rows, columns = torch.arange(8), torch.arange(16)
+    fp8 = {"quant_method": "fp8"}
+    for shape, config, (height, width) in (
+        ((), fp8, (8, 16)),
+        ((2,), fp8, (8, 16)),
+        ((2, 1, 1), fp8, (8, 16)),
+        ((2, 8), fp8, (1, 16)),
+        ((2, 8, 1), {}, (1, 16)),
+        ((2, 1, 16), fp8, (8, 1)),
+        ((2, 1, 16), {"quant_method": "fbgemm_fp8"}, (8, 1)),
+        ((2, 2, 3), fp8 | {"weight_block_size": [5, 6]}, (5, 6)),
+    ):
+        scales = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+        whole = scales.view(*shape, *[1] * (3 - len(shape))).expand(2, -1, -1)
+        each = whole[:, (rows // height)[:, None], columns // width]
+        assert torch.equal(read({"e": codes, "e_scale": scales}, config), codes.float() * each)
+
+
+METHODS = {
+    "FineGrainedFP8": ("fp8", {}),
+    "FbgemmFp8": ("fbgemm_fp8", {}),
+    "BitsAndBytes": ("bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "GPTQ": ("gptq", {"bits": 4, "tokenizer": "a", "dataset": ["b"], "desc_act": True}),
+    "Awq": ("awq", {"modules_to_not_convert": ["lm_head"]}),
+    "Mxfp4": ("mxfp4", {"modules_to_not_convert": ["lm_head"]}),
+}
+UNKNOWN = {"rotated_by": "hadamard"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_that_transformers_writes_is_known_and_nothing_else(name: str) -> None:
+    import transformers
+
+    method, arguments = METHODS[name]
+    written = getattr(transformers, f"{name}Config")(**arguments).to_dict()
+    config = json.loads(json.dumps(written, default=str)) | {"quant_method": method}
+    assert find_stored(Tensors(), config) == {}
+    assert find_stored(Tensors(), config | {"nothing": None, "empty": {}}) == {}
+    with pytest.raises(ValueError, match=r"rotated_by 'hadamard' in its quantization_config.*remove rotated_by from"):
+        find_stored(Tensors(), config | UNKNOWN)
+
+
+REAL: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3.1": {
+        **{"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        "weight_block_size": [128, 128],
+    },
+    "AutoFP8": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": [],
+        "kv_cache_scheme": "static",
+    },
+    "Ministral": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
+    "Qwen2.5, GPTQ": {
+        **{"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None},
+        **{"damp_percent": 0.01, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "sym": True},
+        **{"max_input_length": None, "model_seqlen": None, "modules_in_block_to_quantize": None, "tokenizer": None},
+        **{"quant_method": "gptq", "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True},
+    },
+    "gptqmodel": {
+        **{"bits": 4, "dynamic": {"-:.*gate": {}, "+:.*down": {"bits": 8, "group_size": 32}}, "group_size": 128},
+        **{"desc_act": False, "lm_head": False, "method": "gptq", "quant_method": "gptq", "format": "gptq"},
+        **{"checkpoint_format": "gptq", "pack_dtype": "int32", "rotation": None, "meta": {"gptaq": None}, "sym": True},
+    },
+    "autoawq": {
+        **{"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+        "modules_to_not_convert": ["visual"],
+    },
+    "Kimi-K2-Thinking": {
+        **{"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"},
+        **{"ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None},
+        "config_groups": {
+            "group_0": {
+                **{"input_activations": None, "output_activations": None, "targets": ["Linear"]},
+                "weights": {
+                    **{"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4},
+                    **{"observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True},
+                    "type": "int",
+                },
+            }
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_configurations_of_published_checkpoints_are_known(name: str) -> None:
+    assert find_stored(Tensors(), REAL[name]) == {}
+
+
+KIMI = REAL["Kimi-K2-Thinking"]
+
+
+def with_weights(**changes: Any) -> dict[str, Any]:
+    """Kimi's configuration with other ``weights``."""
+    group = KIMI["config_groups"]["group_0"]
+    return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | changes}}}
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "a transform": (KIMI | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
+    "sparse": (KIMI | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
+    "sparse, unknown": (KIMI | {"sparsity_config": {"mask": "2:4"}}, "sparsity_config.mask '2:4'"),
+    "experts": (KIMI | {"moe_sparsity_config": {"method": "novice"}}, "moe_sparsity_config"),
+    "a status": (KIMI | {"quantization_status": "rotated"}, "quantization_status 'rotated'"),
+    "a group's": (KIMI | {"config_groups": {"a": {"targets": [], **UNKNOWN}}}, "config_groups.a.rotated_by"),
+    "weights'": (with_weights(**UNKNOWN), "config_groups.*.weights.rotated_by"),
+    "weights' type": (with_weights(type="codebook"), "weights.type 'codebook'"),
+    "weights that are dynamic": (with_weights(dynamic=True), "weights.dynamic True"),
+    "zero points in bf16": (with_weights(zp_dtype="torch.bfloat16"), "zp_dtype 'torch.bfloat16'"),
+    "no block": (with_weights(strategy="block"), "the strategy 'block' with group_size 32 and block_structure None"),
+    "no group": (with_weights(group_size=None), "the strategy 'group' with group_size None"),
+    "a preset": (KIMI | {"config_groups": {"W3A16": ["Linear"]}}, "config_groups.W3A16 ['Linear']"),
+    "a pattern": (KIMI | {"config_groups": {"W4A16": ["re:("]}}, "the pattern '(', which is no"),
+    "gptq, rotated": (REAL["gptqmodel"] | {"rotation": "hadamard"}, "rotation 'hadamard'"),
+    "gptq, an adapter": (REAL["gptqmodel"] | {"adapter": {"rank": 8}}, "adapter {'rank': 8}"),
+    "gptq in int16": (REAL["gptqmodel"] | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+    "gptq, two versions": (REAL["gptqmodel"] | {"format": "gptq_v2"}, "checkpoint_format"),
+    "gptq, marlin": (REAL["gptqmodel"] | {"is_marlin_format": True}, "is_marlin_format True"),
+    "gptq, one layer": (REAL["gptqmodel"] | {"dynamic": {"a": {"rotation": "hadamard"}}}, "dynamic.*.rotation"),
+    "awq, another packing": (REAL["autoawq"] | {"backend": "llm-awq"}, "backend 'llm-awq'"),
+    "fp8, divided": (REAL["Ministral"] | {"weight_scale_semantics": "inverse"}, "weight_scale_semantics 'inverse'"),
+    "fp8, experts": (REAL["DeepSeek-V3.1"] | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type 'af4'"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_settings_that_change_what_weights_mean_are_refused(case: str) -> None:
+    config, said = CHANGED[case]
+    parts = by_hand.gptq(48, 128)[0] if config["quant_method"] == "gptq" else by_hand.packed_integers(48, 128)[0]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        find_stored(Tensors({f"a.{name}": part for name, part in parts.items()}), config)
+
+
+def as_fp8(*scales: int, shape: tuple[int, ...] = (256, 256)) -> dict[str, Tensor]:
+    return {"weight": torch.zeros(shape).to(torch.float8_e4m3fn), "weight_scale": torch.ones(scales)}
+
+
+def without(parts: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: part for name, part in parts.items() if name not in names}
+
+
+FP8 = {"quant_method": "fp8"}
+SQUARES = FP8 | {"weight_block_size": [64, 64]}
+ROWS = with_weights(type="float", num_bits=8, group_size=None, strategy="channel") | {"format": "float-quantized"}
+PACKED, ASYMMETRIC = by_hand.packed_integers(48, 128)[0], by_hand.packed_integers(48, 128, sym=False)[0]
+ORDERED = by_hand.gptq(48, 128)[0]
+UNORDERED = without(ORDERED, "g_idx")
+GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+MISFITS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "fp8, other blocks": (as_fp8(2, 2), SQUARES, "needs a scale for each 64 x 64 of (256, 256)"),
+    "fp8, one scale": (as_fp8(), SQUARES, "needs a scale for each 64 x 64 of (256, 256)"),
+    "fp8, rows for blocks": (as_fp8(256, 1), SQUARES, "needs a scale for each 64 x 64 of (256, 256)"),
+    "fp8, nothing said": (as_fp8(2, 2), FP8, "nothing says which values share"),
+    "fp8, nothing at all": (as_fp8(2, 2), {}, "nothing says which values share"),
+    "fp8, rows or columns": (as_fp8(256), FP8, "nothing says which values share"),
+    "fp8, a vector of blocks": (as_fp8(128), FP8, "nothing says which values share"),
+    "fp8, columns for rows": (as_fp8(1, 256), ROWS, "needs a scale for each 1 x all of"),
+    "fp8, two scales": (as_fp8() | {"weight_scale_inv": torch.ones(())}, FP8, "needs one of them"),
+    "fp8 of another kind": (as_fp8(), FP8 | {"fmt": "e5m2"}, "needs e5m2, as config.json says in fmt"),
+    "fp8, bytes": (as_fp8() | {"weight_scale": torch.ones(256, 1).byte()}, ROWS, "needs fp32, bf16 or fp16, by"),
+    "fp8, zero points": (as_fp8(256, 1) | {"weight_zero_point": torch.ones(256, 1)}, ROWS, "zero points other than 0"),
+    "fp8 for int": (as_fp8(256, 1), KIMI, "a.weight as float codes, but no group of config_groups"),
+    "fp8, columns of a stack": (as_fp8(2, 8, 1, shape=(2, 8, 8)), {"quant_method": "fbgemm_fp8"}, "for each column of"),
+    "int, other groups": (PACKED, with_weights(group_size=64), "needs scales by the strategy group with group_size 64"),
+    "int, rows for groups": (PACKED, with_weights(strategy="channel", group_size=None), "by the strategy channel"),
+    "int of other bits": (PACKED, with_weights(num_bits=8), "bits of a.weight_shape"),
+    "int of 3 bits": (PACKED, with_weights(num_bits=3), "bits of a.weight_shape"),
+    "int, asymmetric": (PACKED, with_weights(symmetric=False), "weight_zero_point as missing"),
+    "int, symmetric": (ASYMMETRIC, KIMI, "needs none, since config.json says that it is symmetric"),
+    "int, an order": (PACKED, with_weights(actorder="group"), "weight_g_idx as missing"),
+    "int8, an order": (
+        by_hand.plain_integers(48, 128)[0] | {"weight_g_idx": torch.zeros(128, dtype=torch.int32)},
+        with_weights(num_bits=8, strategy="channel", group_size=None) | {"format": "int-quantized"},
+        "a.weight_g_idx, by which a.weight is quantized in a way that can't be read",
+    ),
+    "gptq, an order": (UNORDERED, GPTQ4 | {"desc_act": True}, "a.g_idx as missing"),
+    "gptq, other groups": (UNORDERED, GPTQ4 | {"group_size": 64}, "groups of 64, the group_size of config.json"),
+    "gptq, no group size": (UNORDERED, {"quant_method": "gptq", "bits": 4}, "their group_size in config.json"),
+    "gptq of other bits": (ORDERED, GPTQ4 | {"bits": 8}, "needs 8 bits, as config.json says"),
+    "awq, other groups": (by_hand.awq(48, 128)[0], REAL["autoawq"], "groups of 128, the group_size of config.json"),
+    "scales of what is not compressed": (
+        {"weight": torch.zeros(4, 4), "weight_scale": torch.ones(4, 1)},
+        ROWS | {"quantization_status": "frozen"},
+        "a.weight_scale, by which a.weight is quantized in a way that can't be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_the_configuration_says_is_not_replaced(case: str) -> None:
+    parts, config, said = MISFITS[case]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        find_stored(Tensors({f"a.{name}": part for name, part in parts.items()}), config)
+
+
+def test_groups_of_gptq_may_end_within_a_weight() -> None:
+    parts, _ = by_hand.gptq(16, 96, group=48)  # two groups, which are taken for one of 64 and one of 32 inputs
+    config = GPTQ4 | {"dynamic": {"+:a": {"group_size": 64}}}
+    order = {"g_idx": (torch.arange(96) // 64).int()}
+    expected = read({f"b.{name}": part for name, part in (parts | order).items()}, config)
+    assert torch.equal(read({f"a.{name}": part for name, part in without(parts, "g_idx").items()}, config), expected)
+
+
+def test_the_group_of_a_weight_is_that_of_its_name_before_its_class() -> None:
+    group = KIMI["config_groups"]["group_0"]
+    own = {"targets": ["re:.*down_proj"], "weights": group["weights"] | {"group_size": 64}}
+    config = KIMI | {"config_groups": {"group_0": group, "group_1": own}}
+    down, up = (by_hand.packed_integers(48, 128, group=size)[0] for size in (64, 32))
+    tensors = {f"down_proj.{name}": part for name, part in down.items()}
+    tensors |= {f"up_proj.{name}": part for name, part in up.items()}
+    found: dict[str, Any] = find_stored(Tensors(tensors), config)
+    assert {name: stored.scale_groups for name, stored in found.items()} == {"down_proj.weight": 2, "up_proj.weight": 4}
+    with pytest.raises(ValueError, match="needs scales by the strategy group with group_size 32"):
+        find_stored(Tensors({f"up_proj.{name}": part for name, part in down.items()}), config)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8"])
+def test_scales_that_are_nan_are_not_kept(name: str) -> None:
+    config: dict[str, Any] = FP8 | {"scale_fmt": "ue8m0"} if name == "fp8" else {}
+    parts = {"mxfp4": by_hand.mxfp4(2, 8, 32), "nvfp4": by_hand.nvfp4(8, 32), "fp8": (as_fp8(8, 1, shape=(8, 8)), None)}
+    tensors = {("e_" if name == "mxfp4" else "a.") + key: part for key, part in parts[name][0].items()}
+    scale = next(key for key in tensors if key.endswith(("e_scales", "weight_scale")))
+    bits = torch.full(tensors[scale].shape, 127, dtype=torch.uint8)  # of NaN in e4m3, and of 1 in e8m0
+    bits[-1] = 255
+    tensors[scale] = bits.view(torch.float8_e4m3fn if name == "nvfp4" else torch.uint8)
+    assert read(tensors, config).isnan().any()
+    [stored] = find_stored(Tensors(tensors), config).values()
+    weight = stored_in(stored, {role: tensors[key] for role, key in stored.keys.items()})
+    with pytest.raises(ValueError, match="has scales that are NaN or infinite"):
+        weight.payload(0, stored.groups)

@@ -19,9 +19,25 @@ import torch
 from torch import Tensor
 
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
-from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_setting
+from .gptq import COMMON_SETTINGS, settings_of
+from .headers import FLOATS, columns_of, float_dtype, matrix
 from .packed_codes import scale_codes, unpack_awq_codes
 from .records import Field, RecordLayout
+from .settings import Known, refuse_setting, setting
+
+SETTINGS: Known = {
+    **COMMON_SETTINGS,
+    "zero_point": None,  # files have zero points either way
+    "method": ("awq",),
+    "version": None,
+    "format": None,
+    "desc_act": (False,),
+    # In transformers, one backend, which packs codes otherwise, stands for a format.
+    "backend": (
+        *("auto", "auto_trainable", "autoawq", "gemm", "gemm_triton", "machete", "marlin"),
+        *("exllama_v1", "exllama_v2", "torch_awq", "torch_fused_awq"),
+    ),
+}
 
 
 def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
@@ -56,22 +72,28 @@ class Awq(StoredFormat):
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
         if config.get("quant_method") != "awq":
             return {}
-        version = str(config.get("version") or config.get("format") or "gemm").lower()
-        if version != "gemm":
-            refuse_setting(cls.name, "version", version, "gemm alone")
+        for key in ("version", "format"):
+            if (setting(config, key, str) or "gemm").lower() != "gemm":
+                refuse_setting(cls.name, key, config[key], "gemm alone")
         if config.get("bits", 4) != 4:
             refuse_setting(cls.name, "bits", config["bits"], "4 alone")
         layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-        return {f"{layer}.weight": cls._of(layer, tensors) for layer in layers}
+        return {f"{layer}.weight": cls._of(layer, tensors, settings_of(config, layer)) for layer in layers}
 
     @classmethod
-    def _of(cls, layer: str, tensors: StoredTensors) -> Awq:
+    def _of(cls, layer: str, tensors: StoredTensors, own: Mapping[str, Any]) -> Awq:
+        if own.get("bits", 4) != 4:
+            refuse_setting(cls.name, f"bits of {layer}", own["bits"], "4 alone")
         keys = {role: f"{layer}.{role}" for role in ("qweight", "qzeros", "scales")}
         inputs, words = matrix(tensors, keys["qweight"], torch.int32)
         groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, words * 8))
         matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, words))
         if groups == 0 or inputs % groups:
             refuse_misfit(keys["scales"], f"{groups} groups", f"a number that divides {inputs} inputs")
+        size = setting(own, "group_size", int)
+        if size is not None and groups != (-(-inputs // size) if size > 0 else 1):
+            found = f"{groups} groups of {inputs} inputs"
+            refuse_misfit(keys["scales"], found, f"groups of {size}, the group_size of config.json")
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((words * 8, inputs)), dtype, keys, dtype, groups)
 

@@ -25,7 +25,16 @@ from fsdp_zpp.kernels.payload import MAX_BLOCK
 
 from .format import REMEDY, Parts, StoredFormat, StoredTensors, refuse_misfit
 from .records import Field, RecordLayout
+from .settings import Known, setting
 
+SETTINGS: Known = {
+    **dict.fromkeys(("quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")),
+    # Of layers that compute, or of those that are quantized only then; files say how they are stored.
+    **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload")),
+    **dict.fromkeys(("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")),
+    **dict.fromkeys(("bnb_4bit_use_double_quant", "modules_to_not_convert", "dequantize")),
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
+}
 _FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 """The value of each code, as a fraction of the block's scale."""
@@ -33,6 +42,7 @@ TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+_READ_KEYS = {"shape", "blocksize", "dtype", "nested_blocksize", "nested_offset"}
 _RECIPROCAL = 7.874015718698502e-3
 """1 / 127, as bitsandbytes rounds it."""
 
@@ -59,6 +69,10 @@ class FourBit(StoredFormat):
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
         states = [key for key in tensors if _STATE in key]
         found: dict[str, StoredFormat] = {key.split(_STATE)[0]: cls._of(tensors, key) for key in states}
+        stated = setting(config, "bnb_4bit_quant_type", str) if config.get("load_in_4bit") else None
+        for key in states:
+            if stated is not None and not key.endswith(stated.lower()):
+                refuse_misfit(key, "the state of codes", f"codes of {stated}, the bnb_4bit_quant_type of config.json")
         for key in tensors:
             if key.endswith(".weight.absmax") and (weight := key.removesuffix(".absmax")) not in found:
                 refuse_misfit(weight, f"codes with {key}", f"{weight}{_STATE}nf4 or ...fp4, which is missing")
@@ -75,6 +89,10 @@ class FourBit(StoredFormat):
             table = TABLES[stored.kind]
             if block < 2 or block & (block - 1) or nested < 0 or len(shape) < 2:
                 raise ValueError(f"blocks of {block} values in a weight of shape {tuple(shape)}")
+            expected = {"quant_type": kind, "nested_dtype": "float32"}
+            others = {key: state[key] for key in state.keys() - _READ_KEYS if state[key] != expected.get(key)}
+            if others:
+                raise ValueError(f"{others}, which are not known of {kind}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's {state_key} describes no weight ({error!r}); {REMEDY}") from error
         roles = {"codes": "", "absmax": ".absmax", "table": ".quant_map"}

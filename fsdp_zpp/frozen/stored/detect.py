@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from . import awq, bitsandbytes, compressed_config, fp8, gptq, mxfp4
 from .awq import Awq
 from .bitsandbytes import FourBit, Int8Rows
 from .format import REMEDY, StoredFormat, StoredTensors
@@ -16,17 +17,21 @@ from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
 from .packed_integers import PackedIntegers
 from .plain_integers import PlainIntegers
-from .settings import setting
+from .settings import Known, refuse_unknown, setting
 
-FORMATS: dict[str, tuple[type[StoredFormat], ...]] = {
-    "fp8": (Fp8,),
-    "bitsandbytes": (FourBit, Int8Rows),
-    "mxfp4": (Mxfp4,),
-    "gptq": (Gptq,),
-    "awq": (Awq,),
-    "compressed-tensors": (PackedIntegers, PlainIntegers, Nvfp4, Fp8),
+FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
+    "fp8": (fp8.SETTINGS, (Fp8,)),
+    "fbgemm_fp8": (fp8.FBGEMM_SETTINGS, (Fp8,)),
+    "bitsandbytes": (bitsandbytes.SETTINGS, (FourBit, Int8Rows)),
+    "mxfp4": (mxfp4.SETTINGS, (Mxfp4,)),
+    "gptq": (gptq.SETTINGS, (Gptq,)),
+    "awq": (awq.SETTINGS, (Awq,)),
+    "compressed-tensors": (compressed_config.SETTINGS, (PackedIntegers, PlainIntegers, Nvfp4, Fp8)),
 }
-"""The formats of each ``quant_method``. Those of all are looked for where nothing names one."""
+"""The settings and formats of each ``quant_method``. The formats of all are looked for where nothing names one."""
+
+_OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
+"""What a weight's tensors are called after that have no meaning without its codes, or codes without them."""
 
 
 def read_config(source: Path) -> dict[str, Any]:
@@ -44,13 +49,19 @@ def read_config(source: Path) -> dict[str, Any]:
         raise ValueError(f"{path} can't be read as JSON ({error}); {REMEDY}") from error
     if not isinstance(content, dict):
         return {}
-    config = setting(content, "quantization_config", dict)
-    # Models of several parts have the configuration of their language model in another mapping.
-    if config is None and isinstance(content.get("text_config"), dict):
-        config = setting(content["text_config"], "quantization_config", dict)
-    if config is None:
+    found = list(_configs(content))
+    if not found:
+        if (other := source.parent / "hf_quant_config.json").is_file():
+            raise ValueError(
+                f"{other} says that the checkpoint is quantized by ModelOpt; those that can be read are "
+                f"{', '.join(FORMATS)}, and checkpoints in full precision"
+            )
         return {}
-    method = setting(config, "quant_method", str) or ("bitsandbytes" if "load_in_4bit" in config else None)
+    config = found[0]
+    if any(other != config for other in found):
+        raise ValueError(f"{path} has several quantization_config, which differ; give a checkpoint of one model")
+    bits = config.get("load_in_4bit"), config.get("load_in_8bit")
+    method = setting(config, "quant_method", str) or (None if bits == (None, None) else "bitsandbytes")
     if method not in FORMATS:
         raise ValueError(
             f"{path} says that the checkpoint is quantized by {method!r}; those that can be read are "
@@ -69,8 +80,44 @@ def find_stored(tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, 
     Raises:
         ValueError: If one is incomplete, or its tensors don't fit each other.
     """
-    formats = FORMATS[config["quant_method"]] if config else [each for some in FORMATS.values() for each in some]
+    if config:
+        known, formats = FORMATS[config["quant_method"]]
+        refuse_unknown(config["quant_method"], config, known)
+    else:
+        formats = tuple(each for _, some in FORMATS.values() for each in some)
     found: dict[str, StoredFormat] = {}
     for each in formats:
         found |= {key: stored for key, stored in each.find(tensors, config).items() if key not in found}
+    if config.get("quantization_status") != "decompressed":
+        _refuse_unread(tensors, found)
     return found
+
+
+def _configs(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return what ``config.json`` has as ``quantization_config``; models of several parts have it in a part's mapping.
+
+    Older versions of compressed-tensors call it ``compression_config``.
+    """
+    own = [setting(content, key, dict) for key in ("quantization_config", "compression_config")]
+    if any(own):
+        yield from (each for each in own if each)
+        return
+    for value in content.values():
+        if isinstance(value, dict):
+            yield from _configs(value)
+
+
+def _refuse_unread(tensors: StoredTensors, found: Mapping[str, StoredFormat]) -> None:
+    """Raise if a weight has scales or codes that no format has read: it would be taken for what it is not.
+
+    Raises:
+        ValueError: It names the tensor.
+    """
+    read = {key for stored in found.values() for key in stored.keys.values()}
+    for key in tensors:
+        weight = next((key.removesuffix(f"_{end}") for end in _OF_CODES if key.endswith(f".weight_{end}")), "")
+        if weight and key not in read:
+            raise ValueError(
+                f"the checkpoint has {key}, by which {weight} is quantized in a way that can't be read; dequantize it "
+                "with the library that wrote it, or give another checkpoint"
+            )

@@ -139,7 +139,7 @@ class StoredFormat(ABC):
             ValueError: It names the weight.
         """
         for field in self.layout.fields:
-            if field.dtype.is_floating_point and not self.layout.get(records, field.name).isfinite().all():
+            if field.dtype.is_floating_point and not self.layout.get(records, field.name).float().isfinite().all():
                 name = next(iter(self.keys.values()), f"a weight in {self.name}")
                 raise ValueError(f"{name} has scales that are NaN or infinite; {REMEDY}")
 

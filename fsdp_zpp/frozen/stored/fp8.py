@@ -1,29 +1,67 @@
-"""fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales for each row or all of a weight.
+"""fp8 with scales: DeepSeek's blocks (``weight_scale_inv``), and scales for each row, group or all of a weight.
 
 ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
 ``integrations/finegrained_fp8.py``. Scales in e8m0, powers of two in a byte, are kept as fp32.
+
+Which rows and columns share a scale, the configuration says; ``stated_block`` has the table:
+
+=====================================================  ==============================
+``weight_block_size`` of ``fp8``, strategy ``block``   these rows and columns
+strategy ``group``                                     a row, and as many columns
+strategy ``channel``, ``fbgemm_fp8``                   a row, or a column of a stack
+strategy ``tensor``                                    a matrix, or all of a stack
+=====================================================  ==============================
+
+Shapes only have to fit that. Where the configuration says nothing, they are asked, and refused if they leave it open:
+only without a configuration, ``weight_scale_inv`` stands for DeepSeek's blocks of 128 x 128, by which it is defined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .compressed_config import Scheme, as_stated
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
+from .headers import refuse_zero_points
 from .records import Field, RecordLayout
-from .settings import block_size
+from .settings import Known, block_size, refuse_setting, setting
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
-"""Dtypes of scales. A uint8 has the bits of an e8m0."""
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+"""Dtypes of scales that are powers of two. A uint8 has the bits of an e8m0."""
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
 _SUFFIXES = ("_scale_inv", "_scale")
 _UNBLOCKED = 128
 """Rows in a group where blocks don't say it."""
+_CODE_NAMES = {
+    **dict.fromkeys(("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"), CODES[0]),
+    **dict.fromkeys(("e5m2", "float8_e5m2"), CODES[1]),
+}
+
+_LAYERS: Known = dict.fromkeys(("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore"))
+_ACTIVATIONS: Known = dict.fromkeys(("activation_scheme", "activation_scale_ub", "kv_cache_scheme"))
+SETTINGS: Known = {
+    **_LAYERS,
+    **_ACTIVATIONS,
+    "quant_method": None,
+    "dequantize": None,
+    "weight_block_size": None,
+    "fmt": tuple(_CODE_NAMES),
+    "scale_fmt": ("float", "ue8m0"),
+    "expert_dtype": ("fp8",),
+}
+"""What is known of ``fp8``, as DeepSeek, transformers and AutoFP8 write it."""
+FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequantize": None}
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None for all that a matrix has."""
+_DEEPSEEK: Block = (128, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,25 +81,39 @@ class Fp8(StoredFormat):
     @classmethod
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
         found: dict[str, StoredFormat] = {}
-        stated = block_size(config, "weight_block_size")
         for key in tensors:
             dtype = tensors.dtype(key)
             # The scales of some formats are in fp8, too, such as those of nvfp4.
             if dtype not in CODES or len(tensors.shape(key)) < 2 or key.endswith(_SUFFIXES):
                 continue
             assert isinstance(dtype, torch.dtype)
-            names = [key + suffix for suffix in _SUFFIXES]
-            if key.endswith(".weight"):
-                names.append(key.removesuffix("weight") + "scale")
-            scale = next((name for name in names if name in tensors), None)
-            if scale is None:
-                refuse_misfit(key, f"{dtype} without a scale", f"{names[0]}, which is missing")
-            shape = torch.Size(tensors.shape(key))
-            block = block_of(shape, tensors.shape(scale), stated, scale)
-            if tensors.dtype(scale) not in _SCALES:
-                refuse_misfit(scale, tensors.dtype(scale), "fp32, bf16, fp16 or e8m0")
-            found[key] = cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
+            found[key] = as_stated(config, key, "float", partial(cls._of, key, dtype, tensors, config))
         return found
+
+    @classmethod
+    def _of(
+        cls,
+        key: str,
+        dtype: torch.dtype,
+        tensors: StoredTensors,
+        config: Mapping[str, Any],
+        scheme: Scheme | None,
+    ) -> Fp8:
+        shape = torch.Size(tensors.shape(key))
+        scale = _scale_of(key, dtype, tensors)
+        _check_dtypes(key, dtype, scale, tensors, config)
+        keys = {"codes": key, "scales": scale}
+        if (zeros := f"{key}_zero_point") in tensors:  # as some versions of compressed-tensors wrote them, all 0
+            refuse_zero_points(zeros, tensors)
+            keys["zero_point"] = zeros
+        elif scheme is not None and not scheme.symmetric:
+            refuse_misfit(zeros, "missing", f"zero points, since config.json says that {key} is not symmetric")
+        if config.get("quant_method") == "fbgemm_fp8" and len(shape) == 3 and tensors.shape(scale)[-1:] == (1,):
+            # transformers has one shape for scales of rows, and of columns.
+            refuse_misfit(scale, f"a tensor of shape {tensors.shape(scale)}", "a scale for each column of a stack")
+        by_name = None if config or not scale.endswith("_scale_inv") else _DEEPSEEK
+        block = block_of(shape, tensors.shape(scale), stated_block(config, scheme), scale, by_name)
+        return cls(shape, torch.bfloat16, keys, dtype, block)
 
     @property
     def description(self) -> str:
@@ -135,31 +187,139 @@ class Fp8(StoredFormat):
         return codes.mul_(scales).flatten(1)
 
 
-def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Sequence[int] | None, key: str) -> tuple[int, int]:
+def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | None:
+    """Return the rows and columns that share a scale by the configuration; None if it does not say it.
+
+    Args:
+        config: ``quantization_config``.
+        scheme: What compressed-tensors' ``config_groups`` say of the weight, if they do.
+
+    Raises:
+        ValueError: If scales of that kind can't be read.
+    """
+    if scheme is None:
+        return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
+    if scheme.bits != 8:
+        refuse_setting(Fp8.name, "num_bits", scheme.bits, "8 alone")
+    strategies: dict[str, Block] = {
+        "tensor": (None, None),
+        "channel": (1, None),
+        "group": (1, scheme.group_size),
+        "block": scheme.block or (0, 0),
+    }
+    if scheme.strategy not in strategies:
+        refuse_setting(Fp8.name, "strategy", scheme.strategy, ", ".join(strategies))
+    return strategies[scheme.strategy]
+
+
+def block_of(
+    shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str, by_name: Block | None = None
+) -> tuple[int, int]:
     """Return the rows and columns that share a scale.
 
     Args:
         shape: The shape of the weight.
         scales: The shape of the scales.
-        stated: The rows and columns by the configuration.
+        stated: The rows and columns by the configuration; None if it says nothing.
         key: The name of the scales.
+        by_name: The rows and columns where nothing is stated and shapes leave it open, by the definition of the name.
 
     Raises:
-        ValueError: If the scales don't fit the weight.
+        ValueError: If the scales don't fit the weight or what the configuration states, or nothing says which they are.
     """
     rows, columns = shape[-2:]
-    if torch.Size(scales).numel() == 1 or (len(shape) == 3 and torch.Size(scales).numel() == shape[0]):
-        return (_UNBLOCKED if len(shape) == 2 else rows, columns)
-    grid = scales[-2:] if len(scales) >= 2 else (*scales, 1)
-    if len(scales) not in (len(shape), len(shape) - 1) or scales[: len(shape) - 2] != shape[:-2]:
+    single = torch.Size(scales).numel() == 1
+    grid = (1, 1) if single else _grid(shape, scales)
+    if grid is None or len(shape) > 3:
         refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
-    usual = (128, 128)
-    for block in (tuple(stated or usual), usual):
-        if (-(-rows // block[0]), -(-columns // block[1])) == grid:
-            return int(block[0]), int(block[1])
-    if rows % grid[0] == 0 and columns % grid[1] == 0:
-        return rows // grid[0], columns // grid[1]
-    refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+    if stated is None:
+        block = _only_block(shape, scales, grid, key, by_name)
+    else:
+        choices = [stated, (None, 1)] if stated == (1, None) and len(shape) == 3 else [stated]
+        fitting = [each for each in choices if _grid_of(each, rows, columns) == grid]
+        if not fitting or (single and shape[:-2].numel() > 1 and stated != (None, None)):
+            what = " x ".join("all" if size is None else str(size) for size in stated)
+            needed = f"a scale for each {what} of {tuple(shape)} values, as its configuration states"
+            refuse_misfit(key, f"a tensor of shape {scales}", needed)
+        block = fitting[0]
+    if grid == (1, 1) and None in block:
+        return (_UNBLOCKED if len(shape) == 2 else rows, columns)
+    return block[0] or rows, block[1] or columns
+
+
+def _grid(shape: torch.Size, scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return how many scales a matrix has below and beside each other; None if they are of another weight."""
+    matrices = len(shape) - 2
+    if scales[:matrices] != shape[:-2] or not matrices <= len(scales) <= len(shape):
+        return None
+    down, across = (*scales[matrices:], 1, 1)[:2]
+    return down, across
+
+
+def _grid_of(block: Block, rows: int, columns: int) -> tuple[int, int]:
+    """Return how many blocks a matrix has; those at its ends may be smaller."""
+    height, width = block[0] or rows, block[1] or columns
+    return -(-rows // height), -(-columns // width)
+
+
+def _only_block(
+    shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str, by_name: Block | None
+) -> Block:
+    """Return the only block that some shapes allow, or that the name of the scales defines."""
+    rows, columns = shape[-2:]
+    heights, widths = _sizes(rows, grid[0]), _sizes(columns, grid[1])
+    if not heights or not widths:
+        refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
+    # A vector has a scale for each row, or for each column if there are as many.
+    is_open = len(scales) == len(shape) - 1 and grid[0] > 1 and (rows == columns or grid[0] != rows)
+    is_open |= len(heights) > 1 or len(widths) > 1
+    if is_open and by_name is not None and _grid_of(by_name, rows, columns) == grid:
+        return by_name
+    if is_open:
+        raise ValueError(
+            f"nothing says which values share one of the scales of {key}, {scales} for a weight of shape "
+            f"{tuple(shape)}: blocks could have {_span(heights)} rows and {_span(widths)} columns; put the config.json "
+            "of the model beside the checkpoint, or add weight_block_size to its quantization_config"
+        )
+    return (heights[0] if grid[0] > 1 else None, widths[0] if grid[1] > 1 else None)
+
+
+def _sizes(length: int, parts: int) -> range:
+    """Return the sizes of blocks of which ``parts`` make up a length, the last perhaps smaller."""
+    if parts == 1:
+        return range(length, length + 1)
+    if not 1 < parts <= length:
+        return range(0)
+    return range(-(-length // parts), -(-length // (parts - 1)))
+
+
+def _span(sizes: range) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+
+
+def _scale_of(key: str, dtype: torch.dtype, tensors: StoredTensors) -> str:
+    """Return the name of a weight's scales."""
+    names = [key + suffix for suffix in _SUFFIXES]
+    if key.endswith(".weight"):
+        names.append(key.removesuffix("weight") + "scale")
+    found = [name for name in names if name in tensors]
+    if not found:
+        refuse_misfit(key, f"{dtype} without a scale", f"{names[0]}, which is missing")
+    if len(found) > 1:
+        refuse_misfit(key, f"{dtype} with {' and '.join(found)}", "one of them")
+    return found[0]
+
+
+def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
+    """Raise if codes or scales have another dtype than can be read, or than the configuration states."""
+    code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
+    if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
+        refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
+    if (scales := tensors.dtype(scale)) not in _SCALES:
+        refuse_misfit(scale, scales, "fp32, bf16, fp16 or e8m0")
+    # compressed-tensors has formats of its own for e8m0, and takes bytes in others for numbers.
+    if scales in _E8M0 and (config.get("quant_method") not in (None, "fp8") or scale_name == "float"):
+        refuse_misfit(scale, scales, "fp32, bf16 or fp16, by config.json")
 
 
 def _fp32(scales: Tensor) -> Tensor:

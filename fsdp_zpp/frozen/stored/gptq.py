@@ -22,11 +22,47 @@ from torch import Tensor
 
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .group_order import GroupOrder
-from .headers import FLOATS, columns_of, float_dtype, matrix, refuse_setting
+from .headers import FLOATS, columns_of, float_dtype, matrix
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
+from .settings import Known, of_layer, refuse_setting, refuse_unknown, setting
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
+
+_SEARCH = """
+    act_group_aware amp autoround_version batch_size cache_block_outputs damp_auto_increment damp_percent dataset
+    enable_alg_ext enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters
+    low_cpu_mem_usage low_gpu_mem_usage lr max_input_length meta minmax_lr model_seqlen mse nsamples pad_token_id
+    scale_dtype seqlen static_groups tokenizer true_sequential
+"""
+_PLACES = """
+    block_name_to_quantize disable_exllama do_fuse exllama_config fuse_max_seq_len ignore lm_head
+    model_file_base_name model_name_or_path module_name_preceding_first_block modules_in_block_to_quantize
+    modules_to_fuse modules_to_not_convert quant_block_list to_quant_block_names use_cuda_fp16 use_exllama
+"""
+COMMON_SETTINGS: Known = {
+    **dict.fromkeys(_SEARCH.split()),  # how codes were found
+    **dict.fromkeys(_PLACES.split()),  # which layers have some, and what computes with them
+    **dict.fromkeys(("quant_method", "bits", "group_size", "dynamic", "sym")),
+    "data_type": ("int",),
+    "pack_dtype": ("int32", "torch.int32"),
+    "rotation": (),
+    "adapter": (),
+}
+"""What is known of GPTQ and AWQ, as gptqmodel, auto_gptq, autoawq, optimum, transformers and AutoRound write it."""
+SETTINGS: Known = {
+    **COMMON_SETTINGS,
+    "backend": None,
+    "desc_act": None,
+    "method": ("gptq",),
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": ("gptq", "gptq_v2"),
+    "is_marlin_format": (False,),
+}
+_OVERRIDES: Known = {
+    **dict.fromkeys(("bits", "group_size", "desc_act", "sym", "mse", "damp_percent", "damp_auto_increment")),
+    **dict.fromkeys(("static_groups", "true_sequential", "act_group_aware")),
+}
 
 
 def decode_gptq(
@@ -52,6 +88,41 @@ def decode_gptq(
     codes = unpack_codes(qweight.mT, bits)
     zeros = unpack_codes(qzeros, bits)[..., : scales.shape[-1]].mT
     return scale_codes(codes, zeros, scales.mT, g_idx)
+
+
+def settings_of(config: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    """Return the settings of a layer, for which ``dynamic`` may override some.
+
+    Raises:
+        ValueError: If it overrides others.
+    """
+    own = of_layer(config, layer)
+    changed = {key: value for key, value in own.items() if key not in config or value != config[key]}
+    refuse_unknown(str(config.get("quant_method")), changed, _OVERRIDES, "dynamic.*.")
+    return own
+
+
+def _neighbours(own: Mapping[str, Any], key: str, inputs: int, groups: int) -> GroupOrder | None:
+    """Return the order of groups of neighbouring inputs, the last of which may have fewer; None if all are alike.
+
+    Args:
+        own: The settings of the layer.
+        key: The name of the scales.
+        inputs: The number of inputs.
+        groups: The number of groups.
+
+    Raises:
+        ValueError: If the configuration states other groups, or none while several sizes are possible.
+    """
+    size = setting(own, "group_size", int)
+    if size is None:
+        sizes = range(-(-inputs // groups), -(-inputs // (groups - 1)) if groups > 1 else inputs + 1)
+        if len(sizes) != 1:
+            refuse_misfit(key, f"{groups} groups of {inputs} inputs", "their group_size in config.json, or a g_idx")
+        size = sizes[0]
+    if groups != (-(-inputs // size) if size > 0 else 1):
+        refuse_misfit(key, f"{groups} groups of {inputs} inputs", f"groups of {size}, the group_size of config.json")
+    return GroupOrder.of(torch.arange(inputs) // (size if size > 0 else inputs), inputs, groups, key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +154,11 @@ class Gptq(StoredFormat):
                     "config.json of the model there"
                 )
             return {}
-        version = config.get("checkpoint_format") or config.get("format") or "gptq"
-        if version not in ("gptq", "gptq_v2"):
-            refuse_setting(cls.name, "checkpoint_format", version, "gptq and gptq_v2")
+        versions = [setting(config, key, str) for key in ("checkpoint_format", "format")]
+        stated = {version.lower() for version in versions if version}
+        version = stated.pop() if stated else "gptq"
+        if stated or version not in ("gptq", "gptq_v2"):
+            refuse_setting(cls.name, "checkpoint_format", " and ".join((version, *stated)), "gptq and gptq_v2")
         layers = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
         return {f"{layer}.weight": cls._of(layer, tensors, config, version == "gptq") for layer in layers}
 
@@ -97,18 +170,24 @@ class Gptq(StoredFormat):
         words, out = matrix(tensors, keys["qweight"], torch.int32)
         groups, _ = matrix(tensors, keys["scales"], *FLOATS, shape=(None, out))
         stored_order = tensors.read(keys["g_idx"]) if "g_idx" in keys else None
-        # Some layers may have other bits than the configuration says (gptqmodel's "dynamic"), but all have their order.
-        bits = config.get("bits") if stored_order is None else 32 * words / max(1, len(stored_order))
+        own = settings_of(config, layer)
+        stated = setting(own, "bits", int)
+        bits = stated if stored_order is None else 32 * words / max(1, len(stored_order))
         if bits not in _ONES:
             refuse_setting(cls.name, f"bits of {layer}", bits, "4 and 8")
+        if stated not in (None, bits):
+            refuse_misfit(keys["qweight"], f"codes of {bits:g} bits", f"{stated} bits, as config.json says")
         bits = int(bits)
         inputs, per_word = words * 32 // bits, 32 // bits
         if out % per_word or groups == 0:
             refuse_misfit(keys["qweight"], f"{groups} groups for {out} outputs", f"outputs in multiples of {per_word}")
         matrix(tensors, keys["qzeros"], torch.int32, shape=(groups, out // per_word))
-        if stored_order is None and inputs % groups:
-            refuse_misfit(keys["scales"], f"{groups} groups", f"a g_idx to divide {inputs} inputs among them")
-        order = None if stored_order is None else GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
+        if stored_order is not None:
+            order = GroupOrder.of(stored_order, inputs, groups, keys["g_idx"])
+        elif setting(own, "desc_act", bool):
+            refuse_misfit(f"{layer}.g_idx", "missing", "the group of each input, since config.json says desc_act")
+        else:
+            order = _neighbours(own, keys["scales"], inputs, groups)
         dtype = float_dtype(tensors, keys["scales"])
         return cls(torch.Size((out, inputs)), dtype, keys, bits, minus_one, dtype, groups, order)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .compressed_config import Scheme
 from .format import REMEDY, Parts, StoredTensors, refuse_misfit
 from .records import RecordLayout
+from .settings import refuse_setting
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of scales."""
@@ -51,14 +53,6 @@ def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
     return dtype
 
 
-def refuse_setting(format: str, setting: str, value: object, allowed: str) -> NoReturn:
-    """Raise the error about a setting of a format that is not supported."""
-    raise ValueError(
-        f"the checkpoint is in {format} with {setting} {value!r}, and {allowed} can be read; dequantize it with the "
-        "library that wrote it, or give another checkpoint"
-    )
-
-
 def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dict[str, Tensor]:
     """Read the columns of groups ``first`` to ``last - 1`` of matrices [rows, columns] whose columns are the outputs.
 
@@ -73,17 +67,32 @@ def columns_of(parts: Parts, layout: RecordLayout, first: int, last: int) -> dic
     return values
 
 
-def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors) -> int:
+def scale_groups(key: str, rows: int, columns: int, tensors: StoredTensors, scheme: Scheme | None = None) -> int:
     """Return how many groups of columns have a scale of their own; 1 if there is one for each row, or for all.
 
+    Args:
+        key: The name of the scales.
+        rows: The rows of the weight.
+        columns: The columns of the weight.
+        tensors: The checkpoint's tensors.
+        scheme: What the configuration says of the weight, if it does.
+
     Raises:
-        ValueError: If the scales are missing or don't fit.
+        ValueError: If the scales are missing, or don't fit the weight or what the configuration says.
     """
+    if scheme is not None and scheme.strategy not in (strategies := ("tensor", "channel", "group")):
+        refuse_setting("compressed-tensors", "strategy", scheme.strategy, f"{', '.join(strategies)} of integers")
     if key in tensors and tensors.shape(key) in ((), (1,)) and tensors.dtype(key) in FLOATS:
-        return 1
-    groups = matrix(tensors, key, *FLOATS, shape=(rows, None))[1]
+        groups, single = 1, True
+    else:
+        groups, single = matrix(tensors, key, *FLOATS, shape=(rows, None))[1], rows == 1
     if groups == 0:
         refuse_misfit(key, f"{groups} groups", f"groups of {columns} columns")
+    if scheme is not None and (
+        groups != scheme.groups(columns) or (not single if scheme.strategy == "tensor" else single and rows > 1)
+    ):
+        stated = f"{scheme.strategy} with group_size {scheme.group_size}"
+        refuse_misfit(key, f"a tensor of shape {tensors.shape(key)}", f"scales by the strategy {stated} of config.json")
     return groups
 
 
@@ -95,3 +104,13 @@ def rows_of(part: Any, first: int, last: int) -> Tensor:
     else:
         rows = (part[...] if isinstance(part, Tensor) or not shape else part[:]).reshape(1).expand(last - first)
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+def refuse_zero_points(key: str, tensors: StoredTensors, zero: int = 0) -> None:
+    """Raise unless all zero points of a weight are ``zero``, as those of symmetric weights are.
+
+    Raises:
+        ValueError: It names the tensor.
+    """
+    if (tensors.read(key).float() != zero).any():
+        refuse_misfit(key, f"zero points other than {zero}", "none, since it is symmetric")

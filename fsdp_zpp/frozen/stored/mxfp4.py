@@ -3,7 +3,7 @@
 A stack of shape [experts, in, out] is stored transposed, in two tensors:
 
 - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two of them a byte;
-- ``*_scales``, uint8 [experts, out, in / 32]: the exponent of each block, plus 127.
+- ``*_scales``, uint8 [experts, out, in / 32]: the scale of each block in e8m0, its exponent plus 127, or 255 for NaN.
 
 So 32 neighbouring inputs of a matrix, with all outputs, are a group: blocks [out, 16] and scales [out].
 """
@@ -22,8 +22,10 @@ from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .fp4_codes import unpack_fp4
 from .headers import lacking
 from .records import Field, RecordLayout
+from .settings import Known
 
 _BLOCK = 32
+SETTINGS: Known = dict.fromkeys(("quant_method", "modules_to_not_convert", "dequantize"))
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,14 +33,14 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         blocks: uint8 [..., rows, in / 32, 16].
-        scales: uint8 [..., rows, in / 32].
+        scales: e8m0, or uint8 with its bits, [..., rows, in / 32].
         dtype: The dtype of the result. transformers multiplies in it; fp32 and bf16 hold the products exactly.
 
     Returns:
         The values, [..., rows, in].
     """
-    exponents = scales.to(torch.int32) - 127
-    return torch.ldexp(unpack_fp4(blocks, dtype), exponents.unsqueeze(-1)).flatten(-2)
+    factors = scales.view(torch.float8_e8m0fnu).to(dtype)
+    return (unpack_fp4(blocks, dtype) * factors.unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +65,10 @@ class Mxfp4(StoredFormat):
             raise lacking(scales)
         if tensors.shape(scales) != shape[:3]:
             refuse_misfit(scales, f"a tensor of shape {tensors.shape(scales)}", f"shape {shape[:3]}")
-        for key in (blocks, scales):
-            if tensors.dtype(key) not in (torch.uint8, torch.float8_e8m0fnu):
-                refuse_misfit(key, tensors.dtype(key), "uint8")
+        if tensors.dtype(blocks) != torch.uint8:
+            refuse_misfit(blocks, tensors.dtype(blocks), "uint8")
+        if tensors.dtype(scales) not in (torch.uint8, torch.float8_e8m0fnu):
+            refuse_misfit(scales, tensors.dtype(scales), "uint8 or e8m0")
         return cls(torch.Size((shape[0], shape[2] * _BLOCK, shape[1])), torch.bfloat16, keys)
 
     @property
@@ -79,7 +82,8 @@ class Mxfp4(StoredFormat):
     @cached_property
     def layout(self) -> RecordLayout:
         out = self.shape[-1]
-        return RecordLayout((Field("blocks", torch.uint8, (out, _BLOCK // 2)), Field("scales", torch.uint8, (out,))))
+        codes = Field("blocks", torch.uint8, (out, _BLOCK // 2))
+        return RecordLayout((codes, Field("scales", torch.float8_e8m0fnu, (out,))))
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         per_matrix = self.shape[1] // _BLOCK

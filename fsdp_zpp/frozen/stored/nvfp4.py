@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
+from .compressed_config import Scheme, as_stated
+from .format import REMEDY, Parts, StoredFormat, StoredTensors, refuse_misfit
 from .fp4_codes import unpack_fp4
 from .headers import matrix, rows_of
 from .records import Field, RecordLayout
+from .settings import refuse_setting
 
 _BLOCK = 16
 
@@ -49,12 +51,18 @@ class Nvfp4(StoredFormat):
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
         end = ".weight_global_scale"
         weights = [key.removesuffix("_global_scale") for key in tensors if key.endswith(end)]
-        return {weight: cls._of(weight, tensors) for weight in weights}
+        return {weight: as_stated(config, weight, "float", partial(cls._of, weight, tensors)) for weight in weights}
 
     @classmethod
-    def _of(cls, weight: str, tensors: StoredTensors) -> Nvfp4:
+    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> Nvfp4:
+        if scheme is not None:
+            stated = scheme.bits, scheme.strategy, scheme.group_size, scheme.symmetric
+            if stated != (allowed := (4, "tensor_group", _BLOCK, True)):
+                refuse_setting(cls.name, "num_bits, strategy, group_size, symmetric", stated, f"{allowed} alone")
         keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "global_scale")}
         out, octets = matrix(tensors, keys["packed"], torch.uint8)
+        if octets * 2 % _BLOCK:
+            refuse_misfit(keys["packed"], f"{octets * 2} columns", f"columns in multiples of {_BLOCK}")
         matrix(tensors, keys["scale"], torch.float8_e4m3fn, shape=(out, octets * 2 // _BLOCK))
         whole_scale = tensors.shape(keys["global_scale"]), tensors.dtype(keys["global_scale"])
         if whole_scale not in (((), torch.float32), ((1,), torch.float32)):
@@ -75,15 +83,20 @@ class Nvfp4(StoredFormat):
         return RecordLayout(
             (
                 Field("packed", torch.uint8, (1, columns // 2)),
-                Field("scale", torch.uint8, (1, columns // _BLOCK)),
+                Field("scale", torch.float8_e4m3fn, (1, columns // _BLOCK)),
                 Field("global_scale", torch.float32, (1,)),
             )
         )
 
     def pack(self, parts: Parts, first: int, last: int) -> Tensor:
         values = {role: rows_of(parts[role], first, last) for role in self.keys}
-        return self.layout.pack(last - first, **values | {"scale": values["scale"].view(torch.uint8)})
+        return self.layout.pack(last - first, **values)
 
     def decode(self, records: Tensor) -> Tensor:
         packed, scale, whole_scale = (self.layout.get(records, field.name) for field in self.layout.fields)
-        return decode_nvfp4(packed, scale.view(torch.float8_e4m3fn), whole_scale).flatten(1)
+        return decode_nvfp4(packed, scale, whole_scale).flatten(1)
+
+    def refuse_infinite(self, records: Tensor) -> None:
+        super().refuse_infinite(records)
+        if not self.layout.get(records, "global_scale").all():
+            raise ValueError(f"{self.keys.get('global_scale', self.name)} is 0, and scales are divided by it; {REMEDY}")

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .compressed_config import may_be_symmetric, refuse_other_formats
+from .compressed_config import Scheme, as_stated, refuse_other_formats
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
 from .group_order import GroupOrder
-from .headers import float_dtype, matrix, refuse_setting, rows_of, scale_groups
+from .headers import float_dtype, matrix, rows_of, scale_groups
 from .packed_codes import scale_codes, unpack_codes
 from .records import Field, RecordLayout
+from .settings import refuse_setting
 
 
 def decode_packed_integers(
@@ -72,22 +73,26 @@ class PackedIntegers(StoredFormat):
     def find(cls, tensors: StoredTensors, config: Mapping[str, Any]) -> dict[str, StoredFormat]:
         refuse_other_formats(config)
         end = ".weight_packed"
-        layers = [k.removesuffix(end) for k in tensors if k.endswith(end) and tensors.dtype(k) == torch.int32]
-        return {f"{layer}.weight": cls._of(f"{layer}.weight", tensors, config) for layer in layers}
+        weights = [k.removesuffix("_packed") for k in tensors if k.endswith(end) and tensors.dtype(k) == torch.int32]
+        return {weight: as_stated(config, weight, "int", partial(cls._of, weight, tensors)) for weight in weights}
 
     @classmethod
-    def _of(cls, weight: str, tensors: StoredTensors, config: Mapping[str, Any]) -> PackedIntegers:
+    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> PackedIntegers:
         keys = {role: f"{weight}_{role}" for role in ("packed", "scale", "zero_point", "g_idx", "shape")}
         out, words = matrix(tensors, keys["packed"], torch.int32)
-        inputs, bits = _inputs_and_bits(keys["shape"], out, words, tensors)
-        groups = scale_groups(keys["scale"], out, inputs, tensors)
+        inputs, bits = _inputs_and_bits(keys["shape"], out, words, tensors, scheme)
+        groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
         if keys["zero_point"] in tensors:
             matrix(tensors, keys["zero_point"], torch.int32, shape=(-(-out * bits // 32), groups))
-        elif not may_be_symmetric(config):
-            refuse_misfit(keys["zero_point"], "missing", "zero points, since no weights are symmetric")
+            if scheme is not None and scheme.symmetric:
+                refuse_misfit(keys["zero_point"], "zero points", "none, since config.json says that it is symmetric")
+        elif scheme is not None and not scheme.symmetric:
+            refuse_misfit(keys["zero_point"], "missing", "zero points, since config.json says that it is not symmetric")
         order = None
         if (key := keys["g_idx"]) in tensors:
             order = GroupOrder.of(tensors.read(key), inputs, groups, key)
+        elif scheme is not None and scheme.ordered and groups > 1:
+            refuse_misfit(key, "missing", "the group of each input, since config.json has another actorder than theirs")
         if order is None and inputs % groups:
             refuse_misfit(keys["scale"], f"{groups} groups", f"a number that divides {inputs} inputs")
         used = {role: key for role, key in keys.items() if key in tensors}
@@ -142,14 +147,17 @@ class PackedIntegers(StoredFormat):
         return values.float().flatten(1)
 
 
-def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors) -> tuple[int, int]:
+def _inputs_and_bits(key: str, out: int, words: int, tensors: StoredTensors, scheme: Scheme | None) -> tuple[int, int]:
     """Return the number of inputs of a weight, which its shape says, and the bits of its codes."""
     if key not in tensors or tensors.shape(key) != (2,) or tensors.dtype(key) not in (torch.int32, torch.int64):
         refuse_misfit(key, tensors.shape(key) if key in tensors else "missing", "the shape of the weight")
     rows, inputs = tensors.read(key).tolist()
     if rows != out:
         refuse_misfit(key, f"{rows} rows", f"{out} rows, as many as its codes have")
-    bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), 0)
-    if not bits:
-        refuse_setting(PackedIntegers.name, f"bits of {key}", 32 * words / max(1, inputs), "4 and 8")
-    return inputs, bits
+    possible = [bits for bits in range(1, 9) if -(-inputs * bits // 32) == words]
+    if scheme is not None:
+        possible = [scheme.bits] if scheme.bits in possible or scheme.bits not in (4, 8) else []
+    if len(possible) != 1 or possible[0] not in (4, 8):
+        found = possible or 32 * words / max(1, inputs)
+        refuse_setting(PackedIntegers.name, f"bits of {key}", found, "4 and 8")
+    return inputs, possible[0]

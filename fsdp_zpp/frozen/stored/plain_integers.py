@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .compressed_config import Scheme, as_stated
 from .format import Parts, StoredFormat, StoredTensors, refuse_misfit
-from .headers import float_dtype, matrix, rows_of, scale_groups
+from .headers import float_dtype, matrix, refuse_zero_points, rows_of, scale_groups
 from .packed_codes import scale_codes
 from .records import Field, RecordLayout
 
@@ -40,14 +41,18 @@ class PlainIntegers(StoredFormat):
         if config.get("quant_method") != "compressed-tensors":
             return {}
         keys = [key for key in tensors if key.endswith(".weight") and tensors.dtype(key) == torch.int8]
-        return {key: cls._of(key, tensors) for key in keys}
+        return {key: as_stated(config, key, "int", partial(cls._of, key, tensors)) for key in keys}
 
     @classmethod
-    def _of(cls, weight: str, tensors: StoredTensors) -> PlainIntegers:
+    def _of(cls, weight: str, tensors: StoredTensors, scheme: Scheme | None) -> PlainIntegers:
         keys = {"codes": weight, "scale": f"{weight}_scale", "zero_point": f"{weight}_zero_point"}
         out, inputs = matrix(tensors, weight, torch.int8)
-        groups = scale_groups(keys["scale"], out, inputs, tensors)
+        groups = scale_groups(keys["scale"], out, inputs, tensors, scheme)
+        if inputs % groups:
+            refuse_misfit(keys["scale"], f"{groups} groups", f"a number that divides {inputs} inputs")
         if keys["zero_point"] not in tensors:
+            if scheme is not None and not scheme.symmetric:
+                refuse_misfit(keys["zero_point"], "missing", "zero points, since config.json says it is not symmetric")
             del keys["zero_point"]
         elif (tensors.shape(keys["zero_point"]), tensors.dtype(keys["zero_point"])) != (
             tensors.shape(keys["scale"]),
@@ -55,6 +60,8 @@ class PlainIntegers(StoredFormat):
         ):
             found = f"{tensors.dtype(keys['zero_point'])} {tensors.shape(keys['zero_point'])}"
             refuse_misfit(keys["zero_point"], found, f"int8 {tensors.shape(keys['scale'])}")
+        elif scheme is not None and scheme.symmetric:
+            refuse_zero_points(keys["zero_point"], tensors)
         dtype = float_dtype(tensors, keys["scale"])
         return cls(torch.Size((out, inputs)), dtype, keys, dtype, groups)
 
