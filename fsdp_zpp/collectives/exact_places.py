@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsdp_zpp.codecs.base import Codec
 
-from .flat_layout import FlatLayout, Recent
+from .flat_layout import FlatLayout, keep_recent
 from .mesh import ProcessMesh
 
 SMALLEST = 128
@@ -87,17 +87,18 @@ class PlacesInChunks:
         self._codecs = [codec for codec in codecs if codec is not None]
         self._nodes, self._gpus = mesh.topology.nodes, mesh.topology.gpus_per_node
         self._node, self._local = divmod(mesh.rank, self._gpus)
-        self._computed: Recent[int, _Computed] = Recent()
+        self._computed: dict[int, _Computed] = {}  # by the layout's id, of the last few
 
     def _cached(
         self, layout: FlatLayout | None, numel: int, which: str, device: torch.device, rows: Callable[[], _Rows]
     ) -> ExactPlaces | None:
         if layout is None or not (layout.exact or layout.boundaries) or not numel:
             return None
-        computed = self._computed.get(id(layout), lambda: _Computed(layout)).places
-        entry = computed.get((which, numel))
+        computed = self._computed.get(id(layout)) or keep_recent(self._computed, id(layout), _Computed(layout))
+        entry = computed.places.get((which, numel))
         if entry is None or entry[0] != device:
-            entry = computed[which, numel] = device, _places(layout, numel, rows(), device, self._block())
+            entry = device, _places(layout, numel, rows(), device, self._block())
+            computed.places[which, numel] = entry
         return entry[1]
 
     def _block(self) -> int:

@@ -7,21 +7,24 @@ each such tensor carries its layout, and is translated when it meets a tensor of
 layout lacks are kept apart, or the layout is widened to hold them.
 
 Every step may use other parameters: one of several heads, other experts. So what is derived from a layout is kept for
-the last few of them alone (:class:`Recent`).
+the last few of them alone (:func:`keep_recent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+MOST_KEPT = 4
+"""Layouts for which what is derived from them is kept."""
 
 
 class Piece(NamedTuple):
@@ -168,45 +171,16 @@ def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...
     return tuple(start for (_, before), (start, after) in pairs if before != after)
 
 
-class Recent(Generic[K, V]):
-    """What was made for the last few keys; anything older is made anew when it is asked for.
+def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
+    """Add ``value`` to what is kept for the last few keys, and return it; what was added first makes room.
 
-    Args:
-        limit: How many values are kept. A few tasks or heads in turn find theirs; of experts, hardly any two steps use
-            the same, and what is kept takes memory of the device.
+    A few tasks or heads in turn find theirs again. Of experts, hardly any two steps use the same, and what is kept for
+    them takes memory of the device.
     """
-
-    def __init__(self, limit: int = 4) -> None:
-        self._limit = limit
-        self._values: dict[K, V] = {}  # the one asked for last is the last one
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of ``key``, which ``make`` makes if it is not kept."""
-        values = self._values
-        if key in values:
-            values[key] = value = values.pop(key)
-        else:
-            self.set(key, value := make())
-        return value
-
-    def peek(self, key: K) -> V | None:
-        """Return the value of ``key``, if it is kept, without counting this as use."""
-        return self._values.get(key)
-
-    def set(self, key: K, value: V) -> None:
-        """Keep ``value``, in place of the one that was asked for or set least recently."""
-        values = self._values
-        values.pop(key, None)
-        if len(values) >= self._limit:
-            del values[next(iter(values))]
-        values[key] = value
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self._values.clear()
-
-    def __len__(self) -> int:
-        return len(self._values)
+    if len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = value
+    return value
 
 
 NO_PARAMETERS = FlatLayout.dense(())

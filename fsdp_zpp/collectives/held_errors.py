@@ -64,7 +64,7 @@ class Extent:
             (chunk, max(start - first, 0), min(stop - first, self.numel))
             for start, stop in self.layout.runs(names)
             for chunk, first in enumerate(firsts)
-            if start < first + self.numel and first < stop
+            if max(start, first) < min(stop, first + self.numel)
         ]
         if not runs:
             return None
@@ -211,7 +211,8 @@ class HeldErrors:
         layout = self.codec.layout
         blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
         scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
-        doubled = torch.ldexp(was, torch.log2(scales / was).ceil().clamp(min=0))
+        times = torch.log2(scales / was).nan_to_num(0, 0, 0).ceil().clamp(min=0).int()
+        doubled = (was.view(torch.int32) + (times << 23)).view(torch.float32)  # in the exponent, so that it is exact
         scales.copy_(torch.where(blocks[1].any(-1), doubled, scales))
         codes = (blocks[0] / scales.unsqueeze(-1)).nan_to_num().round().to(torch.int8)
         layout.codes(self.state, numel).copy_(codes.view(chunks, -1)[:, :numel].view(torch.uint8))

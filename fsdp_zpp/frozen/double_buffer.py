@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_zpp.collectives.flat_layout import Recent
+from fsdp_zpp.collectives.flat_layout import keep_recent
 from fsdp_zpp.collectives.hops import labelled
 from fsdp_zpp.collectives.streams import SideStream, record_event, wait_for
 
@@ -86,7 +86,7 @@ class DoubleBuffer:
         self._previous: Gathered | None = None
         # What came after two units in a row, by the second and the first. Where ever other units come before one, as
         # before experts, few of the pairs come again: the last few are kept.
-        self._next: dict[Gathered, Recent[Gathered, Gathered]] = {}
+        self._next: dict[Gathered, dict[Gathered, Gathered]] = {}
         self._stream = SideStream()
 
     def get(self, unit: Gathered) -> Sequence[Tensor]:
@@ -113,13 +113,15 @@ class DoubleBuffer:
         before, last = self._previous, self._current.unit
         if last is not None:
             if before is not None:
-                self._next.setdefault(last, Recent()).set(before, unit)
+                followers = self._next.setdefault(last, {})
+                if followers.get(before) is not unit:
+                    followers.pop(before, None)
+                    keep_recent(followers, before, unit)
             self._previous = last
         if self._other.unit is not unit:
             self._gather(unit, self._other)
         self._current, self._other = self._other, self._current
-        followers = self._next.get(unit)
-        expected = None if last is None or followers is None else followers.peek(last)
+        expected = None if last is None else self._next.get(unit, {}).get(last)
         # Where forward turns into backward, the unit that is expected is the last one, and still gathered.
         if expected is not None and expected is not self._other.unit:
             with labelled("prefetch", expected.label):

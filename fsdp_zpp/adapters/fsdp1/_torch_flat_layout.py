@@ -8,7 +8,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.adapters._torch_mesh import sharded_along
 from fsdp_zpp.collectives.exact_places import sent_exactly
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece, Recent, boundaries_between
+from fsdp_zpp.collectives.flat_layout import FlatLayout, Piece, boundaries_between, keep_recent
 
 
 class FlatParameterLayout:
@@ -21,7 +21,7 @@ class FlatParameterLayout:
     def __init__(self, instance: FullyShardedDataParallel) -> None:
         self._instance = instance
         self._whole: FlatLayout | None = None
-        self._of_trained: Recent[tuple[int, tuple[bool, ...]], FlatLayout] = Recent()
+        self._of_trained: dict[tuple[int, tuple[bool, ...]], FlatLayout] = {}  # the last few
 
     def whole(self, numel: int) -> FlatLayout:
         """Return the layout of all parameters in a tensor of ``numel`` values, padding included."""
@@ -33,7 +33,10 @@ class FlatParameterLayout:
     def trained(self, numel: int) -> FlatLayout:
         """Return the layout of the trained parameters alone; a flat gradient has the frozen ones in it as well."""
         flags = tuple([parameter.requires_grad for parameter in self._flat_param._params or ()])
-        return self._of_trained.get((numel, flags), lambda: _layout(self._flat_param, numel, flags))
+        layout = self._of_trained.get((numel, flags))
+        if layout is None:
+            layout = keep_recent(self._of_trained, (numel, flags), _layout(self._flat_param, numel, flags))
+        return layout
 
     def around(self, shard: Tensor) -> tuple[FlatLayout, int]:
         """Return the layout of all parameters, and where this rank's shard begins in it."""

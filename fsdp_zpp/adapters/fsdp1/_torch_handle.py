@@ -160,7 +160,8 @@ class StrategyHandle(FlatParamHandle):
         elif self._training_state == HandleTrainingState.BACKWARD_PRE and self.views.show_forward_views():
             return
         super()._use_unsharded_views(as_params)
-        if not as_params:
+        current = self.gradients.unit.reductions.current
+        if not as_params and current is not None and current.errors is not None:
             self.gradients.watch_use()
 
     # ---- the memory of what is gathered

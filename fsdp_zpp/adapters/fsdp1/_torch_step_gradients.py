@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +96,6 @@ class StepGradients:
 
         The gradient of a flat parameter does not tell: it has zeros for a parameter that was not used.
         """
-        if self.unit.errors is None:
-            return
         flat_param = self.handle.flat_param
         name, module, _ = flat_param._param_infos[0]
         node = getattr(module, name).grad_fn
@@ -103,15 +104,8 @@ class StepGradients:
         # All views are of one split of the flat parameter, whose gradient accumulates after that node.
         while (before := node.next_functions[0][0]).next_functions:
             node = before
-        node.register_prehook(self._note_use)
-
-    def _note_use(self, gradients: tuple[Tensor | None, ...]) -> None:
-        place = 0
-        for gradient, is_padding in zip(gradients, self.handle.flat_param._is_padding_mask, strict=True):
-            if not is_padding:
-                if gradient is not None:
-                    self.used.add(place)
-                place += 1
+        # The views keep the node, and this object keeps the views, so the node must not keep this object.
+        node.register_prehook(functools.partial(_note_use, self.used, flat_param._is_padding_mask))
 
     # ---- before the last micro-batch
 
@@ -165,7 +159,7 @@ class StepGradients:
             return  # a node of one rank that trains on its own
         out_or_gradient = gradient if out is None else out
         layout, idle = self._layout_in(gradient), []
-        if self.unit.errors is not None:
+        if self.unit.reductions.current.errors is not None:
             idle = [piece.name for piece in layout.pieces if piece.order not in self.used]
         self.unit.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle).finish()
         if out is None:
@@ -237,6 +231,12 @@ class StepGradients:
         if synchronized:
             self.took_part = self.is_used = False
             self.used.clear()
+
+
+def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tensor | None, ...]) -> None:
+    """Note which parts of a flat parameter have gradients; those that are padding are not counted."""
+    of_parameters = compress(gradients, map(operator.not_, is_padding))
+    used.update(place for place, gradient in enumerate(of_parameters) if gradient is not None)
 
 
 def shard_gradients_in_constant_time() -> None:

@@ -106,8 +106,10 @@ class WatchedState(FSDPState):
         else:
             for gradients in watch.order.remaining():
                 gradients.reduce_micro_batch()
-        if synchronized and (shared := [group.gradients for group in watch.groups if group.gradients.use.is_uneven]):
-            _drop_unused(shared)
+        if synchronized:
+            shared = [each for group in watch.groups if (each := group.gradients).use.took_part or each.use.has_errors]
+            if shared:
+                _drop_unused(shared)
         for group, is_last in zip(watch.groups, last, strict=True):
             group.gradients.end_backward(synchronized and is_last)
             guard = group.weights.staleness_guard

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_zpp.collectives.arriving_gradients import ArrivingGradients
-from fsdp_zpp.collectives.flat_layout import FlatLayout, Recent
+from fsdp_zpp.collectives.flat_layout import FlatLayout, keep_recent
 from fsdp_zpp.collectives.reduction_order import ReductionOrder
 from fsdp_zpp.collectives.streams import keep_until_read
 from fsdp_zpp.runtime.unit import StrategyUnit
@@ -46,7 +46,7 @@ class StepGradients:
         use: The parameters that the step uses.
         order: The order in which groups reduce; set before the first forward.
         arriving: The model's optimizers in the backward that wait for gradients; likewise.
-        layouts: Where parameters lie in a gradient, by the parameters that it consists of.
+        layouts: Where parameters lie in a gradient, by the last few sets of parameters that it consisted of.
     """
 
     order: ReductionOrder[StepGradients]
@@ -63,7 +63,7 @@ class StepGradients:
             self.comm = StrategyReduceScatter(unit, group)
             self._all_reduce_hook = self.comm.finish if unit.reductions.have_two_hops else None
         self.use = ParameterUse(group, unit)
-        self.layouts: Recent[tuple[FSDPParam, ...], FlatLayout] = Recent()
+        self.layouts: dict[tuple[FSDPParam, ...], FlatLayout] = {}
         self._reduced = False
 
     @property
@@ -174,10 +174,11 @@ class StepGradients:
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         # Where torch reduces what is not used, all ranks do, whatever this one has.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
-        has_errors, fills = self.unit.errors is not None, False
-        if self.unit.reductions.current is not None:
+        current, fills = self.unit.reductions.current, False
+        use.has_errors = current is not None and current.errors is not None
+        if current is not None:
             # Errors that are fed back have the layout of the whole group's gradient, so that must not change.
-            fills = use.took_part or (reduces and has_errors)
+            fills = use.took_part or (reduces and use.has_errors)
         if fills:
             use.fill_missing(params)
         if takes_unused:
@@ -185,7 +186,7 @@ class StepGradients:
         elif fills:
             reduced = _with_gradient(params)
         if self.comm is not None:
-            self.comm.layout, self.comm.idle = self._layout_of(reduced), use.idle() if has_errors else ()
+            self.comm.layout, self.comm.idle = self._layout_of(reduced), use.idle() if use.has_errors else ()
         if reduces:
             self.order.synchronized.append(self)
         with (
@@ -217,13 +218,15 @@ class StepGradients:
 
     def _layout_of(self, params: Sequence[FSDPParam]) -> FlatLayout:
         """Return where ``params`` lie in a gradient that consists of their gradients."""
-        return self.layouts.get(tuple(params), lambda: self._make_layout(params))
-
-    def _make_layout(self, params: Sequence[FSDPParam]) -> FlatLayout:
-        group = self._group
-        order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
-        places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
-        return layout_of(group, params, [places[id(param)] for param in params])
+        key = tuple(params)
+        layout = self.layouts.get(key)
+        if layout is None:
+            group = self._group
+            order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
+            places = {id(group.fsdp_params[index]): place for place, index in enumerate(order)}
+            made = layout_of(group, params, [places[id(param)] for param in params])
+            layout = keep_recent(self.layouts, key, made)
+        return layout
 
     # ---- the end of a backward or of a step
 

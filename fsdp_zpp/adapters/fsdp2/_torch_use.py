@@ -43,6 +43,7 @@ class ParameterUse:
 
     Attributes:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
+        has_errors: Whether the last micro-batch feeds errors back.
         unused: The parameters that this rank has not used, by id.
         reduced: The parameters that the last micro-batch of the step reduces.
     """
@@ -50,6 +51,7 @@ class ParameterUse:
     group: FSDPParamGroup
     unit: StrategyUnit
     took_part: bool = False
+    has_errors: bool = False
     reduced: list[FSDPParam] = field(default_factory=list)
     unused: dict[int, UnusedParameter] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
@@ -112,11 +114,6 @@ class ParameterUse:
         return [param._param_fqn or "" for param in self.reduced if id(param) not in self._used]
 
     # ---- after the backward
-
-    @property
-    def is_uneven(self) -> bool:
-        """Tell whether ranks may have reduced parameters that none of them has used; the same on all ranks."""
-        return self.took_part or self.unit.errors is not None
 
     def in_step(self) -> list[bool]:
         """Return, for each reduced parameter, whether this rank has used it; an empty list if ranks need not agree."""
