@@ -1,8 +1,8 @@
 """Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
 
 torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, nor
-those of fused optimizers and, to DTensors, of ``torch._foreach_*``. With FSDP_ZPP_CHECK=1 a version is a fingerprint of
-what the shards hold instead, and so differs after any write.
+those of fused optimizers, of some ``torch._foreach_*`` on GPUs and, to DTensors, of most of them on CPUs. With
+FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any write.
 """
 
 from __future__ import annotations
