@@ -1,12 +1,13 @@
 """Private names of torch: which writes to a shard torch counts, and whether it is still in the same memory.
 
 torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, nor
-those of fused optimizers and, to DTensors, of ``torch._foreach_*``. With FSDP_ZPP_CHECK=1 a version is a fingerprint of
-what the shards hold instead, and so differs after any write.
+those of fused optimizers, of some ``torch._foreach_*`` on GPUs and, to DTensors, of most of them on CPUs. With
+FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any write.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
 
@@ -15,9 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_zpp.collectives.fingerprint import compares_contents, fingerprint
+from fsdp_zpp.collectives.fingerprint import fingerprint
 
 _version_of = attrgetter("_version")
+
+CHECK = "FSDP_ZPP_CHECK"
+"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
 
 
 class ShardVersion:
@@ -25,10 +29,13 @@ class ShardVersion:
 
     Each new tensor counts its writes from zero, and an allocator reuses addresses, so counts and addresses alone could
     agree by chance. Weak references to the storages keep their identities from reuse without keeping their memory.
+
+    Attributes:
+        of_contents: Whether they are fingerprints of what the shards hold.
     """
 
     def __init__(self) -> None:
-        self._of_contents = compares_contents()
+        self.of_contents = os.environ.get(CHECK, "") not in ("", "0")
         self._storages: list[int] = []
         self._references: list[StorageWeakRef] = []
         self._moves = 0
@@ -40,7 +47,7 @@ class ShardVersion:
             memory: The gathered tensors, except subclasses without a storage of their own.
             counted: These, and the tensors through which users and optimizers write to them.
         """
-        if self._of_contents:
+        if self.of_contents:
             # Of what is counted, DTensors hold what is in the memory; other subclasses are not in it.
             subclasses = (
                 each for each in counted if not isinstance(each, DTensor) and is_traceable_wrapper_subclass(each)

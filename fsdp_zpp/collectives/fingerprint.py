@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-CHECK = "FSDP_ZPP_CHECK"
-"""The environment variable that has what gathers reuse compared with the shards; see the docs of secondary shards."""
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a value has."""
-
-
-def compares_contents() -> bool:
-    """Return whether versions of shards are to be fingerprints, as the environment says."""
-    return os.environ.get(CHECK, "") not in ("", "0")
 
 
 def fingerprint(shard: Tensor) -> str:

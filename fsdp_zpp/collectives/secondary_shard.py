@@ -84,6 +84,9 @@ class ShardSource(Protocol):
     def shard_version(self) -> Hashable:
         """Return a value that changes with each write to the shard that torch counts, and when it moves."""
 
+    def compares_contents(self) -> bool:
+        """Return whether versions of the shard are fingerprints, which differ after any write."""
+
     def keeps_gathered(self) -> bool:
         """Return whether a gather has left unsharded weights that the next one would put to use again."""
 

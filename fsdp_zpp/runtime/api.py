@@ -40,14 +40,15 @@ def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
     These declare it by themselves: a backward that synchronizes gradients, a step of a torch optimizer, its ``train()``
-    and ``eval()`` if it has them (schedule-free optimizers do), ``load_state_dict``, and
-    ``summon_full_params(writeback=True)``. The first three concern only weights that were ever trained or given to an
-    optimizer. After any other write to the weights, call this before the next forward, so that the weights are gathered
-    between nodes again: clipping, averaging, ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called by
-    themselves, a teacher's moving average, ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts
-    some of these writes, which then raise a ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A
-    forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in a hook,
-    say), call this before the forward reaches the unit that was written to.
+    and ``eval()`` if it has them (schedule-free optimizers do), ``load_state_dict``,
+    ``torch.distributed.checkpoint.load`` on all ranks, and ``summon_full_params(writeback=True)``. The first three
+    concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
+    this before the next forward, so that the weights are gathered between nodes again: clipping, averaging,
+    ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called by themselves, a teacher's moving average,
+    ``eval()`` and ``train()`` of optimizers that are not torch's. torch counts some of these writes, which then raise a
+    ``StaleSecondaryError``; with ``FSDP_ZPP_CHECK=1`` all of them do. A forward sends the weights of all units as soon
+    as it needs the first, so after a write within a forward (in a hook, say), call this before the forward reaches the
+    unit that was written to.
 
     Args:
         model: A model wrapped with a ``Strategy``, or a part of one.

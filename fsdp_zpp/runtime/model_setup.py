@@ -127,10 +127,10 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
 
 def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> None:
     """Under FSDP_ZPP_CHECK, raise on every rank before a forward that would reuse weights written to on any."""
-    checked = [unit for unit in units if unit.compares_contents and unit.keeps_weights]
+    gathers = [unit.gather for unit in units if unit.gather is not None and unit.keeps_weights]
+    gathers = [gather for gather in gathers if (of := gather.secondary.source) is not None and of.compares_contents()]
 
     def before_forward(root: nn.Module, inputs: object) -> None:
-        gathers = [unit.gather for unit in checked if unit.gather is not None]
         outdated = {gather.label for gather in gathers if gather.secondary.is_outdated}
         # The smallest first, so that what is known of some units inside a node reaches all ranks of the others.
         for group in sorted({gather.group: None for gather in gathers if gather.group}, key=dist.get_world_size):
@@ -139,7 +139,7 @@ def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> No
             if gather.label in outdated:
                 gather.secondary.raise_written()
 
-    if checked:
+    if gathers:
         root.register_forward_pre_hook(torch.compiler.disable(before_forward), prepend=True)
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
 from fsdp_zpp.collectives.error_state import ErrorFeedbackState
-from fsdp_zpp.collectives.fingerprint import compares_contents
 from fsdp_zpp.collectives.gradient_reduce import GradientReduce
 from fsdp_zpp.collectives.hops import Traffic
 from fsdp_zpp.collectives.mesh import ProcessMesh, as_launched, with_own_hop
@@ -156,7 +155,6 @@ class StrategyUnit:
         sharded: What FSDP has sharded of it.
         loads: Number of times that weights were loaded from a state dict.
         loaded_state: Its codec state from a checkpoint, until the next forward.
-        compares_contents: Whether what gathers reuse is compared with what the shards hold.
     """
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
@@ -178,7 +176,6 @@ class StrategyUnit:
         self.local_training: LocalTraining | None = None
         self.share: NodeShare | None = None
         self.fragment = None if local_steps is None else self._make_fragment(local_steps)
-        self.compares_contents = compares_contents()
         hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:

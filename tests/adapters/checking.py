@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdp_zpp.collectives.fingerprint import CHECK
+from fsdp_zpp.adapters._torch_shard_version import CHECK
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from harness.covering import ADAPTERS, over_each, over_pairs
 from harness.fsdp1 import Fsdp1
 from harness.fsdp2 import Fsdp2
 from harness.launch import ROOT
-from harness.pool import Pool
+from harness.pool import Pool, device_type
 from harness.training import logits, train
 from local_nodes import this_node
 from torch import Tensor
@@ -180,9 +180,9 @@ def halve_all(tensors: list[Any]) -> None:
     torch._foreach_mul_([tensor for tensor in tensors if local(tensor).numel()], 0.5)
 
 
-def interpolate(model: Any) -> None:
-    parameters = [p for p in model.parameters() if local(p).numel()]
-    torch._foreach_lerp_(parameters, [torch.zeros_like(p) for p in parameters], 0.5)
+def interpolate(tensors: list[Any]) -> None:
+    held = [tensor for tensor in tensors if local(tensor).numel()]
+    torch._foreach_lerp_(held, [torch.zeros_like(tensor) for tensor in held], 0.5)
 
 
 def load_checkpoint(model: Any, loads: Callable[[dict[str, Any], str], None]) -> None:
@@ -265,9 +265,14 @@ ROWS: dict[str, list[Way]] = {
         lambda model: halve([local(p) for p in parameters(model)]),
     ],
     "`torch._foreach_mul_` on `p.to_local()`": [lambda model: halve_all([local(p) for p in parameters(model)])],
-    "`torch._foreach_mul_`, `torch._foreach_lerp_` on parameters": [
+    "on CPUs: `torch._foreach_mul_`, `torch._foreach_lerp_` on parameters": [
         lambda model: halve_all(parameters(model)),
-        interpolate,
+        lambda model: interpolate(parameters(model)),
+    ],
+    "on GPUs: `torch._foreach_mul_` on parameters": [lambda model: halve_all(parameters(model))],
+    "on GPUs: `torch._foreach_lerp_` on parameters or `p.to_local()`": [
+        lambda model: interpolate(parameters(model)),
+        lambda model: interpolate([local(p) for p in parameters(model)]),
     ],
     "`p.data.mul_()`": [lambda model: halve([p.data for p in parameters(model)])],
     "`p.data.to_local().mul_()`": [lambda model: halve([local(p.data) for p in parameters(model)])],
@@ -283,7 +288,8 @@ ROWS: dict[str, list[Way]] = {
         lambda model: halve([local(value) for value in model.state_dict(keep_vars=True).values()]),
     ],
     "`torch._foreach_mul_` on `value.to_local()`": [lambda model: halve_all([local(value) for value in values(model)])],
-    "`torch._foreach_mul_` on values": [lambda model: halve_all(values(model)[1::2])],
+    "on CPUs: `torch._foreach_mul_` on values": [lambda model: halve_all(values(model)[1::2])],
+    "on GPUs: `torch._foreach_mul_` on values": [lambda model: halve_all(values(model)[1::2])],
     "`value.data.mul_()`, `value.detach().to_local().mul_()`": [
         lambda model: halve([value.data for value in values(model)]),
         lambda model: halve([local(value.detach()) for value in values(model)]),
@@ -318,6 +324,8 @@ def outcomes(adapter: Adapter, row: str, strategy: Strategy) -> list[str]:
 PAGE = (ROOT / "docs/concepts/secondary-shard.md").read_text()
 TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.split("| Write |")[1].splitlines()[2:]]
 LINES = {row[0]: row[1:] for row in TABLE[: next(i for i, row in enumerate(TABLE) if len(row) < 3)]}
+ELSEWHERE = "on CPUs" if device_type() == "cuda" else "on GPUs"
+HERE = {name: ways for name, ways in ROWS.items() if not name.startswith(ELSEWHERE)}
 COLUMNS = {"fsdp1": (Fsdp1(mesh=True), 0), "fsdp2": (Fsdp2(), 1)}
 
 
@@ -325,7 +333,7 @@ def test_the_table_has_the_rows_that_are_measured() -> None:
     assert LINES.keys() == ROWS.keys()
 
 
-@over_pairs(column=COLUMNS, row=ROWS, strategy={name: STRATEGIES[name] for name in ("IGG", "zeropp")})
+@over_pairs(column=COLUMNS, row=HERE, strategy={name: STRATEGIES[name] for name in ("IGG", "zeropp")})
 def test_what_comes_of_a_write_is_in_the_table(
     pool: Callable[[int], Pool], column: tuple[Adapter, int], row: list[Way], strategy: Strategy
 ) -> None:

@@ -82,7 +82,7 @@ class StrategyHandle(FlatParamHandle):
         return unsharding
 
     def unshard(self) -> None:
-        if not self._wants_full_precision() and self.keeps_gathered():
+        if self._keeps_unsharded and not self._wants_full_precision() and self.keeps_gathered():
             assert self._gather is not None
             self._gather.secondary.check_version(self.shard_version())
         super().unshard()
@@ -223,6 +223,10 @@ class StrategyHandle(FlatParamHandle):
         """Return this rank's values, on the device to gather on."""
         shard, trained = self.flat_param._local_shard.to(self.device, non_blocking=True), self.is_trained()
         return ShardValues([shard], shard.numel(), self.shard_version(), trained)
+
+    def compares_contents(self) -> bool:
+        """Return whether versions of the shards are fingerprints, as FSDP_ZPP_CHECK asks for."""
+        return self._version.of_contents
 
     def keeps_gathered(self) -> bool:
         """Return whether unsharded weights stay that are reused if they have not changed."""

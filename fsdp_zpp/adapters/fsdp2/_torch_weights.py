@@ -130,6 +130,10 @@ class GroupWeights:
         trained = any(map(_requires_gradient, params))
         return ShardValues(shards, plan.shard_numel, self._version.of(plan.memory, plan.counted), trained)
 
+    def compares_contents(self) -> bool:
+        """Return whether versions of the shards are fingerprints, as FSDP_ZPP_CHECK asks for."""
+        return self._version.of_contents
+
     def keeps_gathered(self) -> bool:
         """Return whether unsharded weights stay that are reused if they have not changed."""
         return self.staleness_guard is not None and (self.is_kept or self._group.is_unsharded)
