@@ -173,11 +173,18 @@ def test_a_configuration_is_found_where_its_library_writes_it(checkpoints: Calla
 
 
 def test_without_a_configuration_names_and_dtypes_tell(checkpoints: Callable[[str], Path]) -> None:
-    for name in ("fp8", "nf4, nested", "int8"):
+    for name in ("nf4, nested", "int8"):
         folder = checkpoints(name)
         model = stored.empty(folder)
         (folder / "config.json").unlink()
         assert quantize_frozen_params(model, "as stored", checkpoint=folder).weights == 14
+
+
+def test_without_a_configuration_open_blocks_are_refused(checkpoints: Callable[[str], Path]) -> None:
+    folder = checkpoints("fp8")
+    model = stored.empty(folder)
+    (folder / "config.json").unlink()
+    refused(model, reading(folder, "as stored"), "nothing says which values share one of the scales of")
 
 
 def test_a_function_has_no_codes_to_keep() -> None:

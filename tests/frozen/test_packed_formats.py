@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -354,6 +354,7 @@ def test_integers_are_read_as_compressed_tensors_reads_them(
     arguments, shape, scale_shape = stated
     weights = QuantizationArgs(num_bits=bits, symmetric=symmetric, **arguments)
     scheme, format = QuantizationScheme(targets=["Linear"], weights=weights), "pack" if packed else "int"
+    assume(not packed or symmetric or shape[0] > 1)  # the owner can't unpack zero points of a single row
     codes, zeros = (random_bytes(*some, seed=seed).view(torch.int8) >> (8 - bits) for some in (shape, scale_shape))
     parts = {"weight_scale": random_scales(*scale_shape, seed=seed).bfloat16()}
     if packed:

@@ -12,8 +12,7 @@ strategy ``channel``, ``fbgemm_fp8``                   a row, or a column of a s
 strategy ``tensor``                                    a matrix, or all of a stack
 =====================================================  ==============================
 
-Shapes only have to fit that. Where the configuration says nothing, they are asked, and refused if they leave it open:
-only without a configuration, ``weight_scale_inv`` stands for DeepSeek's blocks of 128 x 128, by which it is defined.
+Shapes only have to fit that. Where the configuration says nothing, they are asked, and refused if they leave it open.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ FBGEMM_SETTINGS: Known = {**_LAYERS, **_ACTIVATIONS, "quant_method": None, "dequ
 
 Block = tuple[int | None, int | None]
 """Rows and columns that share a scale; None for all that a matrix has."""
-_DEEPSEEK: Block = (128, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +109,7 @@ class Fp8(StoredFormat):
         if config.get("quant_method") == "fbgemm_fp8" and len(shape) == 3 and tensors.shape(scale)[-1:] == (1,):
             # transformers has one shape for scales of rows, and of columns.
             refuse_misfit(scale, f"a tensor of shape {tensors.shape(scale)}", "a scale for each column of a stack")
-        by_name = None if config or not scale.endswith("_scale_inv") else _DEEPSEEK
-        block = block_of(shape, tensors.shape(scale), stated_block(config, scheme), scale, by_name)
+        block = block_of(shape, tensors.shape(scale), stated_block(config, scheme), scale)
         return cls(shape, torch.bfloat16, keys, dtype, block)
 
     @property
@@ -212,9 +209,7 @@ def stated_block(config: Mapping[str, Any], scheme: Scheme | None) -> Block | No
     return strategies[scheme.strategy]
 
 
-def block_of(
-    shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str, by_name: Block | None = None
-) -> tuple[int, int]:
+def block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
     """Return the rows and columns that share a scale.
 
     Args:
@@ -222,7 +217,6 @@ def block_of(
         scales: The shape of the scales.
         stated: The rows and columns by the configuration; None if it says nothing.
         key: The name of the scales.
-        by_name: The rows and columns where nothing is stated and shapes leave it open, by the definition of the name.
 
     Raises:
         ValueError: If the scales don't fit the weight or what the configuration states, or nothing says which they are.
@@ -233,7 +227,7 @@ def block_of(
     if grid is None or len(shape) > 3:
         refuse_misfit(key, f"a tensor of shape {scales}", f"scales for a weight of shape {tuple(shape)}")
     if stated is None:
-        block = _only_block(shape, scales, grid, key, by_name)
+        block = _only_block(shape, scales, grid, key)
     else:
         choices = [stated, (None, 1)] if stated == (1, None) and len(shape) == 3 else [stated]
         fitting = [each for each in choices if _grid_of(each, rows, columns) == grid]
@@ -262,10 +256,8 @@ def _grid_of(block: Block, rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // height), -(-columns // width)
 
 
-def _only_block(
-    shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str, by_name: Block | None
-) -> Block:
-    """Return the only block that some shapes allow, or that the name of the scales defines."""
+def _only_block(shape: torch.Size, scales: tuple[int, ...], grid: tuple[int, int], key: str) -> Block:
+    """Return the only block that some shapes allow."""
     rows, columns = shape[-2:]
     heights, widths = _sizes(rows, grid[0]), _sizes(columns, grid[1])
     if not heights or not widths:
@@ -273,8 +265,6 @@ def _only_block(
     # A vector has a scale for each row, or for each column if there are as many.
     is_open = len(scales) == len(shape) - 1 and grid[0] > 1 and (rows == columns or grid[0] != rows)
     is_open |= len(heights) > 1 or len(widths) > 1
-    if is_open and by_name is not None and _grid_of(by_name, rows, columns) == grid:
-        return by_name
     if is_open:
         raise ValueError(
             f"nothing says which values share one of the scales of {key}, {scales} for a weight of shape "
