@@ -7,6 +7,8 @@ from fsdp_zpp.torch_internals import Needed, check_needed
 
 NEEDED = (
     Needed("torch.distributed.distributed_c10d", "_process_group_name", "naming groups alike on all members"),
+    Needed("torch.distributed.tensor", "_redistribute", "redistributions that no mesh of an ended job plans"),
+    Needed("torch.distributed.tensor.DTensor", "_op_dispatcher", "operations that return no mesh of an ended job"),
     Needed("torch.distributed.distributed_c10d", "_coalescing_manager", "all-gathers that start as one collective"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled", "labels in profiles, only while one is recorded"),
     Needed("torch._C", "_current_graph_task_id", "telling whether a backward runs"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_zpp.config.topology import Topology
 
-from ._torch_group_names import named_by, next_number
+from ._torch_group_names import forget_equal_meshes, named_by_ranks
 from .launcher import launched_on_each_node
 from .rank_names import name_alike
 
@@ -91,6 +91,8 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
 
 def mesh_on(group: dist.ProcessGroup, topology: Topology, *, by_links: bool = False) -> ProcessMesh:
     """Return the mesh of ranks whose layout is known, as :func:`process_mesh` does; see :class:`ProcessMesh`."""
+    if group not in _subgroups:
+        forget_equal_meshes()  # see [Note: Names of groups] in _torch_group_names.py
     hops = _subgroups.setdefault(group, {})
     if topology.gpus_per_node not in hops:
         _destroy_orphans()
@@ -112,8 +114,8 @@ def own_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world not in _own_ranks:
-        # By its one member alone: a job has as many of these groups as ranks, and need not agree on each of them.
-        with named_by(next_number(None)):
+        # By its one member alone: a job has as many of these groups as ranks, and need not make each of them together.
+        with named_by_ranks():
             _own_ranks[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _own_ranks[world]
 
@@ -148,7 +150,7 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return another group of the same ranks, for what torch tells apart by groups. Collective at the first call."""
     if group not in _twins:
         _destroy_orphans()
-        with named_by(next_number(group)):
+        with named_by_ranks():
             _twins[group] = _made_by_members(group, [list(range(dist.get_world_size(group)))])
         name_alike(_twins[group], group)
         _remember(group, _twins[group])
@@ -171,10 +173,9 @@ def _subgroup(group: dist.ProcessGroup, partition: list[list[int]]) -> _Subgroup
         return _Whole()
     # torch has all ranks of the job make a group together, members or not. A mesh that is only a part of the job
     # (data parallel beside tensor parallel) can't have the others call that, so its ranks make it among themselves.
-    if dist.get_world_size(group) == dist.get_world_size():
-        return _made_by_all(group, partition)
-    with named_by(next_number(group)):
-        return _made_by_members(group, partition)
+    make = _made_by_all if dist.get_world_size(group) == dist.get_world_size() else _made_by_members
+    with named_by_ranks():
+        return make(group, partition)
 
 
 def _made_by_all(group: dist.ProcessGroup, partition: list[list[int]]) -> dist.ProcessGroup:
@@ -225,6 +226,8 @@ def _destroy_orphans() -> None:
     remembered = _made_of.get(world, [])
     orphans = [subgroup for parent, subgroup in remembered if not _is_registered(parent())]
     remembered[:] = [(parent, subgroup) for parent, subgroup in remembered if _is_registered(parent())]
+    if orphans:
+        forget_equal_meshes()
     for subgroup in filter(_is_registered, orphans):
         dist.destroy_process_group(subgroup)
 

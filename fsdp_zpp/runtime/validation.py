@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 
+from .packed_weights import holds_packed_values
 from .rank_layout import node_size_fact
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,21 +66,31 @@ def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, obje
     return facts | {"gpus_per_node": node_size_fact(strategy.gpus_per_node, group)}
 
 
-def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
-    """Raise if a parameter has a dtype that no codec takes.
+def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes_integers: bool = False) -> None:
+    """Raise if a parameter has a dtype that can't be sharded.
 
     Args:
         parameters: Names and parameters.
         remedy: What to do about it, for the error.
+        takes_integers: Whether FSDP gathers integers, so that packed values may be stored as such.
 
     Raises:
         TypeError: It names the parameter.
     """
     for name, parameter in parameters:
-        if parameter.dtype not in DTYPES:
-            raise TypeError(
-                f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; {remedy}"
-            )
+        if parameter.dtype in DTYPES:
+            continue
+        is_packed = holds_packed_values(parameter)
+        # bitsandbytes' layers in 8 bits read more of their parameters than FSDP keeps.
+        in_8_bits = hasattr(parameter, "CB")
+        if is_packed and takes_integers and not in_8_bits:
+            continue
+        frozen = "pass frozen= to the strategy, which takes over bitsandbytes' layers of 4096 values or more; or "
+        storage = "" if in_8_bits else "store packed values with bnb_4bit_quant_storage=torch.bfloat16; or "
+        raise TypeError(
+            f"parameter {name} is {parameter.dtype}; a Strategy shards {', '.join(map(str, DTYPES))}; "
+            f"{(storage + frozen) * is_packed}{remedy}"
+        )
 
 
 def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:

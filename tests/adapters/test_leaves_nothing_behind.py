@@ -1,4 +1,4 @@
-"""Models that are freed, jobs that restart and thousands of steps leave nothing behind."""
+"""Models that are freed, jobs that restart, thousands of steps and scripts that end leave nothing behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import functools
 import gc
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from harness.adapter import Adapter, Case
 from harness.covering import ADAPTERS, over_adapters, over_pairs
 from harness.impatient_pool import ImpatientPool
 from harness.launch import groups_of_this_rank
-from harness.pool import Pool, device_type, start_method
+from harness.pool import Pool, device_type, free_port, init_process_group, start_method
 from harness.training import logits, train
 from soak import rounds, soak
 from soak_training import STRATEGY
@@ -25,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.optim import optimizer as torch_optimizer
 
-from fsdp_zpp import Int4, LoCo, Strategy
+from fsdp_zpp import CodecState, Int4, LocalSteps, LoCo, Strategy, gathered_weights, monitor
 
 MEMORY = "resident bytes"
 HPZ = Strategy("IGG", gpus_per_node=2)
@@ -187,3 +190,63 @@ def test_process_groups_do_not_grow_with_layers(adapter: Adapter) -> None:
         pool.stop()
     assert max(first) <= 4
     assert second == [0] * 4
+
+
+def without_globals() -> None:
+    """Clear the globals of the package, as the interpreter does before it frees what is left."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "fsdp_zpp":
+            vars(module).update(dict.fromkeys(vars(module)))
+
+
+def kept_at_the_end(adapter: Adapter) -> list[Any]:
+    """What a script may still hold when it ends."""
+    kept: list[Any] = []
+    for strategy in (
+        Strategy.zeropp(gpus_per_node=1),
+        Strategy("NNN", gpus_per_node=1),
+        Strategy.mixzpp(gpus_per_node=1),
+        Strategy.diloco(gpus_per_node=1, local_steps=LocalSteps(2)),
+    ):
+        model = adapter.make(Case(frozen=strategy.frozen is not None), strategy)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        watch = monitor(model)
+        for step in range(2):
+            models.loss_of(model, models.batch(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step()
+        weights = gathered_weights(model)
+        kept += [model, optimizer, watch, CodecState(model, optimizer), weights, next(weights)]
+        kept.append(models.loss_of(model, models.batch(2, 0)))  # with a graph, whose hooks are of the model
+    return kept
+
+
+def to_the_end(rank: int, port: int, destroys: bool) -> list[Any]:
+    """The whole of a script, but for its end."""
+    init_process_group(rank, 2, port)
+    kept = [kept_at_the_end(adapter) for adapter in ADAPTERS]
+    dist.barrier()
+    if destroys:
+        dist.destroy_process_group()
+    return kept
+
+
+@pytest.mark.parametrize("freed", ["late", "with the group alive", "after the modules"])
+def test_a_script_ends_without_a_word(freed: str) -> None:
+    # Workers of a pool are ended without what the interpreter does at the end of a script.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    port = free_port()
+    script = f"import gc, {__name__} as own; kept = own.to_the_end({{}}, {port}, {freed == 'late'})"
+    if freed == "after the modules":
+        script += "; own.without_globals(); del kept; gc.collect()"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script.format(rank)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=100)
+        assert rank.returncode == 0, said
+        assert "Exception ignored" not in said, said

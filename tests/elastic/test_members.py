@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 
 from fsdp_zpp import Elastic, Int4, LoCo
 from fsdp_zpp.codecs.base import Codec
-from fsdp_zpp.collectives._torch_group_names import next_number
 from fsdp_zpp.collectives._torch_group_of_store import group_of_store
 from fsdp_zpp.collectives.decisions import Decisions
 from fsdp_zpp.collectives.elastic_outer_step import ElasticOuterStep
@@ -40,6 +39,8 @@ def port() -> int:
 
 
 STORES: list[dist.TCPStore] = []
+NUMBERS = itertools.count()
+"""Of groups, which all ranks count alike."""
 
 
 def client(port: int) -> dist.TCPStore:
@@ -132,7 +133,7 @@ def test_weights_of_nodes_make_a_weighted_mean(trained: tuple[int, ...]) -> None
 def among(ranks: Sequence[int]) -> ProcessMesh | None:
     """In a worker: some ranks as nodes of one; None on others. Collective over all."""
     # Not by new_group: on GPUs, ranks that are not in a group of gloo's would wait for its members to split NCCL's.
-    name = f"nodes of tests {next_number(dist.group.WORLD)}"
+    name = f"nodes of tests {next(NUMBERS)}"
     if dist.get_rank() not in ranks:
         return None
     store = dist.PrefixStore(name, distributed_c10d._get_default_store())

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 WIDTH = 64
 
 
-def packed_linear(seed: int, storage: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
+def packed_linear(seed: int, storage: torch.dtype = torch.bfloat16, width: int = WIDTH, **options: Any) -> nn.Module:
     """A linear layer of QLoRA's."""
     torch.manual_seed(seed)
-    values = torch.randn(WIDTH, WIDTH).bfloat16().to(models.device()) / 8
+    values = torch.randn(width, width).bfloat16().to(models.device()) / 8
     arguments: dict[str, Any] = {"quant_type": "nf4", "quant_storage": storage, "blocksize": 64} | options
     layer = bnb.nn.Linear4bit(
-        WIDTH, WIDTH, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=storage
+        width, width, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=storage
     )
     layer.weight = bnb.nn.Params4bit(values, requires_grad=False, module=layer, **arguments)
     layer.weight = layer.weight._quantize(models.device())

@@ -11,21 +11,22 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from harness import models
-from harness.adapter import Adapter
-from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.adapter import STOCK, Adapter
+from harness.covering import ADAPTERS, over_adapters, over_each, over_pairs
 from harness.links import NONE, machine
 from harness.messages import collected
 from harness.pool import Pool, device_type
 from packed_model import WIDTH, make, packed_linear, x
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
-from fsdp_zpp import NF4, Int8, Strategy, fully_shard, quantize_frozen_params
-from fsdp_zpp.adapters.fsdp2 import units
+from fsdp_zpp import NF4, Int8, Strategy, clip_grad_norm_, fully_shard, gathered_weights, quantize_frozen_params
+from fsdp_zpp.adapters.fsdp2 import units, validation
 from fsdp_zpp.frozen.modules import FrozenModule
 from fsdp_zpp.runtime.unit import named_units
 
@@ -83,9 +84,91 @@ def test_packed_weights_arrive_unchanged(
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def warned(**arguments: Any) -> list[str]:
+class Adapted(nn.Module):
+    """A packed layer with trained weights beside it, as LoRA has them."""
+
+    def __init__(self, storage: torch.dtype, width: int) -> None:
+        super().__init__()
+        self.base = packed_linear(3, storage, width)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x).float() + self.up(self.down(x))
+
+
+def losses_beside(
+    storage: torch.dtype, width: int, strategy: Any, arguments: dict[str, Any]
+) -> tuple[list[float], float]:
+    """In a worker: losses of adapters beside packed layers, some in units of their own, and what all weights sum to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted(storage, width) for _ in range(3))).to(models.device())
+    for module in (model[0].base, model[0], model[1], model):
+        torch_fully_shard(module) if strategy is STOCK else fully_shard(module, strategy=strategy, **arguments)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    losses = []
+    for step in range(3):
+        batch = torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(models.device())
+        (loss := (model(batch) - 1).square().mean()).backward()
+        clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if strategy is not STOCK:
+        assert {name: value.dtype for name, value in gathered_weights(model)} == {
+            n: v.dtype for n, v in weights.items()
+        }
+    return losses, sum(value.double().sum().item() for value in weights.values())
+
+
+STORED = {
+    **{scopes: (Strategy(scopes, gpus_per_node=2), {}) for scopes in ("GGG", "IGG", "IIG", "III", "NNG", "NNN")},
+    "one node": (Strategy(gpus_per_node=4), {}),
+    "one node, reshard 2": (Strategy(gpus_per_node=4), {"reshard_after_forward": 2}),
+    "too small to take over": (Strategy("IGG", frozen="as stored", gpus_per_node=2), {}),
+}
+
+
+@pytest.mark.parametrize("width", [64, 48])  # of which the smaller has fewer values than a strategy takes over
+@over_each(storage=[torch.uint8, torch.float32, torch.bfloat16], name=list(STORED))
+def test_adapters_train_beside_packed_layers_of_any_storage(
+    pool: Callable[[int], Pool], storage: torch.dtype, name: str, width: int
+) -> None:
+    strategy, arguments = STORED[name]
+    width = width if strategy.frozen is None else 48
+    stock = pool(4).run(losses_beside, storage, width, STOCK, {})
+    ours = pool(4).run(losses_beside, storage, width, strategy, arguments)
+    for (losses, weights), (expected, of_stock) in zip(ours, stock, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert weights == pytest.approx(of_stock, rel=1e-6)
+
+
+def refused(adapter: Adapter, kind: str, torch_takes_them: bool) -> str:
+    """In a worker: what an adapter says to integers that it can't shard."""
+    model = nn.Sequential(packed_linear(1, torch.uint8))
+    if kind == "8 bits":
+        model[0] = layer = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+        layer.weight = bnb.nn.Int8Params(torch.ones(WIDTH, WIDTH), requires_grad=False, has_fp16_weights=False)
+        layer.to(models.device())
+    with mock.patch.object(validation, "_TAKES_INTEGERS", torch_takes_them), pytest.raises(TypeError) as caught:
+        adapter.wrap(model, Strategy("IGG", gpus_per_node=2))
+    return str(caught.value)
+
+
+@over_adapters
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_integers_that_can_not_be_sharded_are_refused_with_a_remedy(
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str
+) -> None:
+    for text in pool(4).run(refused, adapter, kind, kind == "8 bits"):
+        assert "pass frozen= to the strategy" in text
+        assert ("bnb_4bit_quant_storage=torch.bfloat16" in text) == (kind == "4 bits")
+
+
+def warned(storage: torch.dtype = torch.bfloat16, **arguments: Any) -> list[str]:
     """In a worker: what a stock strategy warns of if torch is to gather packed layers."""
-    model = make()
+    model = make(storage=storage)
     units._warn_of_packed_values.cache_clear()
     with collected() as records:
         for layer in model.children():
@@ -111,6 +194,15 @@ def test_a_warning_says_that_torch_will_change_packed_values(
     assert others == [[]] * 3
     (text,) = first
     assert text.startswith("fully_shard: packed values are gathered by torch")
+
+
+def warned_of_bytes() -> list[str]:
+    """In a worker: likewise, of packed values that don't read as numbers."""
+    return warned(torch.uint8, reshard_after_forward=2)
+
+
+def test_no_warning_comes_of_bytes_which_torch_leaves_alone(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(warned_of_bytes) == [[]] * 4
 
 
 class Other(bnb.nn.Linear4bit):

@@ -269,7 +269,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Return the dtypes in which FSDP itself gathers the weights, those of a uniform group, and reduces them."""
         first = self.fsdp_params[0]
         weights = first.param_dtype or first.sharded_param.dtype
-        return weights, self._reduce_dtype or weights
+        trained = next((param for param in self.fsdp_params if param.sharded_param.requires_grad), first)
+        return weights, self._reduce_dtype or trained.param_dtype or trained.sharded_param.dtype
 
     def own_nbytes(self) -> int | None:
         """Return the bytes that torch gathers, of all ranks together, if they are of several dtypes or a format."""

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_zpp.adapters._torch_mesh import flattened, mesh_over
@@ -57,8 +57,9 @@ def make_unit(
         unit.left_unquantized |= quantize_for(
             strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
         )
-    if holds_packed and _cannot_be_encoded(named_own_parameters(modules, ignored)):  # what is left of them
-        can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments)
+    if holds_packed and (raw := _not_to_be_encoded(named_own_parameters(modules, ignored))):  # what is left of them
+        changes = any(parameter.is_floating_point() for parameter in raw)  # if torch gathers them
+        can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments, changes)
         unit.leave_weights_uncoded(in_place_of_torch=can_gather)
     unit.stock = layout.stock and unit.gather is None
     if layout.stock:
@@ -66,12 +67,12 @@ def make_unit(
     return unit, layout.stock
 
 
-def _cannot_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> bool:
-    """Return whether packed values are among the parameters, but for trained ones that encode themselves.
+def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    """Return the parameters that hold packed values, but for trained ones that encode themselves.
 
     What these send is known only when they are sharded; see ``lazy_init`` in _torch_group.py.
     """
-    return any(not (p.requires_grad and encodes_itself(p)) for p in packed(parameters).values())
+    return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
 def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:
@@ -96,13 +97,13 @@ def _unit_for(part: Part, layout: RankLayout) -> StrategyUnit:
     return unit
 
 
-def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any]) -> bool:
-    """Return whether a stock strategy can gather in place of torch; warns that torch changes packed values if not."""
+def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any], changes: bool) -> bool:
+    """Return whether a stock strategy can gather in place of torch; if not, warn where torch ``changes`` values."""
     reshard = arguments["reshard_after_forward"]
     elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
     if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
         return True
-    if ranks.rank == 0:
+    if changes and ranks.rank == 0:
         _warn_of_packed_values()
     return False
 

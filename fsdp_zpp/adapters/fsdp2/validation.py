@@ -12,11 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.runtime.packed_weights import packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
 from fsdp_zpp.runtime.validation import check_dtypes, check_exchanges, check_instance
+from fsdp_zpp.torch_internals import major_minor
 
 from .data_parallel_mesh import names_of_node
 from .sharded_by import MARK
+
+_TAKES_INTEGERS = major_minor(torch.__version__) >= (2, 13)
+"""Whether torch's ``fully_shard`` takes frozen parameters of integers; before, all had to be able to have gradients."""
+_REMEDY = "pass others in ignored_params"
 
 
 def check_arguments(
@@ -39,6 +45,8 @@ def check_arguments(
     check_strategy(strategy)
     _check_order(own)
     layout = RankLayout.of(strategy, group)
+    # Also where all is left to torch, which would say that integers can't have gradients.
+    check_dtypes(packed(own).items() if layout.stock else own, _REMEDY, takes_integers=_TAKES_INTEGERS)
     if layout.stock:
         return layout
     _check_reshard(strategy, arguments["reshard_after_forward"])
@@ -48,7 +56,6 @@ def check_arguments(
         _check_nodes(strategy, layout, arguments["mesh"], arguments["dp_mesh_dims"].shard_names)
     _check_offload(arguments.get("offload_policy"))
     _check_precision(strategy, arguments.get("mp_policy"))
-    check_dtypes(own, "pass others in ignored_params")
     if strategy.local_steps is not None:
         check_exchanges(strategy.local_steps, own)
     return layout
