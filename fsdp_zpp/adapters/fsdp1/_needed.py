@@ -48,6 +48,7 @@ NEEDED = (
     Needed(_HANDLE, "_use_orig_params", "telling whether modules show the original parameters"),
     Needed(_HANDLE, "_fully_sharded_module", "naming the module of a unit in errors"),
     Needed(_HANDLE, "_orig_param_dtype", "the dtype of the original parameters"),
+    Needed(f"{_FSDP}._common_utils", "_is_fsdp_flattened", "telling whether another unit has a parameter"),
     # ---- gathering weights
     Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
     Needed(

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.runtime.unit import StrategyUnit
 
@@ -44,6 +46,11 @@ def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, 
     """Return the modules of the parameters in the flat parameter of ``instance``, with the names there."""
     handle = instance._handle
     return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
+    return _is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter)
 
 
 def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:

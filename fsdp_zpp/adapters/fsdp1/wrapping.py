@@ -33,10 +33,12 @@ from fsdp_zpp.torch_internals import Patch, apply_patches
 from . import _torch, _torch_adoption, _torch_backward, _torch_step_gradients
 from ._torch_sharded import ShardedInstance
 from .validation import (
+    UNITS,
     check_arguments,
     check_one_group,
     check_overrides,
     group_of,
+    hold_flattened,
     ignored_parameters,
     refuse_local_state_dict,
 )
@@ -110,7 +112,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
     hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     shard_group = own_rank() if hop is None else hop
-    packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
+    # While they can be told: FSDP flattens them.
+    packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
@@ -119,7 +122,13 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
-        construct()
+        try:
+            construct()
+        except ValueError as error:
+            if (seen_from := vars(error).get("seen_from")) is not None:
+                raise seen_from(arguments["module"]) from None
+            raise
+    hold_flattened(module, arguments, sites)
     if packed and packed & _torch_adoption.flattened_sites(module):
         unit.leave_weights_uncoded()
     if strategy.overrides:

@@ -17,6 +17,7 @@ from fsdp_zpp.runtime.lifecycle import weights_moved
 from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.overrides import strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
+from fsdp_zpp.runtime.shared_parameters import hold
 from fsdp_zpp.runtime.unit import attach
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
 from fsdp_zpp.torch_internals import Patch, apply_patches
@@ -27,7 +28,7 @@ from .clipping import explain_clipping_errors
 from .data_parallel_mesh import read_mesh
 from .parts import Part, split
 from .units import make_unit
-from .validation import check_strategy, named_own_parameters
+from .validation import UNITS, check_strategy, named_own_parameters, refuse_shared
 
 
 @overload
@@ -95,7 +96,7 @@ def fully_shard(
     if not dist.is_initialized():
         check_strategy(strategy)
     parts, holds_packed = _agreed_parts(modules, strategy, passed_on)
-    units, stock = [], []
+    units, stock, sites = [], [], UNITS.sites(modules)
     for part in parts:
         others = [parameter for other in parts if other is not part for _, parameter in other.own]
         unit, is_stock = make_unit(part, modules, holds_packed, others)
@@ -117,6 +118,11 @@ def fully_shard(
         if group is not None or is_stock:  # else the modules have no parameters of this part
             for each in modules:
                 attach(each, unit, path)
+    sharded_here = {id(parameter) for part in parts for _, parameter in part.own}
+    for (owner, own_name), (name, parameter) in sites.items():
+        # A quantized weight is no parameter any more: units may share it.
+        if id(parameter) in sharded_here and own_name in owner._parameters:
+            hold((owner, own_name), name, parameter, model_name(modules[0]))
     return sharded
 
 
@@ -166,8 +172,10 @@ def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[
     facts = strategy_facts(over.strategy, over.group) if over.compared else {}
     facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
     facts |= {"overrides": overrides, "shard_placement_fn": arguments.get("shard_placement_fn") is not None}
-    held = packed(own)
+    held, shared = packed(own), UNITS.find_shared(modules, arguments.get("ignored_params") or ())
+    facts |= {} if shared is None else {"shared": shared.name}
     check_agreement(ranks, call, facts | packed_facts(held) | parameter_facts(own))
+    refuse_shared(shared, modules, call)
     whole = Part(over, own, arguments)
     is_split = isinstance(strategy, Strategy) and (overrides or arguments.get("shard_placement_fn") is not None)
     return split(modules, strategy, whole, given) if is_split else [whole], bool(held)
