@@ -104,6 +104,8 @@ NEEDED = (
     Needed(_HANDLE, "prepare_gradient_for_backward", "adding to gradients of earlier backwards"),
     Needed(_HANDLE, "_use_sharded_grad_views _reset_is_grad_none", "showing the gradients of original parameters"),
     Needed(_FLAT, "_saved_grad_shard _unpadded_unsharded_size", "the accumulated gradient of a unit"),
+    # ---- torch.compile
+    Needed(_INSTANCE, "_is_root", "telling that a whole model is compiled"),
     # ---- state of optimizers
     Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
     Needed(_INSTANCE, "_optim_state_dict_to_load_impl", "loading optimizer states from rank 0 alone"),

@@ -31,6 +31,7 @@ from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward, _torch_step_gradients
+from ._torch_compile import refuse_whole_graphs
 from ._torch_sharded import ShardedInstance
 from .validation import (
     UNITS,
@@ -142,6 +143,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
     attach(module, unit)
+    refuse_whole_graphs(module)
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
