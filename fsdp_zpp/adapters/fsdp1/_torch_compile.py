@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 _REASON = (
     "torch.compile can't compile a whole FullyShardedDataParallel with a Strategy: its graphs do not see where weights "
-    "are gathered; compile each layer before you wrap the model, layer.compile(), and pass use_orig_params=True; or use "
-    "fully_shard"
+    "are gathered; compile each layer before you wrap the model, layer.compile(), and pass use_orig_params=True, or "
+    "use fully_shard"
 )
 
 
@@ -25,7 +25,7 @@ def refuse_whole_graphs(instance: FullyShardedDataParallel) -> None:
 
     # A call that Dynamo leaves out of its graphs: an exception in a frame that it traces would have it run the frame
     # anew, without a graph. With fullgraph=True it raises an error with the reason.
-    @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_REASON)
     def refuse(unused: Tensor) -> None:
         if not is_inner():
             raise RuntimeError(_REASON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
+from fsdp_zpp.frozen.hugging_face.patches import guard_sharded
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime._torch_flat_parts import copy_replaced
@@ -144,6 +146,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         module.register_state_dict_pre_hook(refuse_local_state_dict)
     attach(module, unit)
     refuse_whole_graphs(module)
+    guard_sharded(module.module, functools.partial(_torch_adoption.has_shards, module))
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 from fsdp_zpp.collectives.agreement import check_agreement, parameter_facts
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen
+from fsdp_zpp.frozen.hugging_face.patches import guard_sharded
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import weights_moved
 from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
@@ -28,7 +29,7 @@ from .clipping import explain_clipping_errors
 from .data_parallel_mesh import read_mesh
 from .parts import Part, split
 from .units import make_unit
-from .validation import UNITS, check_strategy, named_own_parameters, refuse_shared
+from .validation import UNITS, check_strategy, has_shards, named_own_parameters, refuse_shared
 
 
 @overload
@@ -123,6 +124,8 @@ def fully_shard(
         # A quantized weight is no parameter any more: units may share it.
         if id(parameter) in sharded_here and own_name in owner._parameters:
             hold((owner, own_name), name, parameter, model_name(modules[0]))
+    for each in modules:
+        guard_sharded(each, has_shards)
     return sharded
 
 

@@ -85,6 +85,11 @@ def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) ->
     )
 
 
+def has_shards(module: nn.Module) -> bool:
+    """Return whether a parameter is a DTensor, which no library of files writes, be it whole on each rank."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
 def check_strategy(strategy: object) -> None:
     """Raise a TypeError unless ``strategy`` is a :class:`Strategy`."""
     if not isinstance(strategy, Strategy):
