@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.shared_parameters import hold
 from fsdp_zpp.runtime.unit import attach
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
+from fsdp_zpp.suggestions import check_keywords
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward
@@ -94,6 +96,7 @@ def fully_shard(
     """
     passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_keywords("fully_shard", arguments, ["strategy", *inspect.signature(torch_fully_shard).parameters])
     if not dist.is_initialized():
         check_strategy(strategy)
     parts, holds_packed = _agreed_parts(modules, strategy, passed_on)
