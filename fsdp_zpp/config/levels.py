@@ -37,6 +37,8 @@ _OF_TORCH = {
     "DDP": "NNN",
 }
 """What torch calls these letters, or those that come closest."""
+_GATHERED_ANEW = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+"""Those of torch's that gather weights in every micro-batch, where parameter scope N keeps them until they change."""
 
 
 def _meant(levels: str) -> str:
@@ -44,7 +46,8 @@ def _meant(levels: str) -> str:
     upper = levels.strip().rpartition(".")[2].upper()
     name = next((name for name in _OF_TORCH if name.strip("_") == upper.strip("_")), None)
     if name is not None:
-        return f"; torch's {name} is {_OF_TORCH[name]!r}"
+        closest = "closest to " if name in _GATHERED_ANEW else ""
+        return f"; {closest}torch's {name} is {_OF_TORCH[name]!r}"
     return f"; did you mean {upper!r}?" if upper in LEGAL_LEVELS else ""
 
 
