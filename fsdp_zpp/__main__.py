@@ -10,6 +10,7 @@ from importlib.metadata import version
 from fsdp_zpp.bench.cli import add_bench
 from fsdp_zpp.environment import add_env
 from fsdp_zpp.planner.cli import add_plan
+from fsdp_zpp.suggestions import did_you_mean
 
 
 class _Version(argparse.Action):
@@ -29,7 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     add_plan(commands, formatter)
     add_bench(commands, formatter)
     add_env(commands, formatter)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = getattr(parsed, "parser", parser)
+        options = [option for action in command._actions for option in action.option_strings]
+        asked = [did_you_mean(each.partition("=")[0], options) for each in unknown if each.startswith("-")]
+        command.error(" ".join([f"unrecognized arguments: {' '.join(unknown)};", *filter(None, asked)]).rstrip(";"))
     status: int = parsed.run(parsed)
     return status
 

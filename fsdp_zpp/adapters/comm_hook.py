@@ -22,8 +22,10 @@ from fsdp_zpp.config.resolve import intra_node_codec
 from fsdp_zpp.config.strategy import check_gpus_per_node
 from fsdp_zpp.runtime.checkpoint import RankState
 from fsdp_zpp.runtime.rank_layout import joined_by_links, node_size_fact
+from fsdp_zpp.suggestions import explains_keywords
 
 
+@explains_keywords
 class QuantizedReduceState:
     """State of ``quantized_reduce_hook``: ZeRO++'s qgZ on a model with one of torch's own strategies.
 

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_zpp.collectives.agreement import run_on_first_rank
 from fsdp_zpp.planner.table import aligned
 
-from .arguments import add_arguments, check
+from .arguments import add_arguments, check, named_contenders
 from .chart import check_format, draw_steps
 from .columns import filled, of_a_run
 from .job import is_rank_zero, joined
@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
         check(arguments)
+        if arguments.strategies is not None:  # names are checked before the hub is asked for a model
+            named_contenders(arguments.strategies, arguments.gpus_per_node, arguments.lora is not None)
         config = load_config(arguments.model)
         _check_sequence(arguments.sequence, config)
         if arguments.chart is not None:

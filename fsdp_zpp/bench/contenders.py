@@ -18,6 +18,7 @@ from fsdp_zpp.config.levels import LEGAL_LEVELS
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.planner.paste import line_of
+from fsdp_zpp.suggestions import did_you_mean
 
 FULL_SHARD, HSDP = "full_shard", "hybrid_shard"
 TORCHS = {FULL_SHARD: ShardingStrategy.FULL_SHARD, HSDP: ShardingStrategy.HYBRID_SHARD}
@@ -133,9 +134,10 @@ def contender(name: str, fsdp2: bool = True, called: str | None = None) -> Conte
         ModuleNotFoundError: If its codec needs a package that is not installed.
     """
     if name not in NAMES:
+        hint = did_you_mean(name, NAMES, before="; ")
         raise ValueError(
             f"{name!r} is not a strategy; allowed are {', '.join(NAMES_ON_NODES)}, and those that are not torch's with "
-            f"{ALONE} behind, each GPU a node"
+            f"{ALONE} behind, each GPU a node{hint}"
         )
     found = _named(name.removesuffix(ALONE), fsdp2, called or name)
     return found.on_nodes_of(1) if name.endswith(ALONE) else found

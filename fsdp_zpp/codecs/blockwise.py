@@ -16,6 +16,7 @@ from fsdp_zpp.kernels import (
     dequantize_sum_quantize,
     quantize,
 )
+from fsdp_zpp.suggestions import explains_keywords
 
 from .base import Codec, check_block
 from .blocks import BlockCodec, blocks_of_layout
@@ -78,6 +79,7 @@ class Blockwise(BlockCodec):
         )
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class Int8(Blockwise):
     """8-bit symmetric blockwise integers in [-127, 127]; 1 + 4 / block bytes per value."""
@@ -85,6 +87,7 @@ class Int8(Blockwise):
     bits: ClassVar[int] = 8
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class Int4(Blockwise):
     """4-bit symmetric blockwise integers in [-7, 7]; 0.5 + 4 / block bytes per value."""

@@ -18,11 +18,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from fsdp_zpp.kernels import add_delta, quantize_delta
+from fsdp_zpp.suggestions import explains_keywords
 
 from .base import Codec, Place
 from .blockwise import Int4, Int8
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class Int4Delta(Codec):
     """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.

@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_zpp.suggestions import did_you_mean
+
 from .as_stored import NAMED, AsStored
 from .base import Codec
 from .blockwise import Int4, Int8
@@ -92,7 +94,8 @@ def name_of_codec(codec: Codec) -> str | dict[str, object]:
 
 def _class_of(name: object) -> type[_Named]:
     if not isinstance(name, str) or name not in CODECS:
-        raise ValueError(f"{name!r} is not a codec; allowed are none, {', '.join(CODECS)}")
+        hint = did_you_mean(name, ["none", *CODECS], before="; ")
+        raise ValueError(f"{name!r} is not a codec; allowed are none, {', '.join(CODECS)}{hint}")
     return CODECS[name]
 
 
@@ -103,7 +106,8 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
     known = [field.name for field in dataclasses.fields(cls)]
     for key in values:
         if key not in known:
-            raise ValueError(f"{key!r} is not an argument of {cls.__name__}, which takes {', '.join(known)}")
+            hint = did_you_mean(key, known, before="; ")
+            raise ValueError(f"{key!r} is not an argument of {cls.__name__}, which takes {', '.join(known)}{hint}")
     if "whole" in values:
         values["whole"] = codec_from_name(values["whole"])
     return cls(**values)

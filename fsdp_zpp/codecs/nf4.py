@@ -18,6 +18,7 @@ from torch import Tensor
 from fsdp_zpp.extras import how_to_install
 from fsdp_zpp.kernels import PayloadLayout, dequantize_nf4_rows
 from fsdp_zpp.kernels.nf4 import levels_on
+from fsdp_zpp.suggestions import explains_keywords
 
 from .base import Place, check_block
 from .blocks import BlockCodec, blocks_of_layout
@@ -26,6 +27,7 @@ MIN_BLOCK = 64
 """Smallest block for which bitsandbytes has kernels on all devices."""
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class NF4(BlockCodec):
     """16 levels from -1 to 1, dense around 0, times the absmax of a block; 0.5 + 4 / block bytes per value.

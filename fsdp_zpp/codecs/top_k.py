@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_zpp.kernels.payload import ALIGNMENT
+from fsdp_zpp.suggestions import explains_keywords
 
 from .base import Codec, Place, check_block
 from .blockwise import Int4, Int8
@@ -47,6 +48,7 @@ _LLOYD_STEPS = 4
 Bits = Literal[2, 4, 8]
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class TopK(Codec):
     """Sends the values of largest magnitude of each block, in few bits; 0.042 bytes per value by default.

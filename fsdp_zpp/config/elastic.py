@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from fsdp_zpp.suggestions import explains_keywords
+
 ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"
 """The environment variable that gives the endpoint if the argument does not."""
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class Elastic:
     """Says where nodes that train on their own find each other, and how long they wait for one that is silent.

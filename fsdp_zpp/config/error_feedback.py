@@ -7,10 +7,12 @@ from typing import Literal
 
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.blockwise import Int8
+from fsdp_zpp.suggestions import did_you_mean, explains_keywords
 
 from .topology import Topology
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class LoCo:
     """LoCo's error feedback: it sends ``Q(h)`` with ``h = g + e``, then ``e = beta*e + (1-beta)*(h - deq(Q(h)))``.
@@ -44,7 +46,8 @@ class LoCo:
         if isinstance(self.reset_every, bool) or not isinstance(self.reset_every, int) or self.reset_every < 0:
             raise ValueError(f"reset_every must be an int of 0 or more optimizer steps, got {self.reset_every!r}")
         if self.hops not in ("inter", "both"):
-            raise ValueError(f"hops must be 'inter' or 'both', got {self.hops!r}")
+            hint = did_you_mean(self.hops, ("inter", "both"), "{!r}", before="; ")
+            raise ValueError(f"hops must be 'inter' or 'both', got {self.hops!r}{hint}")
         if self.dtype is not None and not isinstance(self.dtype, Int8):
             raise TypeError(f"dtype must be Int8(...) or None (fp32), got {self.dtype!r}")
         if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
+from fsdp_zpp.suggestions import explains_keywords
 
 from .elastic import Elastic
 from .error_feedback import LoCo, check_loco
@@ -23,6 +24,7 @@ MOMENT_CODEC = Int8(128)
 """Encodes optimizers' moments in exchanges."""
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class LocalSteps:
     """Configures local-update training, in which nodes send each other nothing between exchanges of weights.

@@ -16,11 +16,11 @@ strategy:                           or a preset and what is different, or no pre
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fsdp_zpp.codecs.names import codec_from_name, name_of_codec
+from fsdp_zpp.suggestions import did_you_mean
 
 from .elastic import Elastic
 from .error_feedback import LoCo
@@ -55,7 +55,8 @@ def arguments_from_mapping(values: object, read_strategy: Callable[[Any], object
     _check_known("", values, _KEYS)
     preset = values.get("preset")
     if preset is not None and preset not in PRESETS:
-        raise ValueError(f"preset: {preset!r} is not known; allowed are {', '.join(PRESETS)}")
+        hint = did_you_mean(preset, PRESETS, before="; ")
+        raise ValueError(f"preset: {preset!r} is not known; allowed are {', '.join(PRESETS)}{hint}")
     arguments = {key: value for key, value in values.items() if key != "preset"}
     for key in _CODECS:
         if key in arguments and not (key == "intra_gradients" and arguments[key] == "auto"):
@@ -158,8 +159,7 @@ def _check_known(prefix: str, values: Iterable[object], known: Iterable[str]) ->
     allowed = list(known)
     for key in values:
         if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"allowed are {', '.join(allowed)}"
+            hint = did_you_mean(key, allowed, f"{prefix}{{}}") or f"allowed are {', '.join(allowed)}"
             raise ValueError(f"{prefix}{key}: unknown key; {hint}")
 
 

@@ -12,6 +12,7 @@ from fsdp_zpp.codecs.as_stored import NAMED, AsStored, FrozenName, codec_of_froz
 from fsdp_zpp.codecs.base import Codec, check_codec, check_place
 from fsdp_zpp.codecs.blockwise import Int4, Int8
 from fsdp_zpp.codecs.delta import Int4Delta
+from fsdp_zpp.suggestions import check_keywords, explains_keywords
 
 from .deepspeed.arguments import strategy_arguments
 from .elastic import Elastic
@@ -25,6 +26,7 @@ from .strategy_arguments import StrategyArguments
 from .topology import Topology
 
 
+@explains_keywords
 @dataclass(frozen=True)  # hashable, too: FSDP1 looks up its sharding strategy in a dict
 class Strategy:
     """Says where parameters, gradients and optimizer state live, how hops are encoded, how often the slow hop runs.
@@ -243,6 +245,7 @@ class Strategy:
             TypeError: If ``local_steps`` is given and ``every`` or ``elastic``, too.
             ValueError: If ``local_steps`` is None, which is another preset.
         """
+        check_keywords("Strategy.diloco", arguments, [*StrategyArguments.__annotations__, "every", "elastic"])
         if arguments.get("local_steps", True) is None:
             raise ValueError(
                 "local_steps=None (null or false in a file) makes diloco no DiLoCo but mics, which exchanges gradients "

@@ -16,6 +16,7 @@ from fsdp_zpp.collectives.agreement import agree
 from fsdp_zpp.collectives.devices import compute_device
 from fsdp_zpp.runtime.model_ranks import ranks_of
 from fsdp_zpp.runtime.validation import DTYPES, check_module
+from fsdp_zpp.suggestions import explains_arguments
 
 from .base import FrozenBase
 from .encoding import MIN_NUMEL, Encoded, FrozenOptions, encode_candidate, quantize_selected
@@ -31,6 +32,7 @@ from .stored.format import NoStackError, StoredWeight
 from .weight import FrozenWeight
 
 
+@explains_arguments
 def quantize_frozen_params(
     model: nn.Module,
     codec: Codec | FrozenName = "auto",

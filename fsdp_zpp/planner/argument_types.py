@@ -10,6 +10,7 @@ import torch
 from fsdp_zpp.codecs.base import Codec
 from fsdp_zpp.codecs.names import codec_from_name
 from fsdp_zpp.config.error_feedback import LoCo
+from fsdp_zpp.suggestions import did_you_mean
 
 from .config import DTYPES
 
@@ -53,8 +54,27 @@ def dtype(text: str) -> torch.dtype:
         argparse.ArgumentTypeError: If strategies do not take the dtype.
     """
     if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; allowed are {', '.join(DTYPES)}")
+        hint = did_you_mean(text, DTYPES, before="; ")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; allowed are {', '.join(DTYPES)}{hint}")
     return DTYPES[text]
+
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def count(text: str) -> float:
+    """Parse a number of parameters, such as ``8e9`` or ``8B``.
+
+    Raises:
+        argparse.ArgumentTypeError: If ``text`` is none.
+    """
+    factor = _SUFFIXES.get(text[-1:].lower(), 1.0)
+    try:
+        return float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"invalid float value: {text!r}; a number of parameters is written 8e9, or 8B with a suffix K, M, B or T"
+        ) from None
 
 
 def trainable_count(text: str, params: int) -> float:
@@ -65,8 +85,8 @@ def trainable_count(text: str, params: int) -> float:
     """
     number, percent, rest = text.partition("%")
     try:
-        value = float(number)
-    except ValueError:
+        value = float(number) if percent else count(number)
+    except (ValueError, argparse.ArgumentTypeError):
         value = None
     if value is None or rest or (percent and not 0 < value <= 100):
         raise ValueError(f"--trainable must be a number of parameters or a share above 0% and up to 100%, got {text!r}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
 
-from .argument_types import codec, codec_or_auto, dtype, feedback
+from .argument_types import codec, codec_or_auto, count, dtype, feedback
 from .bandwidth import DEFAULT_MIB
 from .catalog import GPUS, LINKS, NETWORKS
 from .config import MemoryBudget, whole
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_model(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group(required=True)
     # Counts are floats here so that 70e9 can be written; the planner refuses fractions.
-    which.add_argument("--params", type=float, metavar="N", help="parameters, e.g. 70e9")
+    which.add_argument("--params", type=count, metavar="N", help="parameters, e.g. 70e9 or 70B")
     which.add_argument(
         "--model", metavar="CONFIG", help="a config.json, a directory that has one, or a name on the Hugging Face hub"
     )

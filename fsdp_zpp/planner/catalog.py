@@ -5,11 +5,12 @@ They are peaks. A GPU computes at a part of its peak, and collectives reach a pa
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from fsdp_zpp.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,5 @@ def network_named(name: str) -> Network:
 def _named(what: str, known: Mapping[str, T], name: str) -> T:
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = f"{asked} " if (asked := did_you_mean(name, known)) else ""
     raise ValueError(f"{what} {name!r} is not in the catalog; {hint}allowed are {', '.join(known)}, or give numbers")

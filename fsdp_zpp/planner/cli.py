@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_zpp.config.levels import check_levels
+
 from .argument_types import trainable_count
 from .arguments import add_arguments, local_steps
 from .bandwidth import links_are_slow, measure_bandwidth, world
 from .chart import draw_plan
 from .config import whole
+from .hardware import Hardware
 from .host_link import measure_host_link
 from .json_report import plan_to_json
 from .model_size import ModelSize, equal_units, pretrained_size
@@ -66,6 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
+    Hardware(arguments.gpu, arguments.link, arguments.net)  # names are checked before the hub is asked for a model
+    if arguments.experts_strategy is not None:
+        check_levels(arguments.experts_strategy)
     size = _size(arguments)
     cluster = {name: getattr(arguments, name) for name in ("nodes", "gpus_per_node", "inter_gbps", "intra_gbps")}
     options = {name: getattr(arguments, name) for name in _OPTIONS}

@@ -13,6 +13,7 @@ from fsdp_zpp.config.error_feedback import LoCo
 from fsdp_zpp.config.local_steps import LocalSteps
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.config.topology import Topology
+from fsdp_zpp.suggestions import explains_arguments
 
 from .activations import activation_volumes
 from .axes import Axes
@@ -30,6 +31,7 @@ from .parts import parts_of
 from .report import Plan
 
 
+@explains_arguments
 def plan(
     params: float | ModelSize,
     *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from torch import nn
 
 from fsdp_zpp.config.overrides import override_for
 from fsdp_zpp.config.strategy import Strategy
+from fsdp_zpp.suggestions import did_you_mean
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -59,6 +59,5 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
     classes = names | {name.removeprefix("FSDP") for name in names}  # as which fully_shard has renamed them
     for pattern in dict.fromkeys(patterns):
         if not any(fnmatchcase(name, pattern) for name in classes):
-            near = difflib.get_close_matches(pattern.strip("*"), classes, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = did_you_mean(pattern.strip("*"), classes, before="; ", most=3)
             logger.warning("%s: overrides for %r apply to no module: no class has such a name%s", model, pattern, hint)

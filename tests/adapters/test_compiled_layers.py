@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from harness import llama, models
 from harness.adapter import STOCK, Adapter, Case
-from harness.covering import ADAPTERS, over_adapters, over_each
+from harness.covering import ADAPTERS, SCOPES, over_adapters, over_each
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
+from harness.messages import Reply, attempt
 from harness.pool import Pool
 from harness.training import train, trained_weights
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_zpp import Int8, Strategy, quantize_frozen_params
@@ -71,4 +75,58 @@ def test_compiled_layers_on_a_frozen_base_train_as_eager_ones(
     compiled, eager = pool(2).run(losses, adapter, True, kind), pool(2).run(losses, adapter, False, kind)
     for ours, expected in zip(compiled, eager, strict=True):
         # A compiled backward adds up in another order, which on some CPUs changes the last bits of fp32.
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+# ---- whole models
+
+
+def _in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(backend="aot_eager", **options)
+    return model
+
+
+def _around(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(lambda tokens: model(tokens) * 1.0, backend="aot_eager")
+
+
+WHOLE: dict[str, Callable[[nn.Module], Any]] = {
+    "compile": lambda model: torch.compile(model, backend="aot_eager"),
+    "in place": _in_place,
+    "fullgraph": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+    "in place fullgraph": lambda model: _in_place(model, fullgraph=True),
+    "a function around it": _around,
+}
+
+
+def refusal_of_a_whole_model(adapter: Adapter, how: str, scopes: str) -> Reply:
+    """In a worker: how the first forward of a compiled model is refused."""
+    torch._dynamo.reset()
+    model = adapter.make(Case(), Strategy(scopes, gpus_per_node=2))
+    forward = WHOLE[how](model)
+    return attempt((lambda: forward(models.batch(0, 0)), RuntimeError, ""))
+
+
+@over_each(adapter=[Fsdp1(), Fsdp1(use_orig_params=False)], how=list(WHOLE), scopes=SCOPES)
+def test_a_whole_fsdp1_model_is_refused_on_every_rank(
+    pool: Callable[[int], Pool], adapter: Adapter, how: str, scopes: str
+) -> None:
+    for kind, text, sent in pool(4).run(refusal_of_a_whole_model, adapter, how, scopes):
+        assert kind in ("RuntimeError", "Unsupported")
+        assert "compile each layer before you wrap the model" in text
+        assert sent == 0
+
+
+def losses_of_a_whole_model(strategy: Strategy | None, compiled: bool) -> list[float]:
+    """In a worker: the losses of a compiled model of fully_shard."""
+    torch._dynamo.reset()
+    case = Case(steps=2)
+    model = Fsdp2().make(case, strategy)
+    return train(Fsdp2(), _in_place(model) if compiled else model, case)
+
+
+def test_a_whole_fsdp2_model_trains_as_the_eager_one(pool: Callable[[int], Pool]) -> None:
+    strategy = Strategy("IGG", gpus_per_node=2)
+    compiled, eager = (pool(4).run(losses_of_a_whole_model, strategy, each) for each in (True, False))
+    for ours, expected in zip(compiled, eager, strict=True):
         assert ours == pytest.approx(expected, rel=1e-5)

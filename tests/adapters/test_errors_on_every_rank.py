@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import messages, models
-from harness.adapter import Adapter, Case
-from harness.covering import ADAPTERS, over_adapters, over_pairs
+from harness.adapter import STOCK, Adapter, Case
+from harness.covering import ADAPTERS, SCOPES, WITH_FLAT, over_adapters, over_each, over_pairs
+from harness.fsdp1 import Fsdp1
+from harness.fsdp2 import Fsdp2
 from harness.messages import Refusal, Reply, assert_refused
 from harness.pool import Pool, WorkerError, device_type
 from harness.training import train
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_zpp import (
     CodecState,
@@ -220,3 +222,91 @@ def test_nodes_at_different_places_are_told_where_each_of_them_is(
             assert text.startswith("ValueError: "), (pair, text)
             for place in pair:
                 assert any(each in text for each in phase[1][place][1].split("|")), (pair, text)
+
+
+# ---- what two units share
+
+
+def _module_of_siblings() -> models.Net:
+    net = models.make_net()
+    net.blocks[1].down = net.blocks[0].down
+    return net
+
+
+def _weight_of_siblings() -> models.Net:
+    net = models.make_net()
+    net.blocks[1].down.weight = net.blocks[0].down.weight
+    return net
+
+
+def _module_of_the_root() -> models.Net:
+    net = models.make_net()
+    net.head = nn.Sequential(nn.Linear(22, 37), net.blocks[2].down)
+    return net
+
+
+def _weight_of_the_root() -> models.Net:
+    net = models.make_net(width=22, hidden=61)
+    net.blocks[0].up.weight = net.embedding.weight
+    return net
+
+
+SHARED: dict[str, tuple[Callable[[], models.Net], str]] = {
+    "module of siblings": (_module_of_siblings, "down.weight"),
+    "weight of siblings": (_weight_of_siblings, "down.weight"),
+    "module of the root": (_module_of_the_root, "head.1.weight (unit root)"),
+    "weight of the root": (_weight_of_the_root, "embedding.weight"),
+}
+
+
+def attempt_shared(adapter: Adapter, kind: str, scopes: str) -> Reply:
+    """In a worker: how a net is refused of which two units share something."""
+    make, name = SHARED[kind]
+    shard = lambda: adapter.shard(make(), Case(), Strategy(scopes, **TWO))  # noqa: E731
+    return messages.attempt((shard, ValueError, name))
+
+
+@over_each(adapter=WITH_FLAT, kind=list(SHARED), scopes=SCOPES)
+def test_what_two_units_share_is_refused_on_every_rank(
+    pool: Callable[[int], Pool], adapter: Adapter, kind: str, scopes: str
+) -> None:
+    make, name = SHARED[kind]
+    replies = pool(4).run(attempt_shared, adapter, kind, scopes)
+    assert_refused(replies, (make, ValueError, "it is shared by two units"))
+    remedy = "fully_shard([a, b]" if isinstance(adapter, Fsdp2) else "wrap the module around both as one unit"
+    for _, text, _ in replies:
+        assert name in text
+        assert remedy in text
+
+
+def attempt_on_one_rank(adapter: Adapter) -> Reply:
+    """In a worker: how a net is refused of which two units share something on the last rank only."""
+    make = _module_of_siblings if dist.get_rank() == dist.get_world_size() - 1 else models.make_net
+    return messages.attempt((lambda: adapter.shard(make(), Case(), Strategy(**TWO)), ValueError, ""))
+
+
+@over_adapters
+def test_what_two_units_share_on_one_rank_is_an_error_on_all(pool: Callable[[int], Pool], adapter: Adapter) -> None:
+    replies = pool(4).run(attempt_on_one_rank, adapter)
+    assert_refused(replies, (models.make_net, ValueError, "ranks were given different arguments: "))
+
+
+def weights_with_a_shared_module(adapter: Adapter, wrap_blocks: bool, strategy: Strategy | None) -> dict[str, Tensor]:
+    """In a worker: the weights of a net of which two blocks, in one unit, share a module and a weight."""
+    case = Case(wrap_blocks=wrap_blocks)
+    net = _module_of_siblings()
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    model = adapter.shard(net, case, strategy)
+    train(adapter, model, case)
+    return adapter.full_weights(model)
+
+
+@over_each(adapter={"fsdp1": Fsdp1(), "fsdp1 flat": Fsdp1(False), "fsdp2": Fsdp2(pairs=True)}, scopes=SCOPES)
+def test_what_one_unit_shares_with_itself_trains_as_stock(
+    pool: Callable[[int], Pool], adapter: Adapter, scopes: str
+) -> None:
+    ours, stock = (
+        pool(4).run(weights_with_a_shared_module, adapter, isinstance(adapter, Fsdp2), strategy)[0]
+        for strategy in (Strategy(scopes, **TWO), STOCK)
+    )
+    assert models.distance(ours, stock) <= 1e-6

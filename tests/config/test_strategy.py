@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import get_type_hints
 
 import pytest
 from harness.strategies import FOURTEEN
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import (
+    NF4,
+    Elastic,
+    Int4,
+    Int4Delta,
+    Int8,
+    LocalSteps,
+    LoCo,
+    QuantizedReduceState,
+    Strategy,
+    TopK,
+    fully_shard,
+    plan,
+    quantize_frozen_params,
+)
+from fsdp_zpp.config.mapping import PRESETS
 from fsdp_zpp.config.strategy_arguments import StrategyArguments
+
+TORCHS = {
+    "FULL_SHARD": "GGG",
+    "SHARD_GRAD_OP": "NGG",
+    "HYBRID_SHARD": "III",
+    "_HYBRID_SHARD_ZERO2": "NII",
+    "NO_SHARD": "NNN",
+}
+"""The letters of torch's strategies, or those that come closest."""
 
 
 def test_fourteen_combinations_of_scopes_are_legal_and_no_others() -> None:
@@ -34,6 +63,58 @@ def test_scopes_are_three_of_the_letters_n_i_g(scopes: str) -> None:
 def test_the_name_of_a_preset_is_recognized(name: str) -> None:
     with pytest.raises(ValueError, match=r"three of the letters N, I, G \(did you mean Strategy\.\w+\(\)\?\); legal"):
         Strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("iig", "did you mean 'IIG'?"),
+        ("ggg", "did you mean 'GGG'?"),
+        *((name, f"torch's {name} is {letters!r}") for name, letters in TORCHS.items()),
+        ("hybrid_shard", "torch's HYBRID_SHARD is 'III'"),
+        ("ShardingStrategy.NO_SHARD", "torch's NO_SHARD is 'NNN'"),
+    ],
+)
+def test_letters_that_were_meant_are_named(given: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"three of the letters N, I, G; legal are .*{re.escape(meant)}$"):
+        Strategy(given)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_a_strategy_of_torch_as_levels_is_told_its_letters(name: str) -> None:
+    with pytest.raises(TypeError, match=f"torch's {name} is '{TORCHS[name]}'"):
+        Strategy(ShardingStrategy[name])  # type: ignore[arg-type]
+
+
+CALLS: dict[str, tuple[Callable[..., object], str, str]] = {
+    "Strategy": (Strategy, "gpu_per_node", "gpus_per_node"),
+    **{name: (getattr(Strategy, name), "gpu_per_node", "gpus_per_node") for name in PRESETS},
+    "diloco's own": (Strategy.diloco, "evry", "every"),
+    "LoCo": (LoCo, "betta", "beta"),
+    "LocalSteps": (LocalSteps, "evry", "every"),
+    "Elastic": (Elastic, "max_node", "max_nodes"),
+    "Int8": (Int8, "blok", "block"),
+    "Int4": (Int4, "blok", "block"),
+    "Int4Delta": (Int4Delta, "blok", "block"),
+    "NF4": (NF4, "blok", "block"),
+    "TopK": (TopK, "frac", "fraction"),
+    "QuantizedReduceState": (QuantizedReduceState, "gpu_per_node", "gpus_per_node"),
+    "fully_shard": (partial(fully_shard, nn.Linear(2, 2), strategy=Strategy()), "mp_polcy", "mp_policy"),
+    "plan": (partial(plan, 1e9), "gpu_per_node", "gpus_per_node"),
+    "quantize_frozen_params": (quantize_frozen_params, "gpu_per_node", "gpus_per_node"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_misspelt_argument_is_told_what_was_meant(name: str) -> None:
+    call, given, meant = CALLS[name]
+    with pytest.raises(TypeError, match=rf"has no argument '{given}'; did you mean {meant}\?"):
+        call(**{given: 2})
+
+
+def test_an_argument_like_no_other_is_told_what_is_allowed() -> None:
+    with pytest.raises(TypeError, match="Int8 has no argument 'xyz'; allowed are block"):
+        Int8(xyz=2)  # type: ignore[call-arg]
 
 
 LOCAL = {"levels": "III", "local_steps": LocalSteps()}

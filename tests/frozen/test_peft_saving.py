@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from adapted_llama import CODEC, MIXZPP, TIED, optimizer_of, oracle, sharded, steps
 from harness import llama, models
 from harness.adapter import Adapter
-from harness.covering import over_adapters
+from harness.covering import ADAPTERS, over_adapters, over_each
 from harness.fsdp1 import Fsdp1
+from harness.messages import Reply, attempt
 from harness.pool import Pool
 from peft import PeftModel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaForCausalLM
 
 from fsdp_zpp import Strategy, quantize_frozen_params, save_adapter
 
@@ -122,3 +128,64 @@ def test_models_without_the_adapter_are_refused() -> None:
         save_adapter(llama.make_base(), "nowhere")
     with pytest.raises(ValueError, match=r"no adapter \['missing'\] in this model; choose from \['default'\]"):
         save_adapter(llama.adapt(llama.make_base(), {"default": "lora"}), "nowhere", adapters=["missing"])
+
+
+# ---- save_pretrained, transformers' and PEFT's
+
+
+def refused_and_saved(adapter: Adapter, scopes: str, adapted: bool, folder: str) -> tuple[list[Reply], list[str], bool]:
+    """In a worker: how calls without a state dict are refused, what they left, and whether one with it saves all."""
+    model: Any = llama.make_base()
+    if adapted:
+        model = llama.adapt(model.requires_grad_(False), {"default": "lora"})
+    before = {name: value.clone() for name, value in llama.make_base().state_dict().items()}
+    model = llama.shard(adapter, model, Strategy(scopes, gpus_per_node=2))
+    inner, is_first = llama.peft_of(model), dist.get_rank() == 0
+    replies = [
+        attempt((lambda given=given: inner.save_pretrained(folder, **given), RuntimeError, ""))
+        for given in ({}, {"is_main_process": is_first}, {"state_dict": None})
+    ]
+    dist.barrier()
+    left = [path.name for path in Path(folder).glob("*.safetensors")]
+    dist.barrier()
+    if adapted:
+        save_adapter(model, folder)
+        return replies, left, (Path(folder) / "adapter_model.safetensors").exists()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if is_first:
+        inner.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    return replies, left, all(torch.equal(loaded[name], value.cpu()) for name, value in before.items())
+
+
+@over_each(adapter=ADAPTERS, adapted={"whole": False, "adapted": True}, scopes=["GGG", "IGG", "III", "NNG"])
+def test_save_pretrained_of_a_sharded_model_is_refused_on_every_rank(
+    pool: Callable[[int], Pool], adapter: Adapter, adapted: bool, scopes: str, tmp_path: Path
+) -> None:
+    for replies, left, whole in pool(4).run(refused_and_saved, adapter, scopes, adapted, str(tmp_path)):
+        for kind, text, sent in replies:
+            assert (kind, sent) == ("RuntimeError", 0)
+            assert "is sharded, and save_pretrained would write what one rank holds" in text
+            assert "fsdp_zpp.save_adapter(model, path)" in text
+            assert "full state dict" in text
+        assert left == []
+        assert whole
+
+
+def saved_where_weights_are_whole(folder: str) -> list[bool]:
+    """In a worker: whether transformers saves all of a model that each rank holds, or that is summoned."""
+    expected, equal = llama.make_base().state_dict(), []
+    for scopes in ("NNN", "IGG"):
+        model = llama.shard(Fsdp1(), llama.make_base(), Strategy(scopes, gpus_per_node=2))
+        with nullcontext() if scopes == "NNN" else FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            # On all ranks: state dicts are collective, and transformers' takes one.
+            model.module.save_pretrained(f"{folder}/{dist.get_rank()} {scopes}")
+        dist.barrier()
+        loaded = LlamaForCausalLM.from_pretrained(f"{folder}/0 {scopes}").state_dict()
+        equal.append(all(torch.equal(loaded[name], value.cpu()) for name, value in expected.items()))
+    return equal
+
+
+def test_save_pretrained_works_where_ranks_hold_whole_weights(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    assert pool(4).run(saved_where_weights_are_whole, str(tmp_path)) == [[True, True]] * 4

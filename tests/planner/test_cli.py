@@ -159,6 +159,7 @@ def test_dtypes_and_sizes_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> 
         ([], "one of the arguments --params --model is required"),
         (["--params", "7e9", "--model", "x"], "not allowed with argument"),
         (["--params", "many"], "invalid float value: 'many'"),
+        (["--params", "8X"], "invalid float value: '8X'; a number of parameters is written 8e9, or 8B with a suffix"),
         (["--params", "7e9"], "--nodes and --gpus-per-node must be given, or --measure under torchrun"),
         (["--params", "7e9", "--nodes", "2"], "--gpus-per-node must be given"),
         ([*JOB, "--inter-gbps", "-1"], "inter_gbps must be above 0, got -1.0"),
@@ -182,6 +183,14 @@ def test_dtypes_and_sizes_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> 
         ([*JOB, "--plot", "plan.xyz"], "xyz"),
         ([*JOB, "--plot", "no/such/folder/plan.png"], "no/such/folder/plan.png"),
         ([*JOB, "--speed", "1"], "unrecognized arguments: --speed 1"),
+        ([*JOB, "--gpu-per-node", "8"], "unrecognized arguments: --gpu-per-node 8; did you mean --gpus-per-node?"),
+        ([*JOB, "--net", "100gb"], "net '100gb' is not in the catalog; did you mean 100gbe?"),
+        ([*JOB, "--weights", "int88"], "allowed are none, int8, int4, int4delta, nf4, topk; did you mean int8?"),
+        ([*JOB, "--compute", "b16"], "allowed are fp32, bf16, fp16; did you mean bf16?"),
+        # before the hub is asked for the model
+        (["--model", "no/model", *CLUSTER, "--net", "100gb"], "net '100gb' is not in the catalog"),
+        (["--model", "no/model", *CLUSTER, "--gpu", "a1000"], "gpu 'a1000' is not in the catalog"),
+        (["--model", "no/model", *CLUSTER, "--experts-strategy", "iig"], "did you mean 'IIG'?"),
     ],
 )
 def test_wrong_options_exit_with_2_and_say_why(
@@ -191,6 +200,14 @@ def test_wrong_options_exit_with_2_and_say_why(
         main(["plan", *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("8B", 8e9), ("1.5b", 1.5e9), ("124M", 124e6), ("2T", 2e12), ("7e9", 7e9)]
+)
+def test_numbers_of_parameters_have_suffixes(text: str, number: float, capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*CLUSTER, "--trainable", "10M"]
+    assert figures(capsys, "--params", text, *job) == figures(capsys, "--params", str(int(number)), *job)
 
 
 def test_units_are_refused_beside_a_model(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ NEEDED = (
     Needed(_HANDLE, "_use_orig_params", "telling whether modules show the original parameters"),
     Needed(_HANDLE, "_fully_sharded_module", "naming the module of a unit in errors"),
     Needed(_HANDLE, "_orig_param_dtype", "the dtype of the original parameters"),
+    Needed(f"{_FSDP}._common_utils", "_is_fsdp_flattened", "telling whether another unit has a parameter"),
     # ---- gathering weights
     Needed(_HANDLE, "pre_unshard unshard needs_unshard _all_gather_flat_param", "gathering weights by a strategy"),
     Needed(
@@ -103,6 +104,8 @@ NEEDED = (
     Needed(_HANDLE, "prepare_gradient_for_backward", "adding to gradients of earlier backwards"),
     Needed(_HANDLE, "_use_sharded_grad_views _reset_is_grad_none", "showing the gradients of original parameters"),
     Needed(_FLAT, "_saved_grad_shard _unpadded_unsharded_size", "the accumulated gradient of a unit"),
+    # ---- torch.compile
+    Needed(_INSTANCE, "_is_root", "telling that a whole model is compiled"),
     # ---- state of optimizers
     Needed(f"{_FSDP}._optim_utils", "_map_param_key_to_optim_keys", "optimizer states of what is sharded in a node"),
     Needed(_INSTANCE, "_optim_state_dict_to_load_impl", "loading optimizer states from rank 0 alone"),

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fsdp_zpp.runtime.unit import StrategyUnit
 
-from ._torch import FlatParamHandle, unshard_param_utils
+from ._torch import FlatParamHandle, HandleTrainingState, unshard_param_utils
 from ._torch_flat_layout import FlatParameterLayout
 from ._torch_handle import StrategyHandle
 from ._torch_step_gradients import StepGradients
@@ -44,6 +46,22 @@ def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, 
     """Return the modules of the parameters in the flat parameter of ``instance``, with the names there."""
     handle = instance._handle
     return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
+
+
+def has_shards(instance: FullyShardedDataParallel, module: nn.Module) -> bool:
+    """Return whether ``module``, in ``instance``, is short of values, or of the names that PEFT looks for."""
+    if hasattr(module, "peft_config"):  # wrappers change the names, sharded or not
+        return True
+    handles = [each._handle for each in FullyShardedDataParallel.fsdp_modules(instance) if each._handle is not None]
+    return any(
+        handle.uses_sharded_strategy and handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS
+        for handle in handles
+    )
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return whether an instance has ``parameter`` in its flat parameter, by whatever strategy."""
+    return _is_fsdp_flattened(parameter) and not isinstance(parameter, FlatParameter)
 
 
 def handle_of(instance: FullyShardedDataParallel) -> StrategyHandle | None:

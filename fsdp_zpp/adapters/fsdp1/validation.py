@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.overrides import strategies_below, strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
 from fsdp_zpp.runtime.rank_layout import RankLayout
+from fsdp_zpp.runtime.shared_parameters import Shared, Units, held, hold
 from fsdp_zpp.runtime.unit import StrategyUnit
 from fsdp_zpp.runtime.validation import (
     check_dtypes,
@@ -31,6 +33,64 @@ from fsdp_zpp.runtime.validation import (
     check_module,
     strategy_facts,
 )
+
+from ._torch_adoption import flattened_sites, is_flattened
+
+Sites = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
+UNITS = Units(
+    is_unit=lambda module: isinstance(module, FullyShardedDataParallel),
+    is_torchs=lambda module, parameter: is_flattened(parameter),
+)
+
+
+def shared_error(shared: Shared, wrapped: nn.Module, root: nn.Module) -> ValueError:
+    """Return the error that two instances of FSDP would have to flatten one parameter.
+
+    Its attribute ``seen_from`` makes the same error with names in a module around ``root``.
+
+    Args:
+        shared: The parameter.
+        wrapped: What the instance wraps that found it.
+        root: The outermost module that is known.
+    """
+    error = ValueError(
+        f"FullyShardedDataParallel({model_name(root)}): {UNITS.explain(shared, root, [wrapped])}: it is shared by two "
+        "units, but FullyShardedDataParallel flattens a parameter into one unit alone; wrap the module around both as "
+        "one unit, and neither of the two by itself (leave their classes out of auto_wrap_policy)"
+    )
+    vars(error)["seen_from"] = functools.partial(shared_error, shared, wrapped)
+    return error
+
+
+def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
+    """Mark what ``instance`` has flattened, for the check of later ones.
+
+    Args:
+        instance: The instance.
+        arguments: Those of its constructor.
+        before: The parameters of what it wraps before it was constructed, with names.
+
+    Raises:
+        ValueError: If an instance that was made meanwhile, inside of it, has flattened one of them.
+    """
+    wrapped, own = arguments["module"], flattened_sites(instance)
+    inner = instance._fsdp_wrapped_module
+    apart = flattened_sites(inner) if isinstance(inner, FullyShardedDataParallel) else set()
+    left_alone = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    # Also under other names: a unit may share a parameter with itself.
+    here = (module._parameters.get(name) for module, name in own | apart)
+    left_alone |= {parameter for parameter in here if parameter is not None}
+    shared = UNITS.find_shared([wrapped], left_alone, own | apart)
+    own_parameters = {id(before[site][1]) for site in own if site in before}
+    for site in own & before.keys():
+        name, parameter = before[site]
+        if (held_as := held(parameter)) is not None:
+            shared = shared or Shared(site, name, parameter, held_as)
+    if shared is not None:
+        raise shared_error(shared, wrapped, wrapped)
+    for site, (name, parameter) in before.items():
+        if id(parameter) in own_parameters:
+            hold(site, name, parameter, model_name(wrapped))
 
 
 def check_arguments(
@@ -153,6 +213,11 @@ def _check_agreement(
         for p in m.parameters()
     }
     own = [(name, p) for name, p in _to_be_sharded(arguments) if p not in nested]
+    ignored = ignored_parameters(arguments["ignored_modules"], arguments["ignored_states"])
+    shared = UNITS.find_shared([module], ignored)
+    if shared is not None:  # of which ranks have shards of different sizes
+        check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
+        raise shared_error(shared, module, module)
     facts = strategy_facts(strategy, group)
     facts |= {name: arguments[name] for name in ("mixed_precision", "use_orig_params", "sync_module_states")}
     call = f"FullyShardedDataParallel({model_name(module)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from fsdp_zpp.collectives.agreement import check_agreement, shard_signature
 from fsdp_zpp.collectives.mesh import own_rank
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen, quantize_for
+from fsdp_zpp.frozen.hugging_face.patches import guard_sharded
 from fsdp_zpp.frozen.resharding import follow_strategy
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime._torch_checkpoint_load import hear_of_loads
@@ -32,12 +34,15 @@ from fsdp_zpp.runtime.unit import Loaded, StrategyUnit, attach, unit_of
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward, _torch_step_gradients
+from ._torch_compile import refuse_whole_graphs
 from ._torch_sharded import ShardedInstance
 from .validation import (
+    UNITS,
     check_arguments,
     check_one_group,
     check_overrides,
     group_of,
+    hold_flattened,
     ignored_parameters,
     refuse_local_state_dict,
 )
@@ -112,7 +117,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
 
     hop = unit.mesh.intra if unit.scopes.optimizer == "I" else unit.mesh.group
     shard_group = own_rank() if hop is None else hop
-    packed = packed_sites(arguments["module"])  # while they can be told: FSDP flattens them
+    # While they can be told: FSDP flattens them.
+    packed, sites = packed_sites(arguments["module"]), UNITS.sites([arguments["module"]])
     with ExitStack() as stack:
         stack.enter_context(_torch.sharding_over(module, strategy, shard_group, sharded=unit.scopes.optimizer != "N"))
         stack.enter_context(warnings.catch_warnings())
@@ -121,7 +127,13 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
         if arguments["use_orig_params"]:  # without, FSDP refuses to mix them
             stack.enter_context(_torch.frozen_apart(module, wrap_frozen))
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
-        construct()
+        try:
+            construct()
+        except ValueError as error:
+            if (seen_from := vars(error).get("seen_from")) is not None:
+                raise seen_from(arguments["module"]) from None
+            raise
+    hold_flattened(module, arguments, sites)
     if packed and packed & _torch_adoption.flattened_sites(module):
         unit.leave_weights_uncoded()
     if strategy.overrides:
@@ -135,6 +147,8 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
     attach(module, unit)
+    refuse_whole_graphs(module)
+    guard_sharded(module.module, functools.partial(_torch_adoption.has_shards, module))
 
 
 def _all_ranks_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -26,6 +26,7 @@ __all__ = [
     "groups_below",
     "groups_of",
     "init_groups_lazily",
+    "is_managed",
     "names_in",
     "numel_of",
     "sizes_of_other_groups",
@@ -33,6 +34,11 @@ __all__ = [
 ]
 
 state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[attr-defined]
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Return whether a call of fully_shard, for ``module`` or one around it, has sharded its parameters."""
+    return bool(vars(module).get("_is_fsdp_managed_module", False))
 
 
 def groups_of(state: FSDPState) -> list[FSDPParamGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -12,13 +13,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard as torch_fully_shard
 from fsdp_zpp.collectives.agreement import check_agreement, parameter_facts
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.frozen.from_strategy import log_frozen, prepare_frozen
+from fsdp_zpp.frozen.hugging_face.patches import guard_sharded
 from fsdp_zpp.module_names import model_name
 from fsdp_zpp.runtime.lifecycle import weights_moved
 from fsdp_zpp.runtime.model_setup import repeated_if_failed, set_up_model
 from fsdp_zpp.runtime.overrides import strategy_for
 from fsdp_zpp.runtime.packed_weights import packed, packed_facts
+from fsdp_zpp.runtime.shared_parameters import hold
 from fsdp_zpp.runtime.unit import attach
 from fsdp_zpp.runtime.validation import check_module, strategy_facts
+from fsdp_zpp.suggestions import check_keywords
 from fsdp_zpp.torch_internals import Patch, apply_patches
 
 from . import _torch, _torch_adoption, _torch_backward
@@ -27,7 +31,7 @@ from .clipping import explain_clipping_errors
 from .data_parallel_mesh import read_mesh
 from .parts import Part, split
 from .units import make_unit
-from .validation import check_strategy, named_own_parameters
+from .validation import UNITS, check_strategy, has_shards, named_own_parameters, refuse_shared
 
 
 @overload
@@ -92,10 +96,11 @@ def fully_shard(
     """
     passed_on = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **arguments}
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    check_keywords("fully_shard", arguments, ["strategy", *inspect.signature(torch_fully_shard).parameters])
     if not dist.is_initialized():
         check_strategy(strategy)
     parts, holds_packed = _agreed_parts(modules, strategy, passed_on)
-    units, stock = [], []
+    units, stock, sites = [], [], UNITS.sites(modules)
     for part in parts:
         others = [parameter for other in parts if other is not part for _, parameter in other.own]
         unit, is_stock = make_unit(part, modules, holds_packed, others)
@@ -117,6 +122,13 @@ def fully_shard(
         if group is not None or is_stock:  # else the modules have no parameters of this part
             for each in modules:
                 attach(each, unit, path)
+    sharded_here = {id(parameter) for part in parts for _, parameter in part.own}
+    for (owner, own_name), (name, parameter) in sites.items():
+        # A quantized weight is no parameter any more: units may share it.
+        if id(parameter) in sharded_here and own_name in owner._parameters:
+            hold((owner, own_name), name, parameter, model_name(modules[0]))
+    for each in modules:
+        guard_sharded(each, has_shards)
     return sharded
 
 
@@ -166,8 +178,10 @@ def _agreed_parts(modules: list[nn.Module], strategy: Strategy, arguments: dict[
     facts = strategy_facts(over.strategy, over.group) if over.compared else {}
     facts |= {name: arguments.get(name) for name in ("reshard_after_forward", "mp_policy")}
     facts |= {"overrides": overrides, "shard_placement_fn": arguments.get("shard_placement_fn") is not None}
-    held = packed(own)
+    held, shared = packed(own), UNITS.find_shared(modules, arguments.get("ignored_params") or ())
+    facts |= {} if shared is None else {"shared": shared.name}
     check_agreement(ranks, call, facts | packed_facts(held) | parameter_facts(own))
+    refuse_shared(shared, modules, call)
     whole = Part(over, own, arguments)
     is_split = isinstance(strategy, Strategy) and (overrides or arguments.get("shard_placement_fn") is not None)
     return split(modules, strategy, whole, given) if is_split else [whole], bool(held)

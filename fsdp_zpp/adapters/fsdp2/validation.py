@@ -10,15 +10,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fsdp_zpp.config.strategy import Strategy
 from fsdp_zpp.runtime.packed_weights import packed
 from fsdp_zpp.runtime.rank_layout import RankLayout
+from fsdp_zpp.runtime.shared_parameters import Shared, Units
 from fsdp_zpp.runtime.validation import check_dtypes, check_exchanges, check_instance
 from fsdp_zpp.torch_internals import major_minor
 
+from ._torch import is_managed
 from .data_parallel_mesh import names_of_node
-from .sharded_by import MARK
+
+UNITS = Units(
+    is_unit=lambda module: isinstance(module, FSDPModule),
+    is_torchs=lambda module, parameter: isinstance(parameter, DTensor) and is_managed(module),
+)
 
 _TAKES_INTEGERS = major_minor(torch.__version__) >= (2, 13)
 """Whether torch's ``fully_shard`` takes frozen parameters of integers; before, all had to be able to have gradients."""
@@ -43,7 +50,6 @@ def check_arguments(
         TypeError, ValueError, NotImplementedError: Saying what to do instead.
     """
     check_strategy(strategy)
-    _check_order(own)
     layout = RankLayout.of(strategy, group)
     # Also where all is left to torch, which would say that integers can't have gradients.
     check_dtypes(packed(own).items() if layout.stock else own, _REMEDY, takes_integers=_TAKES_INTEGERS)
@@ -61,14 +67,34 @@ def check_arguments(
     return layout
 
 
-def _check_order(own: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise if a module around these was sharded before them: torch would raise at the first forward only."""
-    for name, parameter in own:
-        if MARK in vars(parameter):
-            raise ValueError(
-                f"{name} is sharded already, with a module around it; shard layers before the model, so that what is "
-                "left to the model is what no layer has"
-            )
+def refuse_shared(shared: Shared | None, modules: list[nn.Module], call: str) -> None:
+    """Raise if a call would shard what another one has sharded: torch would raise in its own terms, or not at all.
+
+    Args:
+        shared: What :data:`UNITS` has found.
+        modules: What the call shards.
+        call: The call, as errors name it.
+
+    Raises:
+        ValueError: If it has found any.
+    """
+    if shared is None:
+        return
+    if any(map(is_managed, modules)):
+        raise ValueError(
+            f"{shared.name} is sharded already, with a module around it; shard layers before the model, so that what "
+            "is left to the model is what no layer has"
+        )
+    raise ValueError(
+        f"{call}: {UNITS.explain(shared, modules[0], modules)}: it is shared by two units, but fully_shard shards a "
+        "parameter in one unit alone; shard both modules in one call, fully_shard([a, b], strategy=...), or only the "
+        "module around them"
+    )
+
+
+def has_shards(module: nn.Module) -> bool:
+    """Return whether a parameter is a DTensor, which no library of files writes, be it whole on each rank."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def check_strategy(strategy: object) -> None:

@@ -5,12 +5,13 @@ All that is wrong with a configuration is told at once: users would otherwise co
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from fsdp_zpp.suggestions import did_you_mean
 
 from .keys import Refused
 
@@ -98,8 +99,7 @@ class Section:
         for key in self.values:
             if key in known:
                 continue
-            near = difflib.get_close_matches(str(key), sorted(known), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "correct or remove it"
+            hint = did_you_mean(key, sorted(known), "{!r}") or "correct or remove it"
             # A key that is right elsewhere is misplaced, however close to a known one it is.
             if key in inside:
                 hint = 'it belongs inside "zero_optimization"'

@@ -7,8 +7,8 @@ that stand for frozen weights are registered as parameters of their modules.
 For ``target_parameters``, PEFT parametrizes the module that has them in every forward. A frozen weight is parametrized
 on a stand-in module instead.
 
-transformers' ``save_pretrained`` would write only the part of a model that is not quantized. Patched, it raises unless
-it is given a state dict that has all weights.
+transformers' ``save_pretrained`` would write only the part of a model that is not quantized, and of a sharded one, as
+PEFT's, what one rank holds, or nothing. Patched, it raises unless it is given a state dict that has all weights.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def _with_stand_in(original: Callable[..., AbstractContextManager[object]]) -> C
 
 
 _METHOD = "save_pretrained"
+_IS_SHARDED = "_fsdp_zpp_is_sharded"
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
@@ -153,9 +154,34 @@ def guard_save_pretrained(model: nn.Module) -> None:
             vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
 
 
+def guard_sharded(model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
+    """Make ``save_pretrained`` of ``model`` and its submodules raise if it would write one rank's part.
+
+    Args:
+        model: The model.
+        is_sharded: Whether ranks hold parts of a module's weights; the same on all ranks.
+    """
+    for module in model.modules():
+        if hasattr(type(module), _METHOD):
+            vars(module)[_IS_SHARDED] = is_sharded
+            vars(module)[_METHOD] = functools.partial(_save_pretrained, module)
+
+
 def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> object:
     method = getattr(type(module), _METHOD)
-    arguments = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    bound = inspect.signature(method).bind_partial(module, *args, **kwargs).arguments
+    arguments = {**bound, **bound.get("kwargs", {})}
+    is_sharded = vars(module).get(_IS_SHARDED)
+    if arguments.get("state_dict") is None and is_sharded is not None and is_sharded(module):
+        # Also where is_main_process=False writes nothing, for rank 0 raises.
+        raise RuntimeError(
+            f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
+            "fsdp_zpp.save_adapter(model, path) to save an adapter, or pass state_dict= a full state dict, which all "
+            "ranks gather: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict"
+        )
+    if hasattr(type(module), "get_base_model"):  # a PeftModel, which writes only adapters
+        return method(module, *args, **kwargs)
     # Ranks that write nothing have nothing to leave out.
     left_out = _left_out(module, arguments.get("state_dict") or {}) if arguments.get("is_main_process", True) else 0
     if left_out:
