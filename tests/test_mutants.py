@@ -1,4 +1,4 @@
-"""Mutants lie on lines that exist, and are faults of running code: which tests notice them is for tests/mutants/run.py."""
+"""Mutants are found, and leave code that compiles; tests/mutants/run.py tells which tests notice them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_names_differ_and_lines_change():
 
 def test_a_line_that_is_not_unique_is_not_mutated(sources: Sources):
     mutant = Mutant("anywhere", "none", "return None", "return 1", "a test")
-    with pytest.raises(LookupError, match="must be found once"):
+    with pytest.raises(LookupError, match="must be found on one line"):
         sources.find(mutant)
     with pytest.raises(LookupError, match="nowhere"):
         sources.find(Mutant("nowhere", "none", "no such line", "pass", "a test"))

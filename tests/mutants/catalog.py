@@ -29,7 +29,7 @@ class Mutant:
         before: The line, without indentation and a comment at its end.
         after: What stands there instead; a line that is left empty goes.
         why: Why it is a fault; of a revert, the subject of the commit that mended it.
-        within: Folders, files, classes and functions around the line, separated by spaces, where other lines read alike.
+        within: Where other lines read alike, folders, files, classes and functions around it, separated by spaces.
         needs: ``cuda`` if it shows only on a GPU.
     """
 
@@ -90,8 +90,8 @@ class Sources:
             return found[0]
         where = ", ".join(f"{place.path}:{place.line}" for place in found) or "nowhere"
         raise LookupError(
-            f"the mutant {mutant.name!r} must be found once, and is {where}: point it to the line that does the work of "
-            f"{mutant.before!r} {mutant.within and f'within {mutant.within!r} '}now, and say within= where lines read alike"
+            f"the mutant {mutant.name!r} must be found on one line, and is found {where}: point it to the line that "
+            f"does the work of {mutant.before!r} now, and say within= where lines read alike, got {mutant.within!r}"
         )
 
     def mutated(self, mutant: Mutant) -> tuple[Place, str]:
