@@ -112,7 +112,8 @@ class Copy:
             return Ended("")
         if code in (1, None) and (last := _last_started(text, tests)):
             return Ended(last, is_test=True)
-        if code is None or code in (1, 2) or code < 0 or "ImportError while loading conftest" in text:
+        cannot_import = "ImportError while loading conftest" in text or "ERROR collecting" in text
+        if code is None or code in (1, 2) or code < 0 or cannot_import:
             return Ended(f"pytest, which ended with {code} before a test")
         raise RuntimeError(f"pytest ended with {code}:\n{text[-4000:]}")
 
