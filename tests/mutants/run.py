@@ -323,6 +323,11 @@ def main() -> None:
         return
     mutants = load_mutants()
     if options.only:
+        kinds = {each.kind for each in mutants}
+        if unknown := set(options.only) - kinds - {each.name for each in mutants}:
+            parser.error(
+                f"--only: {', '.join(unknown)} is neither a mutant nor a kind; kinds are {', '.join(sorted(kinds))}"
+            )
         mutants = [each for each in mutants if {each.name, each.kind} & set(options.only)]
     if on_gpus := [each.name for each in mutants if each.needs == "cuda"]:
         import torch
