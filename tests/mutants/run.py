@@ -1,0 +1,347 @@
+"""Runs mutants against the tests: which faults does the suite notice, and by which test?
+
+    python tests/mutants/run.py --cover               # once, for hours: which tests reach which lines
+    python tests/mutants/run.py --jobs 2              # all mutants that have no result yet
+    python tests/mutants/run.py --only layout --only codes-are-truncated --tests "tests/kernel tests/codecs"
+
+Each mutant is put into a copy of the checkout. First run the tests that reach its line, those that are fast and reach
+few other lines before the others; where that is not known, the tests of the folders that test its folder. A mutant that
+survives them meets all other tests if ``--all-tests`` is given. A test that fails, or hangs, kills the mutant if it
+passes without it. Results are written after each mutant, so that a run can go on where it was ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from mutants.catalog import ROOT, Mutant, Sources, load_mutants  # noqa: E402
+
+KEPT = ROOT / "runs" / "mutants"
+FIRST = 40
+"""Tests that run before the others that reach a line: most mutants die by one of them."""
+LEAST_SECONDS = 300
+"""Seconds that any run of tests has before it counts as a hang: a test whose ranks hang ends in two minutes itself."""
+OTHERS = "other tests"
+FOLDERS = {
+    "codecs": "codecs kernel collectives",
+    "kernels": "kernel codecs collectives",
+    "config": "config adapters",
+    "collectives": "collectives adapters elastic",
+    "runtime": "runtime adapters elastic integrations inference",
+    "frozen": "frozen inference integrations",
+    "planner": "planner bench",
+    "bench": "bench",
+    "adapters": "adapters collectives integrations",
+    "inference": "inference frozen integrations",
+    "integrations": "integrations",
+}
+"""The folders of tests that test a folder of the package, where nothing was measured."""
+
+
+class Ended(NamedTuple):
+    """What ended a run of tests: the test that failed or hung, or something else; nothing if all passed."""
+
+    by: str
+    is_test: bool = False
+
+
+class Copy:
+    """A copy of the checkout, to be mutated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+            if name and (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        self._sources = Sources(folder)
+        self._writes = int(time.time())
+
+    def mutate(self, mutant: Mutant) -> str:
+        """Put ``mutant`` in; return the path of its file."""
+        place, text = self._sources.mutated(mutant)
+        self._write(place.path, text)
+        return place.path
+
+    def restore(self, path: str) -> None:
+        """Take the mutant in the file ``path`` out."""
+        self._write(path, "\n".join(self._sources.lines[path]))
+
+    def _write(self, path: str, text: str) -> None:
+        self._writes += 1  # a time of its own, by which Python tells that what it has compiled is old
+        (self.root / path).write_text(text)
+        os.utime(self.root / path, (self._writes, self._writes))
+
+    def run(self, tests: Sequence[str], seconds: float) -> Ended:
+        """Run ``tests`` until one fails, for at most ``seconds``."""
+        listed = self.root.with_name(f"{self.root.name}.tests")
+        listed.write_text("\n".join(tests))
+        command = [sys.executable, "-m", "pytest", "-x", "-v", "-o", "addopts=", "-p", "no:cacheprovider", f"@{listed}"]
+        with tempfile.TemporaryFile("w+") as printed:
+            how: dict[str, Any] = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(command, cwd=self.root, env=environment(self.root), **how)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            code = process.poll()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that hang outlive pytest
+            process.wait()
+            printed.seek(0)
+            text = printed.read()
+        if code == 0:
+            return Ended("")
+        if code in (1, None) and (last := _last_started(text, tests)):
+            return Ended(last, is_test=True)
+        cannot_import = "ImportError while loading conftest" in text or "ERROR collecting" in text
+        if code is None or code in (1, 2) or code < 0 or cannot_import:
+            return Ended(f"pytest, which ended with {code} before a test")
+        raise RuntimeError(f"pytest ended with {code}:\n{text[-4000:]}")
+
+
+def _last_started(printed: str, tests: Sequence[str]) -> str:
+    """The test that pytest has named last, which is the one that failed or hangs."""
+    for line in reversed(printed.splitlines()):
+        if ".py::" in line and (named := [test for test in tests if line.startswith(test)]):
+            return max(named, key=len)
+    return ""
+
+
+def environment(root: Path) -> dict[str, str]:
+    """The environment of tests of the checkout in ``root``, whose package comes before any that is installed."""
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+class Suite:
+    """The tests that mutants meet.
+
+    Args:
+        arguments: pytest's.
+    """
+
+    def __init__(self, arguments: str) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *shlex.split(arguments)]
+        found = subprocess.run(command, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True)
+        self.tests = [line for line in found.stdout.splitlines() if ".py::" in line]
+        if found.returncode or not self.tests:
+            raise SystemExit(f"pytest does not collect {arguments!r}:\n{found.stdout[-2000:]}{found.stderr[-2000:]}")
+        digest = hashlib.sha256("\n".join(self.tests).encode())
+        for path in sorted((ROOT / "tests").rglob("*.py")):
+            if HERE not in path.parents:
+                digest.update(path.read_bytes())
+        self.key = digest.hexdigest()[:16]
+        self._map: Any = None
+        if (KEPT / "cover" / "tests.json").exists():
+            from mutants.cover import Map  # which needs coverage.py
+
+            self._map = Map(KEPT / "cover")
+
+    def stages(self, mutant: Mutant, path: str, first: str, *, all_tests: bool) -> Iterator[tuple[str, list[str]]]:
+        """Yield the tests that ``mutant`` meets, one lot after the other, with a name of each lot.
+
+        Args:
+            mutant: The mutant.
+            path: Its file.
+            first: The test that comes before all others, since it has killed the mutant before.
+            all_tests: Whether the mutant meets tests that are not known to reach it.
+        """
+        known = set(self.tests)
+        tests = [] if self._map is None else [test for test in self._map.tests_reaching(mutant) if test in known]
+        name = "tests that reach it"
+        if not tests:
+            name, folders = "tests of its folder", FOLDERS.get(path.split("/")[1], "").split()
+            tests = [test for each in folders for test in self.tests if test.startswith(f"tests/{each}/")]
+        if first in known:
+            tests = list(dict.fromkeys([first, *tests]))
+        yield name, tests[:FIRST]
+        yield name, tests[FIRST:]
+        if all_tests:
+            met = set(tests)
+            yield OTHERS, [test for test in self.tests if test not in met]
+
+    def limit(self, tests: Sequence[str]) -> float:
+        """Seconds after which a run of ``tests`` counts as a hang."""
+        seconds = {} if self._map is None else self._map.seconds
+        return LEAST_SECONDS + sum(4 * seconds.get(test, 2.0) for test in tests)
+
+
+class Results:
+    """What has become of each mutant, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        read: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.of: dict[str, dict[str, Any]] = read.get("mutants", {})
+        self.passing: dict[str, bool] = read.get("without a mutant", {})
+
+    def note(self, name: str, **result: object) -> None:
+        """Note the result of a mutant."""
+        with self._lock:
+            self.of[name] = result
+            self._write()
+
+    def note_passing(self, test: str, passes: bool) -> None:
+        """Note whether ``test`` passes without a mutant."""
+        with self._lock:
+            self.passing[test] = passes
+            self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.with_suffix(".new")
+        written.write_text(json.dumps({"mutants": self.of, "without a mutant": self.passing}, indent=1) + "\n")
+        written.replace(self._path)
+
+    def is_known(self, mutant: Mutant, key: str, *, all_tests: bool) -> bool:
+        """Whether ``mutant`` has met the tests of ``key``."""
+        known = self.of.get(mutant.name, {})
+        if known.get("tests") != key or known["change"] != [mutant.before, mutant.after]:
+            return False
+        return known["killed"] or OTHERS in known["after"] or not all_tests
+
+
+def judge(mutant: Mutant, copy: Copy, suite: Suite, results: Results, *, all_tests: bool) -> None:
+    """Have ``mutant`` meet tests until one kills it, and note what has become of it."""
+    began, killer, known = time.monotonic(), "", results.of.get(mutant.name, {})
+    has_met = results.is_known(mutant, suite.key, all_tests=False) and not known["killed"]
+    after = [known["after"]] if has_met else []
+    path = copy.mutate(mutant)
+    try:
+        for name, tests in suite.stages(mutant, path, known.get("by", ""), all_tests=all_tests):
+            left = [] if has_met and name != OTHERS else tests
+            left = [test for test in left if results.passing.get(f"{suite.key} {test}", True)]
+            while left and not killer:
+                ended = copy.run(left, suite.limit(left))
+                if not ended.by:
+                    after.append(f"{len(left)} {name}")
+                    break
+                if not ended.is_test or _passes_without(ended.by, mutant, copy, suite, results):
+                    killer = ended.by
+                left = [test for test in left if test != ended.by]
+            if killer:
+                break
+    finally:
+        copy.restore(path)
+    change, seconds = [mutant.before, mutant.after], round(time.monotonic() - began)
+    note = {"killed": bool(killer), "by": killer, "after": "; ".join(after), "seconds": seconds}
+    results.note(mutant.name, kind=mutant.kind, change=change, tests=suite.key, **note)
+    verdict = f"killed by {killer}" if killer else f"SURVIVED {note['after'] or 'no test'}"
+    print(f"{mutant.name}: {verdict}, {seconds} s", flush=True)
+
+
+def _passes_without(test: str, mutant: Mutant, copy: Copy, suite: Suite, results: Results) -> bool:
+    key = f"{suite.key} {test}"
+    if key not in results.passing:
+        copy.restore(copy.mutate(mutant))
+        results.note_passing(key, not copy.run([test], suite.limit([test])).by)
+        copy.mutate(mutant)
+    return results.passing[key]
+
+
+def cover(arguments: str) -> None:
+    """Run the tests, and keep which of them reach which lines."""
+    from mutants import cover as measuring  # which needs coverage.py
+
+    folder = KEPT / "cover"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as site:
+        Path(site, "sitecustomize.py").write_text(measuring.SITE)
+        env = environment(ROOT) | {measuring.FOLDER: str(folder)}
+        env["PYTHONPATH"] = os.pathsep.join((site, str(HERE.parent), env["PYTHONPATH"]))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants.cover", *shlex.split(arguments)]
+        subprocess.run(command, cwd=ROOT, env=env)  # some tests of a step's cost fail while they are measured
+    measuring.put_together(folder)
+
+
+def table(mutants: Sequence[Mutant], results: Results) -> str:
+    """How many mutants of each kind were killed, how many survived, and which."""
+    kinds = dict.fromkeys(each.kind for each in mutants)
+    verdicts = {each.name: results.of.get(each.name, {}).get("killed") for each in mutants}
+    lines = [f"{'kind':24}{'killed':>8}{'survived':>10}{'not run':>9}"]
+    for kind in (*kinds, "all"):
+        count = Counter(verdicts[each.name] for each in mutants if kind in ("all", each.kind))
+        lines.append(f"{kind:24}{count[True]:8}{count[False]:10}{count[None]:9}")
+    survivors = [each for each in mutants if verdicts[each.name] is False]
+    return "\n".join([*lines, *(f"survived: {each.name}. {each.why}" for each in survivors)])
+
+
+def run_all(mutants: Sequence[Mutant], suite: Suite, results: Results, options: argparse.Namespace) -> None:
+    """Judge ``mutants``, several at a time, each in a copy that its thread keeps."""
+    until, is_over, own = time.monotonic() + options.limit_seconds, threading.Event(), threading.local()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(options.jobs) as threads:
+
+        def run(mutant: Mutant) -> None:
+            if time.monotonic() > until or is_over.is_set():
+                return
+            if not hasattr(own, "copy"):
+                own.copy = Copy(Path(scratch, threading.current_thread().name))
+            judge(mutant, own.copy, suite, results, all_tests=options.all_tests)
+
+        try:
+            list(threads.map(run, mutants))
+        finally:
+            is_over.set()  # after an error or Ctrl-C, those that run end, and no other begins
+
+
+def main() -> None:
+    """Read the command line, and do what it says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cover", action="store_true", help="measure which tests reach which lines: pip install coverage"
+    )
+    parser.add_argument("--only", action="append", metavar="NAME or KIND", help="run these mutants alone")
+    parser.add_argument("--tests", default="", metavar="ARGUMENTS", help="pytest's, for example 'tests/config -k loco'")
+    parser.add_argument("--all-tests", action="store_true", help="have what survives meet all tests")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="begin with no mutant after these")
+    parser.add_argument("--again", action="store_true", help="run mutants that have met these tests, too")
+    parser.add_argument("--results", type=Path, default=KEPT / "results.json", help="the file of results")
+    options = parser.parse_args()
+    if options.cover:
+        cover(options.tests)
+        return
+    mutants = load_mutants()
+    if options.only:
+        kinds = {each.kind for each in mutants}
+        if unknown := set(options.only) - kinds - {each.name for each in mutants}:
+            parser.error(
+                f"--only: {', '.join(unknown)} is neither a mutant nor a kind; kinds are {', '.join(sorted(kinds))}"
+            )
+        mutants = [each for each in mutants if {each.name, each.kind} & set(options.only)]
+    if on_gpus := [each.name for each in mutants if each.needs == "cuda"]:
+        import torch
+
+        if not torch.cuda.is_available():
+            print(f"left out, since they need a GPU: {', '.join(on_gpus)}")
+            mutants = [each for each in mutants if each.needs != "cuda"]
+    suite, results = Suite(options.tests), Results(options.results)
+    is_known = [results.is_known(each, suite.key, all_tests=options.all_tests) for each in mutants]
+    waiting = [each for each, known in zip(mutants, is_known, strict=True) if options.again or not known]
+    print(f"{len(waiting)} of {len(mutants)} mutants meet {len(suite.tests)} tests", flush=True)
+    run_all(waiting, suite, results, options)
+    print(table(mutants, results))
+
+
+if __name__ == "__main__":
+    main()
